@@ -514,5 +514,5 @@ async def test_rewards_of_explored_groups_give_the_share_lost_to_deadlines() -> 
         await trainer.reward_matcher.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
     assert trainer.variances == [True] * 10
     losses = harness.rollouts.allocator.deadlines.losses
-    assert losses.right == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
-    assert sum(losses.weights[1:]) > 0
+    assert losses.explored == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
+    assert sum(losses.right[1:]) > 0
