@@ -1,5 +1,7 @@
 """What the wiring connects, with an engine that runs nothing."""
 
+import os
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -70,3 +72,14 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp
             [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(engine.port.weight_version)
             has_group.append(saved.group is not None)
     assert has_group == [True, False]
+
+
+async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_inherit_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, key in {"VLLM_API_KEY": "one", "DARTS_ADMIN_API_KEY": "root"}.items():
+        monkeypatch.setenv(name, key)
+    access = app._access(settings.load({}, None), Namespace(api_key=None, host="127.0.0.1", allowed_origins=[]))
+    assert access.keys.find(b"one")
+    assert access.admin_keys.find(b"root")
+    assert not {"one", "root"} & set(os.environ.values())

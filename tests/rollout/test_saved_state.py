@@ -78,7 +78,10 @@ def learned() -> dict[tuple[str, str], dict[str, Any]]:
     asyncio.run(run(documents, *POLICIES, AUTO))
     # These are written after 256 groups, and after the reward of a group that explored.
     documents.put("dataset", "all", {"value": '{"recent_stds": [2.5, 3.5], "mean": 9.5, "steps": 2}'})
-    documents.put("losses", "all", {"value": json.dumps({"right": 80.0, "weights": [1.5] * (LAST_BIN + 1)})})
+    histogram = [1.5] * (LAST_BIN + 1)
+    losses = {"right": histogram, "cut": histogram, "explored": 80.0}
+    losses |= {"explored_right": histogram, "explored_all": histogram}
+    documents.put("losses", "all", {"value": json.dumps(losses)})
     option = {"tries": 3, "error": 0.1, "length_error": 0.1, "more_cut": 0.1, "against_off": -0.1, "withdrawals": 1}
     state = {"batches": 9, "explored": 1, "options": {"off": option, "cap at 0.9": option}, "training": [[64.0, 2.0]]}
     documents.put("auto", "8", {"value": json.dumps({**state, "means": [5.0, 9.0], "max_tokens": 50})})

@@ -8,6 +8,7 @@ OURS = "/darts/v1/"
 OWNED = {
     "/darts/v1/rollouts",
     "/darts/v1/rollouts/{batch_id}",
+    "/darts/v1/rollouts/{batch_id}/deadline",
     "/darts/v1/queue",
     "/darts/v1/queue/groups",
     "/darts/v1/queue/ack",
