@@ -102,7 +102,7 @@ CARRY_OVER: Mapping[str, Method] = {
 }
 NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
-# Each has a server of its own: one whose quality head goes on learning between turns, or whose weights nobody else
+# Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run
 # replaces meanwhile.
 OWN_SERVER = (*PRUNING, *(name for name, method in CARRY_OVER.items() if method.carry == "resume"))
 

@@ -29,10 +29,13 @@ STYLES = {
     "arrol": ("#CC79A7", "-"),
     "darts+arrol": ("#CC79A7", ":"),
     "roulette, unbiased": ("#CC79A7", "--"),
+    "cap": ("#CC79A7", "-."),
+    "cap, unguarded": ("#CC79A7", "-."),
+    "cap, lost 0.1": ("#882255", "-."),
+    "darts_cut, lost 0.1": ("#882255", "-"),
 }
 OTHER_STYLE = ("#999999", "--")
 CAP_STYLES = (("#999999", ":"), ("#999999", "-."), ("#999999", "--"))  # from the lowest
-COLOURS = {"cap": "#CC79A7", "cap, unguarded": "#CC79A7", "cap, lost 0.1": "#882255", "darts_cut, lost 0.1": "#882255"}
 COSTS = (0.2, 0.3, 0.5, 0.7, 1.0)
 SHOWN = {"right": "share of right answers", "length_mean": "mean length (tokens)", "length_std": "std within a prompt"}
 
@@ -110,10 +113,10 @@ def tradeoff(starts: Mapping[str, Runs], path: Path) -> None:
 def _marker(policy: str) -> tuple[str, str]:
     """Return colour and shape: those with long rounds are triangles, other controls squares."""
     name = policy.removesuffix(", long rounds")
-    colour = STYLES.get(name, COLOURS.get(name, OTHER_STYLE[0]))
+    colour, _ = STYLES.get(name, OTHER_STYLE)
     is_control = policy.startswith(BASE) and name == policy
     shape = "^" if name != policy else "s" if is_control else "D" if policy == "auto, all rules" else "o"
-    return colour if isinstance(colour, str) else colour[0], shape
+    return colour, shape
 
 
 def means(runs: Mapping[int, Sequence[Entry]], name: str) -> tuple[list[int], list[float]]:

@@ -137,7 +137,7 @@ def start_server(arguments: Sequence[str], host: str, child: str) -> ServerProce
 
 
 def free_port(host: str) -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is not in use."""
     for port in SystemRandom().sample(PORTS, MAX_TRIES):
         with suppress(OSError), socket.create_server((host, port), family=_family(host)):
             return port

@@ -110,7 +110,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         if allocation.cohort is not None:
             self.runner.count_in(allocation.cohort)
-            self._membership.join(allocation, rule)
+            self._membership.join(allocation.cohort, rule, allocation)
         if not self.runner.goes_on:
             self._extra = ExtraCandidates.of(allocation, rule)
         decisions = self._group.open(rule, allocation.candidates, max_candidates)

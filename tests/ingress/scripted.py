@@ -64,7 +64,7 @@ class ScriptedServer:
 
     @property
     def deadlines(self) -> list[Any]:
-        """What it was told of deadlines."""
+        """The deadlines that were set."""
         return [each.json for each in self.server.received if each.path.endswith("/deadline")]
 
     async def server_events(self, body: Any) -> list[tuple[str, Any]]:

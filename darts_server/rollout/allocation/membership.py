@@ -29,12 +29,11 @@ class CohortMembership:
         self._place = 1
         self._beyond: int | None = None  # the limit for which a minimum was reported, see `Cohort.waits_beyond`
 
-    def join(self, allocation: Allocation, rule: SelectionRule) -> None:
-        """Join the cohort of an allocation, if it has one, before the group is opened with it and this rule."""
-        if (cohort := allocation.cohort) is not None:
-            self.cohort = cohort
-            self.set_candidates(rule, allocation.candidates)
-            cohort.join(self._member, allocation.number)
+    def join(self, cohort: Cohort, rule: SelectionRule, allocation: Allocation) -> None:
+        """Join the cohort of an allocation, before the group is opened with it and this rule."""
+        self.cohort = cohort
+        self.set_candidates(rule, allocation.candidates)
+        cohort.join(self._member, allocation.number)
 
     def set_candidates(self, rule: SelectionRule, candidates: int) -> None:
         """Set the number of candidates, on which it depends how long the candidates are that the group needs."""

@@ -1,4 +1,4 @@
-"""Cohorts whose groups run on several servers: what each server is told of the whole, and what its groups report."""
+"""Cohorts whose groups run on several servers: what each server knows of the whole, and what its groups report."""
 
 from dataclasses import dataclass
 from typing import Protocol
