@@ -49,7 +49,7 @@ class Dataset:
         self._stats = StoredValues(documents, "dataset", PARSERS["dataset"])
         self._steps = StoredValues(documents, "step", PARSERS["step"])
         self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
-        self._ratios: list[tuple[float, bool]] = []
+        self._ratios: list[list[tuple[float, bool]]] = []  # by group: one fades all before it
         self._groups: list[tuple[int, LengthEstimate]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self._restores = Restores(documents)
@@ -66,6 +66,11 @@ class Dataset:
         self._write_later.run_pending()
         return LengthProfile(self._profiles.load(KEY))
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether a group was learned from."""
+        return bool(self._groups) or self._steps.load(KEY) is not None
+
     def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
         """Learn from a completed group. ``earlier``: statistics of its prompt before this group."""
         observed = observations(record)
@@ -74,7 +79,7 @@ class Dataset:
         self._forget_replaced()
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
         self._groups.append((version, estimate_lengths(observed)))
-        self._ratios += ratios_to_mean(observed, earlier)
+        self._ratios.append(ratios_to_mean(observed, earlier))
         self._write_later.request()
 
     def flush(self) -> None:
@@ -96,7 +101,8 @@ class Dataset:
         ratios, groups = self._ratios, self._groups
         self._ratios, self._groups = [], []
         profile = LengthProfile(self._profiles.load(KEY))
-        profile.observe(ratios)
+        for group in ratios:
+            profile.observe(group)
         self._profiles.save(KEY, asdict(profile.state))
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
         for version, estimate in groups:
