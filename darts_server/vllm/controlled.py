@@ -1,6 +1,6 @@
 """vLLM's control routes, through which trainers pause the engine and write its weights."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -127,14 +127,14 @@ class ControlledLLM(AsyncLLM):
         free = super().release_kv_cache_memory
         await (free() if self.updates is None else self.updates.coordinator.free_by_trainer(KV_CACHE, free))
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """As vLLM's.
+    async def wake_up(self, tags: list[str] | None = None) -> Any:
+        """As vLLM's, which since 0.32 returns whether the whole engine is awake.
 
         Raises:
             UpdateRunning, WeightsLost
         """
-        wake_up = partial(super().wake_up, tags)
-        await (wake_up() if self.updates is None else self.updates.coordinator.wake_up_by_trainer(wake_up, tags))
+        wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
+        return await (wake_up() if self.updates is None else self.updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def start_weight_update(self) -> None:
         """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it.

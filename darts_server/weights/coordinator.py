@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
@@ -24,6 +25,8 @@ WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
 MEMORY = (WEIGHTS, KV_CACHE)
 """vLLM's names of what leaves the device's memory while the engine sleeps; where nothing does, scheduling stops."""
 WAKE_UP = "POST /wake_up first"
+
+T = TypeVar("T")
 
 
 class Coordinator:
@@ -285,10 +288,10 @@ class Coordinator:
         with self._falling_asleep([part]):
             await free()
 
-    async def wake_up_by_trainer(
-        self, wake_up: Callable[[], Awaitable[None]], parts: Collection[str] | None = None
-    ) -> None:
+    async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
         """Wake up these parts of `MEMORY` by ``wake_up``; ``None`` for all. With the last one the engine resumes.
+
+        Returns what ``wake_up`` returns.
 
         Raises:
             UpdateRunning, WeightsLost
@@ -299,9 +302,10 @@ class Coordinator:
         if parts is not None and not woken <= asleep:  # vLLM does nothing if one of them is not asleep
             woken = set()
         with self._ending_pause() if woken >= asleep else nullcontext():
-            await wake_up()
+            answer = await wake_up()
             if self._asleep is asleep:  # and not put to sleep meanwhile
                 self._asleep = asleep - woken
+        return answer
 
     @contextmanager
     def _ending_pause(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ def test_all_processes_of_an_engine_end_when_the_server_is_killed(method: str) -
             assert all(process.is_running() for process in processes)
         finally:
             server.kill()
-        assert psutil.wait_procs(processes[1:], timeout=20)[1] == []
+        assert psutil.wait_procs(processes[1:], timeout=60)[1] == []
 
 
 def test_nothing_is_watched_outside_of_a_servers_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,4 +33,4 @@ def test_nothing_is_watched_outside_of_a_servers_engine(monkeypatch: pytest.Monk
     monkeypatch.undo()
     monkeypatch.setenv(SERVER_PID, str(os.getpid()))
     end_with_parent()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # fewer if one of an earlier test has ended meanwhile

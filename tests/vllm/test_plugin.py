@@ -59,8 +59,8 @@ def test_a_reader_sleeps_until_it_is_notified_from_the_first_message_on(monkeypa
             assert time.process_time() - spent < 0.1
             reader.last_read -= 10.0
             notify = threading.Timer(0.2, writer.notify)
-            notify.start()
             began = time.monotonic()
+            notify.start()
             reader.wait()
             assert time.monotonic() - began > 0.1
             notify.join()

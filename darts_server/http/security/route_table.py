@@ -30,6 +30,7 @@ PUBLIC = {
 }
 USE = {
     "/darts/v1/rollouts": "POST",
+    "/darts/v1/rollouts/plan": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
     "/darts/v1/rollouts/{batch_id}/deadline": "PUT",
     "/darts/v1/queue": "GET POST",
@@ -77,6 +78,7 @@ USE = {
     "/inference/v1/generate": "POST",
     "/invocations": "POST",
     "/generative_scoring": "POST",
+    "/v1/systemone": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/tokenizer_info": "GET",
@@ -93,6 +95,7 @@ USE = {
 }
 ADMIN = {
     "/darts/v1/state": "PUT",
+    "/darts/v1/observations": "GET POST",  # of all callers' prompts, and what is learned of them
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
     "/darts/v1/weights/tensors": "GET",  # a copy of the model
@@ -102,7 +105,9 @@ ADMIN = {
     "/pause": "POST",
     "/resume": "POST",
     "/abort_requests": "POST",  # without ids it aborts all requests
+    "/inference/v1/abort_requests": "POST",  # by ids, which may be others'
     "/init_weight_transfer_engine": "POST",
+    "/shutdown_weight_transfer_engine": "POST",
     "/start_weight_update": "POST",
     "/start_draft_weight_update": "POST",
     "/update_weights": "POST",
@@ -137,6 +142,7 @@ ADMIN = {
 }
 DANGEROUS = {
     "/collective_rpc": "POST",  # calls any method of the workers with any arguments
+    "/weight_checker": "POST",  # one of its actions sets all weights to zero, while groups run
     "/start_profile": "POST",  # writes traces without limit, and slows all requests
     "/stop_profile": "POST",
 }

@@ -28,7 +28,7 @@ def _exists(module: str) -> bool:
     return (not parent or _exists(parent)) and find_spec(module) is not None
 
 
-if TYPE_CHECKING:  # mypy checks against the tested series
+if TYPE_CHECKING:  # mypy checks against the oldest tested series
     from vllm.entrypoints.chat_utils import load_chat_template
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
