@@ -13,6 +13,7 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
+from darts_server.types import MaxLost
 
 
 class Planned(Protocol):
@@ -93,7 +94,7 @@ def make_planner(settings: Settings) -> Planner:
         ceiling=settings.deadline_ceiling,
         bound=settings.deadline_bound,
         exploration=settings.exploration,
-        max_lost_share=settings.max_lost_share,
+        max_lost=MaxLost(settings.max_lost_share, settings.max_lost_groups),
     )
     pruning = Pruning(
         keep_ratio=settings.keep_ratio,

@@ -3,10 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, Outcome, SelectedAs, UpdateOutcome
+from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
 VersionSpans = tuple[tuple[int, int], ...]
 """Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
+
+
+def applied_policy(policy: str, option: str) -> str:
+    """Return the name of what `auto`, under the name ``policy``, does by that option."""
+    return f"{policy}: {option}"
 
 
 def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
@@ -82,8 +87,8 @@ class GroupRecord:
     error: str | None = None
     cohort_deadline: int | None = None
     """Deadline of its cohort in tokens; ``None`` if there is none, or if the group was complete before it was known."""
-    max_lost_share: float | None = None
-    """Share of right answers that its deadline may take; ``None`` if its policy has no deadlines."""
+    max_lost: MaxLost | None = None
+    """What its deadline may take of right answers; ``None`` if its policy has no deadlines."""
     stretch: float = 1.0
     """Factor that ``cohort_deadline`` contains, so that it does not discard too many right answers."""
     bound: int | None = None
@@ -109,6 +114,11 @@ class GroupRecord:
     """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
     owner: str | None = None
     """Name of the caller that started it; ``None`` for callers without a key."""
+
+    @property
+    def applied_policy(self) -> str:
+        """Its policy; under `auto` with the option that was chosen."""
+        return self.policy if self.chosen is None else applied_policy(self.policy, self.chosen.option)
 
     @property
     def deadline(self) -> int | None:

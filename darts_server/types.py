@@ -138,6 +138,19 @@ class UpdateOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class MaxLost:
+    """What a deadline may take away.
+
+    ``answers``: share of the right ones. ``groups``: share of those with right answers that lose all of them. It is
+    smaller, since prompts that need many times as long answers as others are few: a share of all answers that hardly
+    counts may be all that such prompts have, and the policy would unlearn them.
+    """
+
+    answers: float = 0.02
+    groups: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Shaping options of one request; ``None`` means the server's setting.
 

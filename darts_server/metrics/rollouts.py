@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from darts_server.metrics.collectors import Collectors, or_nan
 from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
 from darts_server.records import CohortRecord, GroupRecord
-from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
+from darts_server.types import DiscardReason, MaxLost, Outcome, SelectedAs, TurnKind, VoteOutcome
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
@@ -36,11 +36,13 @@ class RolloutSources:
     ``tracked``: number of prompts with statistics. ``fault``: whether learned state cannot be written.
     ``step_seconds``: duration of a decode step with this many sequences. ``start_seconds``: what a candidate costs when
     it starts, besides its decode steps. ``mean_length``, ``length_quantile``: in tokens, for one of `KINDS`.
-    ``budget_aversion``: lambda of the utility budget. ``lost_share``: share of correct answers that the deadline
-    discards. ``deadline_stretch``: factor that moves the deadline later. ``pass_rate``: share of correct trajectories
-    among rewarded ones. ``answer_length``: mean tokens, for one of `ANSWERS`. ``pattern_difference``,
-    ``pattern_error``: mean length of correct minus incorrect ones, and its standard error. ``redundancy_scale``: share
-    of the configured redundancy that is in force. ``observer_failures``: calls of observers that failed.
+    ``budget_aversion``: lambda of the utility budget. ``lost_share``: share of correct answers that a policy's
+    deadlines discard, of which they may discard so many. ``lost_group_share``: share of the groups that lose all of
+    theirs. ``deadline_stretch``: factor that moves them later.
+    ``pass_rate``: share of correct trajectories among rewarded ones. ``answer_length``: mean tokens, for one of
+    `ANSWERS`. ``pattern_difference``, ``pattern_error``: mean length of correct minus incorrect ones, and its
+    standard error. ``redundancy_scale``: share of the configured redundancy that is in force.
+    ``observer_failures``: calls of observers that failed.
     """
 
     tracked: Callable[[], float]
@@ -50,8 +52,9 @@ class RolloutSources:
     mean_length: Callable[[str], float | None]
     length_quantile: Callable[[str, float], float | None]
     budget_aversion: Callable[[], float]
-    lost_share: Callable[[], float | None]
-    deadline_stretch: Callable[[], float]
+    lost_share: Callable[[str, MaxLost], float | None]
+    lost_group_share: Callable[[str, MaxLost], float | None]
+    deadline_stretch: Callable[[str, MaxLost], float]
     pass_rate: Callable[[], float | None]
     answer_length: Callable[[str], float | None]
     pattern_difference: Callable[[], float | None]
@@ -71,6 +74,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         self._make_cohort_metrics()
         self._make_reward_metrics()
         self._make_vote_metrics()
+        self._sources = sources
         if sources is not None:
             self._make_gauges(sources)
 
@@ -95,6 +99,8 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             shadow = record.shadow
             self._count_tokens(self._shadow, {"generated": shadow.generated, "returned": shadow.returned})
         self._count_candidates(record)
+        if record.max_lost is not None and self._sources is not None:
+            self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
@@ -257,14 +263,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each.",
             {(): sources.observer_failures},
         )
-        self._make_gauge(
-            "darts_deadline_lost_share",
-            "Share of correct answers that the deadline discards, where rewards were reported.",
-            {(): sources.lost_share},
-        )
-        self._make_gauge(
-            "darts_deadline_stretch", "Factor by which the deadline is moved later.", {(): sources.deadline_stretch}
-        )
+        self._make_deadline_gauges()
         self._make_gauge(
             "darts_step_seconds",
             "Measured duration of a decode step by the number of running sequences.",
@@ -287,6 +286,30 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "statistic",
         )
         self._make_reward_gauges(sources)
+
+    def _make_deadline_gauges(self) -> None:
+        self._lost_share = self._gauge(
+            "darts_deadline_lost_share",
+            "Share of correct answers that the policy's deadlines discard, where rewards were reported.",
+            "policy",
+        )
+        self._lost_groups = self._gauge(
+            "darts_deadline_lost_groups",
+            "Share of the groups with correct answers that lose all of them to the policy's deadlines.",
+            "policy",
+        )
+        self._stretch = self._gauge(
+            "darts_deadline_stretch", "Factor by which the policy's deadlines are moved later.", "policy"
+        )
+
+    def _read_deadlines(self, sources: RolloutSources, policy: str, max_lost: MaxLost) -> None:
+        """Report a policy's deadlines from now on."""
+        lost = or_nan(partial(sources.lost_share, policy, max_lost))
+        self._lost_share.labels(self._model, policy).set_function(lost)
+        lost_groups = or_nan(partial(sources.lost_group_share, policy, max_lost))
+        self._lost_groups.labels(self._model, policy).set_function(lost_groups)
+        stretch = partial(sources.deadline_stretch, policy, max_lost)
+        self._stretch.labels(self._model, policy).set_function(stretch)
 
     def _make_reward_gauges(self, sources: RolloutSources) -> None:
         self._make_gauge(

@@ -7,16 +7,17 @@ longer. Groups that come one at a time use the completion lengths of the groups 
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, log
+from typing import Any
 
 import numpy as np
 
 from darts_server.policy.checks import LARGEST, check_count, check_number
+from darts_server.types import MaxLost
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
-MAX_LOST_SHARE = 0.02
 WINDOW = 256
 """Groups that stand in for the cohort when they come one at a time: a usual number of prompts a step."""
 ROUNDING = 1e-9
@@ -30,11 +31,20 @@ MIN_SHARE = 0.002
 """A smaller share of lost answers is remembered as long as this one."""
 MIN_RIGHT = 50
 """Right answers below which the share of lost ones is noise: at 2 %, one of fifty."""
+MIN_RIGHT_GROUPS = 20
+"""Groups with a right answer below which those that lose all of them do not count. So few show no share of half a per
+cent: until more are known, a single one moves the deadline, which costs time and takes nothing away."""
+GROUPS_REMEMBERED = 1_000
+"""Rewarded groups after which older ones have faded: at half a per cent, five that lost all right answers."""
+SEEN = 0.05
+"""What is left of one group after 3,000 others: below it, none was seen."""
 MAX_FIRST_GROUPS = 256
 """Groups that explore for want of `MIN_RIGHT` answers, at most: hardly any is right, or few of them get rewards."""
 MAX_STRETCH = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
+TWICE = round(log(2) / log(RATIO_STEP))
+"""Bins from a length to twice that."""
 LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
 """Of answers beyond `MAX_STRETCH`. The bin before it contains `MAX_STRETCH`."""
 BOUND = 2.0
@@ -51,17 +61,16 @@ class Deadline:
 
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``floor``, ``ceiling``: bounds on the cohort's deadline
     in tokens; a group whose own M-th shortest is longer still waits for that. ``exploration``: share of cohorts whose
-    tails run past the deadline, to see what it takes away. ``max_lost_share``: share of right answers that it may take
-    away. ``stretch``: factor on the deadline, at least 1. ``bound``: how many times as long as the deadline a
-    trajectory may become, at least 1. ``tokens``: the deadline itself, before it is stretched, where it does not depend
-    on the lengths of its cohort.
+    tails run past the deadline, to see what it takes away. ``max_lost``: what that may be. ``stretch``: factor on the
+    deadline, at least 1. ``bound``: how many times as long as the deadline a trajectory may become, at least 1.
+    ``tokens``: the deadline itself, before it is stretched, where it does not depend on the lengths of its cohort.
     """
 
     quantile: float = QUANTILE
     floor: int = 1
     ceiling: int | None = None
     exploration: float = EXPLORATION
-    max_lost_share: float = MAX_LOST_SHARE
+    max_lost: MaxLost = field(default_factory=MaxLost)
     stretch: float = 1.0
     bound: float = BOUND
     tokens: int | None = None
@@ -106,6 +115,13 @@ class Deadline:
     def bound_of(self, tokens: int) -> int:
         """Return the length at which every candidate is cut, for a deadline of ``tokens``."""
         return ceil(self.bound * tokens - ROUNDING)
+
+    def stretch_in(self, tokens: int) -> float:
+        """Return by which factor a deadline of ``tokens``, computed by this rule, is later than without a stretch.
+
+        That is less than ``stretch`` where `floor` holds it. Where `ceiling` does, it is taken to be there in any case.
+        """
+        return 1.0 if tokens == self.ceiling else max(1.0, min(self.stretch, tokens / self.floor))
 
     def clip(self, tokens: int) -> int:
         return max(self.floor, tokens if self.ceiling is None else min(tokens, self.ceiling))
@@ -164,10 +180,7 @@ class DeadlineLosses:
         check_count("first_groups", self.first_groups)
         check_number("explored", self.explored)
         for name in ("right", "cut", "explored_right", "explored_all"):
-            weights = np.array(getattr(self, name))
-            are_numbers = weights.shape == (LAST_BIN + 1,) and weights.dtype.kind in "if"
-            if not are_numbers or not ((weights >= 0) & (weights <= LARGEST)).all():
-                raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
+            _check_histogram(name, getattr(self, name))
 
     @property
     def should_explore_first(self) -> bool:
@@ -247,6 +260,97 @@ class DeadlineLosses:
             one_more = cut / (beyond + 1)
             per_explored += one_more
         return expected
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLosses:
+    """How many of the groups with right answers deadlines take all right answers from, by reported rewards.
+
+    A group's place is the length of its shortest right answer, relative to the bound without a stretch. Groups that
+    were cut before they had one count as those of which more was seen (the Kaplan-Meier estimate), whether these were
+    explored or had a later deadline. Where none was seen, one is counted, as often right as all are, at twice the
+    length: so prompts that are cut whole whenever they come move the deadline, within a few batches, until their
+    answers are seen. What was cut at the latest deadline there is counts as wrong, since none can help it.
+
+    A group that was cut at its deadline, before the bound, may have had a right answer between the two. It counts as
+    any other, so that a little too much is taken for lost.
+
+    ``right``, ``wrong``, ``cut``: groups with a right answer, by their place; without one, by their longest answer;
+    and those of the latter that were cut, by where they were; older ones less. ``GroupLosses(**json)`` restores it.
+    """
+
+    right: Histogram = EMPTY
+    wrong: Histogram = EMPTY
+    cut: Histogram = EMPTY
+
+    def __post_init__(self) -> None:
+        for name in ("right", "wrong", "cut"):
+            _check_histogram(name, getattr(self, name))
+
+    def with_group(self, group: Answer) -> "GroupLosses":
+        """Return the losses after one more group, described by its shortest right answer or, without one, its longest.
+
+        Older groups fade, so that deadlines follow a policy whose answers become shorter.
+        """
+        fade = 1 / GROUPS_REMEMBERED
+        is_cut = group.cut and not group.is_right
+        place = _nearest_edge(group.overrun) if is_cut else _bin(group.overrun)
+        is_open = is_cut and place < LAST_BIN - 1
+        kind = "right" if group.is_right else "cut" if is_open else "wrong"
+        return GroupLosses(
+            **{
+                name: _added(getattr(self, name), [(place, 1.0)] if name == kind else [], fade)
+                for name in ("right", "wrong", "cut")
+            }
+        )
+
+    def share(self, stretch: float) -> float | None:
+        """Share of the groups that lose all right answers with that stretch, at the end of whose bin the deadline lies.
+
+        ``None`` before there are `MIN_RIGHT_GROUPS` with a right answer.
+        """
+        expected = self._expected()
+        return None if expected is None else sum(expected[_bin(stretch) + 1 :]) / sum(expected)
+
+    def stretch(self, max_share: float) -> float:
+        """Return the smallest factor on the deadline with which at most ``max_share`` of the groups lose all.
+
+        It is from 1 to `MAX_STRETCH`, and the end of a bin: answers to the same prompt are often equally long, so no
+        part of a bin is given up.
+        """
+        expected = self._expected()
+        if expected is None or max_share >= 1:
+            return 1.0
+        allowed, beyond = max_share * sum(expected), 0.0
+        for number in range(LAST_BIN, 0, -1):
+            beyond += expected[number]
+            if beyond > allowed:
+                return min(RATIO_STEP**number, MAX_STRETCH)
+        return 1.0
+
+    def _expected(self) -> list[float] | None:
+        """Return the groups with a right answer as if none had been cut; ``None`` while too few are known."""
+        if sum(self.right) < MIN_RIGHT_GROUPS:
+            return None
+        expected, each = [0.0] * (LAST_BIN + 1), 1.0
+        seen, cut_beyond = sum(self.right) + sum(self.wrong), sum(self.cut)
+        mean_right = sum(self.right) / seen
+        for number, (right, wrong, cut) in enumerate(zip(self.right, self.wrong, self.cut, strict=True)):
+            expected[number] += each * right
+            # Rounding must not make these negative.
+            seen, cut_beyond = max(0.0, seen - right - wrong), max(0.0, cut_beyond - cut)
+            unseen = 1.0 if seen < SEEN else 0.0
+            more = each * cut / (seen + cut_beyond + unseen)
+            expected[min(number + TWICE, LAST_BIN)] += more * unseen * mean_right
+            each += more
+        return expected
+
+
+def _check_histogram(name: str, value: Any) -> None:
+    weights = np.array(value)
+    are_numbers = weights.shape == (LAST_BIN + 1,) and weights.dtype.kind in "if"
+    if not are_numbers or not ((weights >= 0) & (weights <= LARGEST)).all():
+        raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
 
 
 def _added(histogram: Histogram, answers: Iterable[tuple[int, float]], fade: float) -> Histogram:

@@ -118,6 +118,7 @@ class GroupRecorder:
         would_be = cohort if cohort is not None and cohort.explored else None
         rule = None if cohort is None else cohort.rule
         weights = selection_weights(group)
+        deadline = group.deadline if would_be is None else would_be.tokens
         return GroupRecord(
             group_id=self.group_id,
             prompt_key=self.prompt_key,
@@ -129,10 +130,10 @@ class GroupRecorder:
             ended_at=now,
             tail_wait=self._tail_wait(group, now),
             error=None if error is None else str(error),
-            cohort_deadline=group.deadline if would_be is None else would_be.tokens,
-            max_lost_share=None if rule is None else rule.max_lost_share,
+            cohort_deadline=deadline,
+            max_lost=None if rule is None else rule.max_lost,
             bound=group.bound if would_be is None else would_be.bound,
-            stretch=1.0 if rule is None else rule.stretch,
+            stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
             sampled_from=sampled_from(group),

@@ -100,6 +100,13 @@ class Settings(BaseSettings):
         description="Maximum share of correct answers that the deadline may discard, by the rewards reported for "
         "cohorts that ran past it. Above it, the deadline is moved later.",
     )
+    max_lost_groups: Runtime[float] = Field(
+        0.005,
+        ge=0,
+        le=1,
+        description="Maximum share of the groups with correct answers from which the deadline may take all of them. It "
+        "protects prompts that need much longer answers than others.",
+    )
     auto_allow: Runtime[str] = Field(
         "uniform,darts",
         pattern=RULES,
@@ -282,7 +289,7 @@ class Settings(BaseSettings):
         "commas. Default: none, so that a web page whose name points at this machine cannot use the server.",
     )
     allow_dangerous_routes: bool = Field(
-        False, description="Enable vLLM's /collective_rpc and profiler routes for admins."
+        False, description="Enable vLLM's /collective_rpc, /weight_checker and profiler routes for admins."
     )
     max_body_bytes: int = Field(
         64 * 1024 * 1024, ge=1, description="Maximum size of a request body, except for pushed weights and states."

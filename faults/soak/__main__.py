@@ -68,6 +68,7 @@ def scaled_retention(groups: int) -> Retention:
         vote_labels=max(1, min(limit.vote_labels, full // 50)),
         window=max(1, min(limit.window, full // 10)),
         batches=min(limit.batches, max(1, full // 50)),
+        observations=min(limit.observations, full),
     )
 
 

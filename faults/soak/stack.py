@@ -14,6 +14,7 @@ from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.quality.evaluation import WINDOW
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
+from darts_server.rollout.exchange.log import MAX_KEPT, ObservationLog
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
@@ -48,6 +49,7 @@ class Retention:
         vote_labels: for each kind of vote score.
         window: labels that the quality figures are computed over.
         batches: finished durable ones.
+        observations: for other servers.
     """
 
     groups: int = DEFAULT_KEPT
@@ -58,6 +60,7 @@ class Retention:
     vote_labels: int = BUFFER
     window: int = WINDOW
     batches: int = 64
+    observations: int = MAX_KEPT
 
 
 class Stack:
@@ -100,9 +103,10 @@ class Stack:
             clock=loop.time,
         )
         control.apply_to(self.rollouts)
+        self.rollouts.exchange.log = ObservationLog(retention.observations)
         self.monitor = Monitor(self.rollouts, loop.time)
         self.reward_matcher = RewardMatcher(
-            self.rollouts.statistics.rewards,
+            self.rollouts.exchange,
             self._rewarded,
             self.metrics,
             retention.groups,

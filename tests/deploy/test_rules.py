@@ -66,5 +66,5 @@ def test_prometheus_reads_the_rules_and_scrapes_the_server_that_compose_starts()
     [("check", "config", "prometheus.yaml"), ("check", "rules", "rules.yaml"), ("test", "rules", "rules.test.yaml")],
 )
 def test_promtool_finds_no_error(command: tuple[str, ...]) -> None:
-    result = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -6,7 +6,16 @@ from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
 from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, ShadowRecord, UpdateRecord
-from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs, TurnKind, UpdateOutcome, VoteOutcome
+from darts_server.types import (
+    DiscardReason,
+    FinishReason,
+    MaxLost,
+    Outcome,
+    SelectedAs,
+    TurnKind,
+    UpdateOutcome,
+    VoteOutcome,
+)
 
 
 def candidate(
@@ -115,21 +124,20 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
         mean_length=lambda _: None,
         length_quantile=lambda *_: None,
         budget_aversion=lambda: 1.0,
-        lost_share=lambda: None,
-        deadline_stretch=lambda: 1.25,
+        lost_share=lambda policy, max_lost: None,
+        lost_group_share=lambda policy, max_lost: max_lost.groups,
+        deadline_stretch=lambda policy, max_lost: 1 + max_lost.answers,
         pass_rate=lambda: 0.75,
         answer_length={"right": 30.0, "wrong": 50.0}.get,
         pattern_difference=lambda: -20.0,
         pattern_error=lambda: None,
         redundancy_scale=lambda: 0.25,
     )
-    RolloutMetrics("tiny", sources, registry)
+    metrics = RolloutMetrics("tiny", sources, registry)
     labels = {"model_name": "tiny"}
     assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
-    assert registry.get_sample_value("darts_deadline_stretch", labels) == 1.25
     assert registry.get_sample_value("darts_start_seconds", labels) == 0.002
     assert registry.get_sample_value("darts_redundancy_scale", labels) == 0.25
-    assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels) or 0)
     assert registry.get_sample_value("darts_pass_rate", labels) == 0.75
     assert registry.get_sample_value("darts_answer_length_tokens", labels | {"answer": "wrong"}) == 50
     assert registry.get_sample_value("darts_pattern_difference_tokens", labels) == -20
@@ -137,6 +145,13 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     assert registry.get_sample_value("darts_store_fault", labels) == 0
     faults.append("the disk is full")
     assert registry.get_sample_value("darts_store_fault", labels) == 1
+
+    cut = record(max_lost=MaxLost(0.25))
+    metrics.group_ended(replace(cut, policy="cap"))
+    metrics.group_ended(replace(cut, policy="auto", chosen=ChosenOption("cut 1.5 at 0.9", "it is fast")))
+    for policy in ("cap", "auto: cut 1.5 at 0.9"):
+        assert registry.get_sample_value("darts_deadline_stretch", labels | {"policy": policy}) == 1.25
+        assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels | {"policy": policy}) or 0)
 
 
 def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:

@@ -49,7 +49,9 @@ class ScoredWorld(World):
 
     def _note(self, event: Event) -> None:
         World._note(self, event)
-        if isinstance(event, Scored) and (event.index in self.known or event.index in self.finished):
+        if not isinstance(event, Scored) or self.group.outcome is not None:
+            return
+        if event.index in self.known or event.index in self.finished:
             assert event.quality is not None
             self.qualities[event.index] = event.quality
 

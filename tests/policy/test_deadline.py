@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.policy.deadline import (
+    GROUPS_REMEMBERED,
     LAST_BIN,
     LOST_REMEMBERED,
     MAX_FIRST_GROUPS,
@@ -17,11 +18,13 @@ from darts_server.policy.deadline import (
     MEMORY,
     MIN_GROUPS,
     MIN_RIGHT,
+    MIN_RIGHT_GROUPS,
     RATIO_STEP,
     WINDOW,
     Answer,
     Deadline,
     DeadlineLosses,
+    GroupLosses,
     RecentCompletionLengths,
 )
 
@@ -289,3 +292,116 @@ def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_r
     assert losses.with_answers(answers(0.5, 0.5), False, SHARE).should_explore_first
     assert not losses.with_answers(answers(0.5, 0.5), True, SHARE).should_explore_first
     assert not replace(losses, first_groups=MAX_FIRST_GROUPS).should_explore_first
+
+
+def groups(*overruns: float, before: GroupLosses | None = None, times: int = 1, **of: bool) -> GroupLosses:
+    losses = before or GroupLosses()
+    for overrun in overruns * times:
+        losses = losses.with_group(Answer(overrun, **{"is_right": True, **of}))
+    return losses
+
+
+def test_a_few_groups_do_not_say_what_is_lost() -> None:
+    assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).stretch(0.0) == 1
+    assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).stretch(0.0) == pytest.approx(4, rel=0.06)
+
+
+def test_rare_prompts_move_the_deadline_beyond_their_shortest_right_answers() -> None:
+    losses = groups(*[0.5] * 59, 4.0, *[0.9] * 40, times=10)
+    assert 4 <= losses.stretch(0.005) <= 4 * RATIO_STEP
+    assert losses.stretch(0.02) == 1
+    assert groups(20.0, before=losses, times=20).stretch(0.005) == MAX_STRETCH
+    assert groups(0.5, before=losses, times=5 * GROUPS_REMEMBERED).stretch(0.005) == 1, "long ago"
+
+
+def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_seen() -> None:
+    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    for _ in range(20):
+        losses = groups(*[0.5] * 28, before=losses)
+        for _ in range(4):
+            is_seen = stretch > 4.5
+            losses = losses.with_group(Answer(4.5 if is_seen else stretch, is_right=is_seen, cut=not is_seen))
+        stretches.append(stretch := losses.stretch(0.005))
+    assert next(stretches.index(each) for each in stretches if each > 4.5) <= 3, "within a few batches"
+    assert stretches[-1] == pytest.approx(4.5, rel=0.06)
+
+
+def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_that_is_known() -> None:
+    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    for _ in range(20):
+        losses = groups(*[0.5] * 62, before=losses)
+        for _ in range(2):
+            losses = losses.with_group(Answer(min(stretch, 12.0), is_right=False, cut=stretch < 12))
+        stretches.append(stretch := losses.stretch(0.005))
+    assert max(stretches) > 12
+    assert stretches[6:14] == [1.0] * 8
+
+
+def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
+    """Of 40 that were seen to the end, half were right, at 3 times the bound; so half of 10 that were cut at 2."""
+    seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
+    losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
+    lost = (20 + 5) / (150 + 20 + 5)
+    assert losses.stretch(lost * 1.1) == 1
+    assert losses.stretch(lost * 0.9) == pytest.approx(3, rel=0.06)
+
+
+def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_there() -> None:
+    """With an extreme length limit, their answers are never seen, and no deadline can keep them."""
+    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    for _ in range(20):
+        losses = groups(stretch, stretch, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
+        stretches.append(stretch := losses.stretch(0.005))
+    assert max(stretches) > 12
+    assert stretches[-10:] == [1.0] * 10
+
+
+def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
+    losses = groups(*[0.5] * 96, *[2.0] * 3, 4.0)
+    assert losses.share(1.0) == pytest.approx(0.04, abs=0.002)
+    assert losses.share(losses.stretch(0.02)) == pytest.approx(0.01, abs=0.001)
+    assert losses.share(16.0) == 0
+    assert losses.stretch(1.0) == groups(4.0, times=100).stretch(1.0) == 1
+    assert groups(0.5).share(1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "unstretched", "factor"),
+    [
+        (Deadline(stretch=2.0), 100, 2.0),
+        (Deadline(stretch=2.0, floor=150), 100, 200 / 150),
+        (Deadline(stretch=2.0, floor=300), 100, 1.0),
+        (Deadline(stretch=2.0, ceiling=150), 100, 1.0),
+        (Deadline(stretch=2.0, ceiling=300), 100, 2.0),
+    ],
+)
+def test_the_factor_in_a_deadline_is_that_between_its_limits(rule: Deadline, unstretched: int, factor: float) -> None:
+    tokens = rule.from_lengths([unstretched] * 10, 10)
+    assert tokens is not None
+    assert rule.stretch_in(tokens) == factor
+
+
+@pytest.mark.parametrize("rule", [Deadline(), Deadline(ceiling=4096), Deadline(floor=4000)])
+@pytest.mark.parametrize("unstretched", [1_000, 3_000])
+def test_the_stretch_comes_back_also_where_the_deadline_is_limited(rule: Deadline, unstretched: int) -> None:
+    losses, stretches = groups(0.5, times=100), []
+    for number in range(60):
+        stretched = replace(rule, stretch=losses.stretch(0.005))
+        tokens = stretched.from_lengths([unstretched] * 10, 10)
+        assert tokens is not None
+        late = 1.5 * 2 * rule.clip(unstretched) if number < 10 else unstretched
+        for need in [unstretched] * 62 + [late] * 2:
+            is_cut = need > 2 * tokens
+            place = min(need, 2 * tokens) / (2 * tokens) * stretched.stretch_in(tokens)
+            losses = losses.with_group(Answer(place, is_right=not is_cut, cut=is_cut))
+        stretches.append(stretched.stretch)
+    assert max(stretches) <= MAX_STRETCH
+    assert stretches[-1] == 1
+    assert max(stretches[20:]) < 2.1
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "cut"])
+@pytest.mark.parametrize("value", [[1.0], [-1.0] * (LAST_BIN + 1), ["1"] * (LAST_BIN + 1)])
+def test_groups_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        GroupLosses(**{name: value})

@@ -81,18 +81,21 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
 
 
 @pytest.mark.parametrize(
-    ("shaping", "uses_cohort"),
+    ("shaping", "uses_cohort", "weighs_prompts"),
     [
-        (Shaping(), False),
-        (Shaping(shadow=True, finish_order=True), False),
-        (Shaping(adaptive=True), True),
-        (Shaping(deadline=Deadline()), True),
-        (Shaping(budget=BudgetKind.CV_LOG), True),
-        (Shaping(budget=BudgetKind.UTILITY), True),
+        (Shaping(), False, False),
+        (Shaping(shadow=True, finish_order=True), False, False),
+        (Shaping(adaptive=True), True, True),
+        (Shaping(deadline=Deadline()), True, False),
+        (Shaping(budget=BudgetKind.CV_LOG), True, True),
+        (Shaping(budget=BudgetKind.UTILITY), True, True),
     ],
 )
-def test_policies_that_allocate_groups_together_use_cohorts(shaping: Shaping, uses_cohort: bool) -> None:
+def test_policies_that_allocate_groups_together_use_cohorts(
+    shaping: Shaping, uses_cohort: bool, weighs_prompts: bool
+) -> None:
     assert shaping.uses_cohort is uses_cohort
+    assert shaping.weighs_prompts is weighs_prompts
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -112,6 +112,8 @@ class World:
     bound: int | None = None
     finished_before: set[int] = field(default_factory=set)
     """Finished before the bound applied."""
+    at_opening: Mapping[int, int] = field(default_factory=dict)
+    """Candidate -> tokens that it had when the group was opened."""
     whole: frozenset[int] = frozenset()
     """Delivered before there was a limit."""
     in_all: int = 0
@@ -160,6 +162,7 @@ class World:
         if self.step == self.opening:
             alive = len(self.runs) - len(self.failed)
             self.in_all = len(self.runs) + max(0, self.candidates - alive)
+            self.at_opening = {i: run.tokens for i, run in enumerate(self.runs)}
             self.act(self.group.open(self.rule, self.candidates, self.most))
             yield
 

@@ -89,12 +89,12 @@ class Auto:
         """Return the options that support groups of ``size``."""
         return [option for option in self.options if option.shaping is None or _supports(option.shaping, size)]
 
-    def with_deadlines(self, rule: Callable[[Shaping], Deadline | None]) -> "Auto":
-        """Return the same with other deadlines, by the ``rule`` for each shaping."""
+    def with_deadlines(self, rule: Callable[[Shaping, str], Deadline | None]) -> "Auto":
+        """Return the same with other deadlines, by the ``rule`` for each shaping and its option's name."""
         options = (
             option
             if option.shaping is None
-            else replace(option, shaping=replace(option.shaping, deadline=rule(option.shaping)))
+            else replace(option, shaping=replace(option.shaping, deadline=rule(option.shaping, option.name)))
             for option in self.options
         )
         return replace(self, options=tuple(options))

@@ -1,18 +1,23 @@
 """Deadlines of cohorts: learned from earlier groups, and stretched where they cost too many correct answers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from darts_server.policy.deadline import Answer, Deadline, DeadlineLosses, RecentCompletionLengths
+from darts_server.policy.checks import LARGEST
+from darts_server.policy.deadline import (
+    Answer,
+    Deadline,
+    DeadlineLosses,
+    GroupLosses,
+    RecentCompletionLengths,
+)
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
-from darts_server.types import Outcome
-
-KEY = "all"
+from darts_server.types import MaxLost, Outcome
 
 
 def _completion_lengths(value: Any) -> RecentCompletionLengths:
@@ -24,49 +29,78 @@ def _completion_lengths(value: Any) -> RecentCompletionLengths:
 PARSERS: dict[str, Parse] = {
     "deadline": _completion_lengths,
     "losses": lambda value: DeadlineLosses(**value),
+    "lost_groups": lambda value: GroupLosses(**value),
 }
 """How values are parsed, by kind."""
 
 
 class Deadlines:
-    """Learn from groups what is needed for deadlines, by policy and group size, and keep it in ``documents``."""
+    """Learn from groups what is needed for deadlines, and keep it in ``documents``.
+
+    Completion lengths are learned by policy and group size. What deadlines take away is learned by policy, and under
+    `auto` by option: lengths are compared with a deadline, and each policy's is at another length of the same answers.
+    """
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
         self._lengths = StoredValues(documents, "deadline", PARSERS["deadline"])
         self._losses = StoredValues(documents, "losses", PARSERS["losses"])
+        self._lost_groups = StoredValues(documents, "lost_groups", PARSERS["lost_groups"])
         self._rng = rng
+        self.on_first_exploration: Callable[[str, int], None] = lambda policy, groups: None
+        """Called with policy and groups of a cohort that explores for want of rewarded groups that did."""
 
-    @property
-    def losses(self) -> DeadlineLosses:
-        """Correct answers that deadlines discard, as far as rewards were reported."""
-        losses: DeadlineLosses | None = self._losses.load(KEY)
+    def losses(self, policy: str) -> DeadlineLosses:
+        """Return what the policy's deadlines take away, as far as rewards were reported.
+
+        ``policy``: here and below as in `GroupRecord.applied_policy`.
+        """
+        losses: DeadlineLosses | None = self._losses.load(policy)
         return losses or DeadlineLosses()
 
-    def lost_share(self, max_lost_share: float) -> float | None:
-        """Share of correct answers that the deadline discards; ``None`` while too few are known."""
-        losses = self.losses
-        return losses.share(losses.stretch(max_lost_share))
+    def lost_groups(self, policy: str) -> GroupLosses:
+        """Return how many groups the policy's deadlines take all right answers from."""
+        losses: GroupLosses | None = self._lost_groups.load(policy)
+        return losses or GroupLosses()
 
-    def current_rule(self, shaping: Shaping) -> Deadline | None:
+    def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
+        """Share of correct answers that the deadline discards; ``None`` while too few are known."""
+        return self.losses(policy).share(self.stretch(policy, max_lost))
+
+    def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
+        """Share of the groups with correct answers that lose all of them; ``None`` while too few are known."""
+        return self.lost_groups(policy).share(self.stretch(policy, max_lost))
+
+    def stretch(self, policy: str, max_lost: MaxLost) -> float:
+        """Factor on the policy's deadlines, at least 1."""
+        by_groups = self.lost_groups(policy).stretch(max_lost.groups)
+        return max(self.losses(policy).stretch(max_lost.answers), by_groups)
+
+    def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
         """The policy's deadline rule with the present stretch; ``None`` if the policy has no deadlines."""
         rule = shaping.deadline
-        return None if rule is None else replace(rule, stretch=self.losses.stretch(rule.max_lost_share))
+        return None if rule is None else replace(rule, stretch=self.stretch(policy, rule.max_lost))
 
     def recent_deadline(self, rule: Deadline, name: str) -> int | None:
         """The deadline from recent groups, for a cohort of a few; ``None`` while there are too few of them."""
         return (self._lengths.load(name) or RecentCompletionLengths()).deadline(rule)
 
-    def should_explore(self, rule: Deadline, groups: int) -> bool:
+    def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
         """Decide whether a cohort of ``groups`` runs past its deadline: at random, and once rewards are reported.
 
         Whole cohorts explore, not single groups: one group past the deadline makes its whole cohort wait, so that the
         same share of single groups would delay nearly every cohort.
         """
-        losses = self.losses
+        losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            self._save(losses, replace(losses, first_groups=losses.first_groups + groups))
+            self.explore_first(policy, groups)
+            self.on_first_exploration(policy, groups)
             return True
         return self._rng.random() < rule.exploration
+
+    def explore_first(self, policy: str, groups: int) -> None:
+        """Count groups that explore for want of rewarded ones that did."""
+        losses = self.losses(policy)
+        self._save(policy, losses, replace(losses, first_groups=min(losses.first_groups + groups, LARGEST)))
 
     def learn(self, record: GroupRecord, name: str) -> None:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
@@ -82,23 +116,46 @@ class Deadlines:
         From one that was not explored only if its trajectories have weights: else some candidates can never be
         returned, and what the deadline took away does not show.
         """
-        before = losses = self.losses
+        if (max_lost := record.max_lost) is None:
+            return
+        policy = record.applied_policy
+        before = losses = self.losses(policy)
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
         has_weights = all(c.weight is not None for c in record.selected)
-        if record.max_lost_share is not None and (record.explored or has_weights):
+        if record.explored or has_weights:
             answers = [
                 Answer(_overrun(record, c), correct.get(c.index, False), c.cut, c.weight or 1.0)
                 for c in record.selected
                 if c.cut or c.index in correct
             ]
-            losses = losses.with_answers(answers, record.explored, record.max_lost_share)
-        self._save(before, losses)
+            losses = losses.with_answers(answers, record.explored, max_lost.answers)
+            if (group := _of_group(record, correct)) is not None:
+                self._lost_groups.save(policy, _values(self.lost_groups(policy).with_group(group)))
+        self._save(policy, before, losses)
 
-    def _save(self, before: DeadlineLosses, losses: DeadlineLosses) -> None:
+    def _save(self, policy: str, before: DeadlineLosses, losses: DeadlineLosses) -> None:
         if losses != before:
-            # Not by `asdict`, which copies every number: this is done for each rewarded group.
-            self._losses.save(KEY, {name: getattr(losses, name) for name in losses.__slots__})
+            self._losses.save(policy, _values(losses))
+
+
+def _values(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
+    # Not by `asdict`, which copies every number: this is done for each rewarded group.
+    return {name: getattr(losses, name) for name in losses.__slots__}
+
+
+def _of_group(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
+    """Return a group's shortest right answer or, without one, its longest; ``None`` while rewards are missing.
+
+    Lengths are relative to the bound, which no candidate may exceed whatever its group waits for.
+    """
+    right = [c for c in record.selected if correct.get(c.index, False)]
+    is_known = all(c.cut or c.index in correct for c in record.selected)
+    if not right and not (record.selected and is_known):
+        return None
+    tokens = min((c.tokens for c in right), default=max(c.tokens for c in record.selected))
+    overrun = 0.0 if record.bound is None else tokens * record.stretch / record.bound
+    return Answer(overrun, is_right=bool(right), cut=any(c.cut for c in record.selected))
 
 
 def _overrun(record: GroupRecord, candidate: CandidateRecord) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from typing import Protocol
 
 from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.records import GroupRecord, TrajectoryRecord
-from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.rollout.observers.returned_groups import ReturnedGroup, ReturnedGroups, ReturnedTrajectory
 
@@ -59,13 +59,21 @@ class GroupRewards:
     zero_variance: bool | None = None
 
 
+class RewardLearner(Protocol):
+    """Learns from rewards."""
+
+    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
+        """Learn from newly rewarded trajectories, by prompt key."""
+        ...
+
+
 class RewardMatcher(GroupObserver):
     """Match rewards to trajectories of the newest ``kept`` groups, and learn from them.
 
     ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too.
 
     Args:
-        rewards: where statistics are kept.
+        rewards: gets statistics of rewarded trajectories.
         on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record
             and by candidate index which of them are correct.
         observer: gets the counts of every report.
@@ -74,7 +82,7 @@ class RewardMatcher(GroupObserver):
 
     def __init__(
         self,
-        rewards: Rewards,
+        rewards: RewardLearner,
         on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool]], None],
         observer: RewardObserver,
         kept: int = DEFAULT_KEPT,

@@ -68,12 +68,16 @@ def test_options_that_do_not_support_the_size_are_left_out() -> None:
 
 def test_deadlines_can_be_moved_later_in_all_options_that_have_one() -> None:
     auto = build_auto(Shaping(), Deadline(), ALL)
-    later = auto.with_deadlines(lambda shaping: shaping.deadline and replace(shaping.deadline, stretch=2.0))
+    stretches = {option.name: 2.0 + number for number, option in enumerate(auto.options)}
+
+    def later_rule(shaping: Shaping, option: str) -> Deadline | None:
+        return shaping.deadline and replace(shaping.deadline, stretch=stretches[option])
+
+    later = auto.with_deadlines(later_rule)
     for before, after in zip(auto.options, later.options, strict=True):
         if before.shaping is not None and before.shaping.deadline is not None:
-            assert after == replace(
-                before, shaping=replace(before.shaping, deadline=replace(before.shaping.deadline, stretch=2.0))
-            )
+            deadline = replace(before.shaping.deadline, stretch=stretches[before.name])
+            assert after == replace(before, shaping=replace(before.shaping, deadline=deadline))
         else:
             assert after == before
 

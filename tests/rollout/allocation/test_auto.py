@@ -15,12 +15,12 @@ from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.records import CohortRecord
+from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import AUTO, Planner
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import DiscardReason, Outcome, RequestOptions
+from darts_server.types import DiscardReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio
@@ -236,6 +236,27 @@ async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_fro
     allocation, *_ = await allocate(made, "next")
     assert allocation.cohort is not None
     assert allocation.cohort.tokens == allocation.cohort.bound is not None
+
+
+async def test_an_options_deadline_is_stretched_by_what_that_option_has_lost() -> None:
+    made = harness(limits=replace(LIMITS, allow=("limit",)))
+    for step in range(MIN_OFF + 2):
+        await cohort(made, f"step{step}")
+    auto = build_auto(Shaping(), Deadline(), LIMITS)
+    stretches = {applied_policy(AUTO, each.name): 1 + number / 100 for number, each in enumerate(auto.options)}
+
+    def stretch(policy: str, max_lost: MaxLost) -> float:
+        return stretches[policy]
+
+    made.rollouts.allocator.deadlines.stretch = stretch  # type: ignore[method-assign]  # instead of hundreds of rewards
+    runs = await made.start_cohort(SIZE, AUTO, [f"next-{number}" for number in range(GROUPS)])
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await made.engine.run()
+    await asyncio.gather(*waiting)
+    record = made.record("next-0")
+    assert record.chosen is not None
+    assert record.chosen.option.startswith("limit ")
+    assert record.stretch == stretches[record.applied_policy] > 1
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -6,15 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.deadline import MIN_RIGHT, RATIO_STEP, Deadline
+from darts_server.policy.deadline import MIN_RIGHT, MIN_RIGHT_GROUPS, RATIO_STEP, Answer, Deadline, GroupLosses
 from darts_server.policy.shaping import Shaping
-from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.records import CandidateRecord, ChosenOption, GroupRecord, applied_policy
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.types import FinishReason, Outcome, SelectedAs
+from darts_server.types import FinishReason, MaxLost, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 SIZE = 8
-RULE = Deadline(max_lost_share=0.02)
+POLICY = "darts_cut"
+RULE = Deadline()
 CUTTING = Shaping(deadline=RULE)
 
 
@@ -26,7 +27,7 @@ def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> Group
     return GroupRecord(
         "g",
         "p",
-        "darts_cut",
+        POLICY,
         SIZE,
         Outcome.COMPLETED,
         candidates,
@@ -37,7 +38,7 @@ def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> Group
         bound=None if deadline is None else 2 * deadline,
         stretch=stretch,
         completion_length=45,
-        max_lost_share=0.02,
+        max_lost=MaxLost(),
         explored=True,
     )
 
@@ -67,35 +68,48 @@ def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_store
     documents = Documents()
     deadlines = Deadlines(documents, np.random.default_rng(0))
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    assert deadlines.losses.share(1.0) == pytest.approx(1 / 8)
-    assert deadlines.lost_share(0.02) == pytest.approx(0.02)
-    rule = Deadlines(documents, np.random.default_rng(0)).current_rule(CUTTING)
+    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(1 / 8)
+    assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0.02)
+    rule = Deadlines(documents, np.random.default_rng(0)).current_rule(CUTTING, POLICY)
     assert rule is not None
-    assert rule.stretch == deadlines.losses.stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
+    assert rule.stretch == deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
+
+
+def test_what_one_policy_loses_does_not_stretch_the_deadlines_of_another() -> None:
+    """Nor under `auto` what one option loses those of another: their deadlines are at other lengths."""
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    late = replace(explored(50, *[40] * 7, 90), policy="auto", chosen=ChosenOption("cap at 0.9", "it is fast"))
+    report(deadlines, late, right=True)
+    assert late.applied_policy == applied_policy("auto", "cap at 0.9")
+    assert deadlines.stretch(late.applied_policy, MaxLost()) > 1.7
+    others = [POLICY, "cap", "auto", applied_policy("auto", "cap at 0.8")]
+    assert [deadlines.stretch(policy, MaxLost()) for policy in others] == [1.0] * 4
 
 
 def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(100, *[40] * 7, 90, stretch=2.0), right=True)
-    assert deadlines.losses.stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
+    assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
 def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, replace(explored(100, *[40] * 7, 390, stretch=2.0), completion_length=400), right=True)
-    assert deadlines.losses.stretch(0.02) == pytest.approx(390 / 100, rel=0.05), "half the deadline, twice the bound"
+    assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(390 / 100, rel=0.05), (
+        "half the deadline, twice the bound"
+    )
     waiting = Deadlines(Documents(), np.random.default_rng(0))
     report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
-    assert waiting.losses.stretch(0.02) == 1
+    assert waiting.losses(POLICY).stretch(0.02) == 1
 
 
 def test_the_stretch_falls_again_where_nothing_is_cut_any_more() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    assert deadlines.losses.stretch(0.1) > 1.7, "an eighth is beyond"
+    assert deadlines.losses(POLICY).stretch(0.1) > 1.7, "an eighth is beyond"
     report(deadlines, cut(100, *[40] * 8, stretch=2.0), right=True, times=500)
-    assert deadlines.losses.stretch(0.1) == 1
+    assert deadlines.losses(POLICY).stretch(0.1) == 1
 
 
 def test_as_many_of_the_cut_answers_count_as_right_as_explored_ones_of_their_length() -> None:
@@ -104,15 +118,15 @@ def test_as_many_of_the_cut_answers_count_as_right_as_explored_ones_of_their_len
         deadlines.learn_rewards(explored(50, *[40] * 7, 90), {**dict.fromkeys(range(7), True), 7: number < 50})
     for _ in range(500):
         deadlines.learn_rewards(cut(50, *[40] * 6, 70, 80), dict.fromkeys(range(6), True))
-    assert deadlines.losses.share(1.0) == pytest.approx(1 / 7, rel=0.05), "of two that were cut one"
-    assert deadlines.losses.share(90 / 50 * RATIO_STEP) == pytest.approx(0, abs=0.01)
+    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(1 / 7, rel=0.05), "of two that were cut one"
+    assert deadlines.losses(POLICY).share(90 / 50 * RATIO_STEP) == pytest.approx(0, abs=0.01)
 
 
 def test_what_was_cut_is_not_lost_if_it_is_right_as_it_is() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     report(deadlines, cut(50, *[40] * 7, 90), right=True, times=500)
-    assert deadlines.losses.share(1.0) == pytest.approx(0, abs=0.005)
+    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(0, abs=0.005)
 
 
 def test_a_sampled_cut_answer_counts_by_its_weight() -> None:
@@ -122,7 +136,7 @@ def test_a_sampled_cut_answer_counts_by_its_weight() -> None:
     record = replace(record, candidates=[replace(c, weight=3.0 if c.cut else 1.0) for c in record.candidates])
     for _ in range(500):
         deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.losses.share(1.0) == pytest.approx(3 / 10, rel=0.03)
+    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(3 / 10, rel=0.03)
 
 
 def test_what_was_cut_while_its_group_waited_was_longer_than_that() -> None:
@@ -132,19 +146,19 @@ def test_what_was_cut_while_its_group_waited_was_longer_than_that() -> None:
     record = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
     for _ in range(500):
         deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.losses.share(1.5) == pytest.approx(1 / 8, rel=0.03)
+    assert deadlines.losses(POLICY).share(1.5) == pytest.approx(1 / 8, rel=0.03)
 
 
 @pytest.mark.parametrize(
     "record",
-    [cut(50, *[40] * 7, 90, weight=None), replace(cut(50, *[40] * 7, 90), max_lost_share=None)],
+    [cut(50, *[40] * 7, 90, weight=None), replace(cut(50, *[40] * 7, 90), max_lost=None)],
 )
 def test_groups_without_deadlines_or_weights_say_nothing_of_what_is_lost(record: GroupRecord) -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    before = deadlines.losses
+    before = deadlines.losses(POLICY)
     report(deadlines, record, right=True)
-    assert deadlines.losses == before
+    assert deadlines.losses(POLICY) == before
 
 
 def learned(*, cut: bool, needed: int | None, outcome: Outcome = Outcome.COMPLETED) -> object:
@@ -180,16 +194,16 @@ def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_d
 ) -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, record, right=right)
-    assert deadlines.losses.stretch(0.02) == 1
-    assert not deadlines.lost_share(0.02)
+    assert deadlines.losses(POLICY).stretch(0.02) == 1
+    assert not deadlines.lost_share(POLICY, MaxLost())
 
 
 def test_the_configured_share_of_cohorts_explores() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    assert np.mean([deadlines.should_explore(Deadline(exploration=0.05), 1) for _ in range(10_000)]) == pytest.approx(
-        0.05, abs=0.01
-    )
-    assert not any(deadlines.should_explore(Deadline(exploration=0.0), 1) for _ in range(1000))
+    assert np.mean(
+        [deadlines.should_explore(Deadline(exploration=0.05), POLICY, 1) for _ in range(10_000)]
+    ) == pytest.approx(0.05, abs=0.01)
+    assert not any(deadlines.should_explore(Deadline(exploration=0.0), POLICY, 1) for _ in range(1000))
 
 
 def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
@@ -200,14 +214,66 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     )
     rule = Deadline(exploration=1e-12)
     report(deadlines, replace(unexplored, cohort_deadline=None), right=True)
-    assert not deadlines.should_explore(rule, 16), "it had no deadline"
+    assert not deadlines.should_explore(rule, POLICY, 16), "it had no deadline"
     report(deadlines, unexplored, right=True, times=16)
-    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule, 16), "also after a restart"
-    assert not deadlines.should_explore(Deadline(exploration=0.0), 1)
-    assert deadlines.losses.stretch(0.02) == 1, "nothing was explored"
+    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule, POLICY, 16), "also after a restart"
+    assert not deadlines.should_explore(Deadline(exploration=0.0), POLICY, 1)
+    assert deadlines.losses(POLICY).stretch(0.02) == 1, "nothing was explored"
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
-    assert not deadlines.should_explore(rule, 16)
-    assert deadlines.losses.stretch(0.02) > 1
+    assert not deadlines.should_explore(rule, POLICY, 16)
+    assert deadlines.losses(POLICY).stretch(0.02) > 1
+
+
+def test_prompts_whose_answers_are_all_beyond_the_bound_move_the_deadline() -> None:
+    """They are one in a hundred, so of the right answers no more is lost than may be."""
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    usual, long = explored(50, *[40] * 8), replace(explored(50, *[350] * 8), completion_length=350)
+    for _ in range(MIN_RIGHT_GROUPS):
+        report(deadlines, usual, right=True, times=50)
+        report(deadlines, long, right=True, times=1)
+        report(deadlines, usual, right=True, times=49)
+    assert deadlines.losses(POLICY).stretch(0.02) == 1
+    assert deadlines.stretch(POLICY, MaxLost()) == pytest.approx(350 / 100, rel=0.06), "the bound is twice the deadline"
+    assert deadlines.stretch(POLICY, MaxLost(groups=0.05)) == 1
+    assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("first", [40, 99])
+def test_a_group_with_a_right_answer_before_its_bound_is_not_lost(first: int) -> None:
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, replace(explored(50, first, *[350] * 7), completion_length=350), right=True)
+    assert deadlines.stretch(POLICY, MaxLost(answers=1.0)) == 1
+
+
+def lost_groups(*records: GroupRecord, right: bool | None) -> GroupLosses:
+    """What a usual group and some others say, of which all answers are right, wrong or not rewarded."""
+    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    report(deadlines, explored(50, *[40] * 8), right=True, times=1)
+    for record in records:
+        deadlines.learn_rewards(record, {} if right is None else dict.fromkeys(range(SIZE), right))
+    losses = deadlines.lost_groups(POLICY)
+    return GroupLosses(tuple(losses.right), tuple(losses.wrong), tuple(losses.cut))
+
+
+def cut_whole(tokens: int) -> GroupRecord:
+    record = explored(tokens // 2, *[tokens] * 8)
+    candidates = [replace(c, cut=True, selected_as=SelectedAs.LONG_TRUNCATED, weight=1.0) for c in record.candidates]
+    return replace(record, candidates=candidates, completion_length=None, explored=False)
+
+
+def test_a_groups_place_is_where_it_was_cut_or_where_its_longest_wrong_answer_ended() -> None:
+    usual = lost_groups(right=True)
+    assert lost_groups(cut_whole(100), right=None) == usual.with_group(Answer(1.0, is_right=False, cut=True))
+    stretched = replace(cut_whole(200), stretch=2.0)
+    assert lost_groups(stretched, right=None) == usual.with_group(Answer(2.0, is_right=False, cut=True))
+    wrong = explored(50, *[40] * 7, 350)
+    assert lost_groups(wrong, right=False) == usual.with_group(Answer(3.5, is_right=False))
+    assert lost_groups(wrong, right=True) == usual.with_group(Answer(0.4, is_right=True))
+
+
+@pytest.mark.parametrize("record", [explored(50, *[40] * 8), replace(explored(50, *[40] * 8), candidates=())])
+def test_a_group_without_rewards_says_nothing(record: GroupRecord) -> None:
+    assert lost_groups(record, right=None) == lost_groups(right=True)
 
 
 def test_where_few_groups_get_rewards_exploring_first_ends() -> None:
@@ -220,5 +286,5 @@ def test_where_few_groups_get_rewards_exploring_first_ends() -> None:
         times=1,
     )
     rule = Deadline(exploration=1e-12)
-    cohorts = [Deadlines(documents, np.random.default_rng(0)).should_explore(rule, 64) for _ in range(20)]
+    cohorts = [Deadlines(documents, np.random.default_rng(0)).should_explore(rule, POLICY, 64) for _ in range(20)]
     assert cohorts == [True] * 4 + [False] * 16

@@ -513,6 +513,6 @@ async def test_rewards_of_explored_groups_give_the_share_lost_to_deadlines() -> 
         assert harness.record(name).explored
         await trainer.reward_matcher.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
     assert trainer.variances == [True] * 10
-    losses = harness.rollouts.allocator.deadlines.losses
+    losses = harness.rollouts.allocator.deadlines.losses("cut")
     assert losses.explored == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
     assert sum(losses.right[1:]) > 0
