@@ -181,7 +181,8 @@ class Unfinished(WireModel):
     """A prompt whose group was not among the first `num_groups`, or was aborted while its batch carries prompts over.
 
     `carry`: "drop": submit it again with the next step; otherwise the server keeps it, see `carried` of `rollouts`.
-    `error`: why it was aborted, OpenAI's error object; None if enough others were complete.
+    `error`: why it was aborted, OpenAI's error object; None if enough others were complete. `aborted`: what its
+    trajectories had generated, if the server stopped and could not keep it: the prompt starts again.
     """
 
     number: int
@@ -189,6 +190,7 @@ class Unfinished(WireModel):
     metadata: dict[str, Any] | None
     carry: str = "drop"
     error: dict[str, Any] | None = None
+    aborted: tuple[AbortedTrajectory, ...] | None = None
 
 
 class Delta(WireModel):

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could still finish
 GRACE_SECONDS = 30.0
+PROMPTS_LOST = 3
+"""Exit code of a server that ended in order, but could not save all prompts that it had promised to keep."""
 CONNECTION_SECONDS = 5
 """For answers to reach slow readers after everything else has ended."""
 
@@ -130,10 +132,15 @@ def exit_at_once(number: int, _: object = None) -> None:
     os._exit(128 + number)
 
 
-def exit_code(llm: ShapingLLM, lifecycle: Lifecycle) -> int:
-    """1 if the engine failed; the last line of the log then says why."""
+def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
+    """1 if the engine failed, `PROMPTS_LOST` if it did not; the last line of the log then says why.
+
+    ``lost``: prompts that were to be kept for the next server, and could not be.
+    """
     if isinstance(lifecycle.stop_reason, ServerStopping) or not (lifecycle.stop_reason or llm.died):
-        return 0
+        if lost:
+            logger.critical("%d prompts that were carried over could not be saved: send them again", lost)
+        return PROMPTS_LOST if lost else 0
     logger.critical("%s", lifecycle.stop_reason or f"the engine died: {cause_of_death(llm.engine_core)}")
     return 1
 

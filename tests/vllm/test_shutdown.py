@@ -72,6 +72,18 @@ def test_the_exit_code_and_the_last_line_tell_why(
     assert says is None or says in caplog.text
 
 
+@pytest.mark.parametrize(("over", "code"), [(ServerStopping("stopping", 30), 3), (EngineHung("it is hung"), 1)])
+def test_prompts_that_could_not_be_saved_are_the_last_line_of_a_server_that_ends_in_order(
+    over: Any, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.stop(over)
+    assert shutdown.exit_code(SimpleNamespace(died=False), lifecycle, 2) == code  # type: ignore[arg-type]
+    [record] = caplog.records
+    assert record.levelno == logging.CRITICAL
+    assert record.getMessage().startswith("2 prompts" if code == 3 else "it is hung")
+
+
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Restore the handlers of this process's signals."""

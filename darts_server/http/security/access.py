@@ -31,7 +31,8 @@ class RouteAccess(Enum):
     ADMIN = "admin"
     """It changes the server. Callers with an admin key; if there are none, callers on this machine."""
     DANGEROUS = "dangerous"
-    """It runs code or writes files that the caller chooses. Off by default; if enabled, as `ADMIN`."""
+    """It runs code or writes files that the caller chooses, or bypasses weight updates. Off by default; if enabled, as
+    `ADMIN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ class Keys:
                 found = digest.hex()
         return found
 
+    def has_name(self, name: str) -> bool:
+        """Whether it is the name of a valid key."""
+        return any(digest.hex() == name for digest in self._digests)
+
     def reload(self) -> None:
         """Read the file again. If that fails, the keys stay as they are."""
         try:
@@ -115,6 +120,12 @@ class Access:
     def needs_key(self) -> bool:
         """Whether any route needs a key."""
         return bool(self.keys or self.admin_keys)
+
+    def may_call(self, name: str | None) -> bool:
+        """Whether a caller of that name can still send requests; ``None`` for those without a key."""
+        if name is None:
+            return not self.keys
+        return self.keys.has_name(name) or self.admin_keys.has_name(name)
 
     def reload_keys(self) -> None:
         """Read the key files again."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic
@@ -76,10 +76,19 @@ class CarriedPrompt:
 
 
 class CarriedPrompts:
-    """Keep prompts by the name of their caller, in the order in which they came, in memory."""
+    """Keep prompts by the name of their caller, in the order in which they came, in memory.
 
-    def __init__(self, limits: CarryLimits | None = None) -> None:
+    Args:
+        limits: of each caller.
+        may_call: whether a caller of that name can still send requests. Nobody else can take its prompts, so those of
+            one that cannot are dropped.
+    """
+
+    def __init__(
+        self, limits: CarryLimits | None = None, may_call: Callable[[str | None], bool] = lambda _: True
+    ) -> None:
         self.limits = limits or CarryLimits()
+        self._may_call = may_call
         self._kept: dict[str | None, list[CarriedPrompt]] = {}
 
     def __iter__(self) -> Iterator[tuple[str | None, CarriedPrompt]]:
@@ -108,6 +117,9 @@ class CarriedPrompts:
 
         ``older``: prompts that were taken before; they are the oldest.
         """
+        if not self._may_call(owner):
+            _log_without_caller(len([*older, *new]))
+            return
         kept = [*older, *self._kept.pop(owner, ()), *new]
         excess = self._excess([each.prompt.size_bytes for each in kept])
         if excess:
@@ -120,6 +132,11 @@ class CarriedPrompts:
             )
         if kept := self._within_tokens(kept[excess:]):
             self._kept[owner] = kept
+
+    def drop_without_caller(self) -> None:
+        """Drop the prompts of callers that cannot send requests any more."""
+        gone = [owner for owner in self._kept if not self._may_call(owner)]
+        _log_without_caller(sum(len(self._kept.pop(owner)) for owner in gone))
 
     def _excess(self, sizes: Sequence[int]) -> int:
         """Return how many of the prompts, the oldest, are too many."""
@@ -139,6 +156,11 @@ class CarriedPrompts:
                 tokens -= each.group.tokens
                 prompts[place] = replace(each, group=None)
         return prompts
+
+
+def _log_without_caller(prompts: int) -> None:
+    if prompts:
+        logger.warning("%d prompts that were carried over are dropped: their API key is not valid any more", prompts)
 
 
 def match(identities: Iterable[Identity], taken: Iterable[CarriedPrompt]) -> Iterator[CarriedPrompt | None]:

@@ -11,9 +11,10 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
-from darts_server.rollout.allocation.shared import SharedDeadline
+from darts_server.rollout.allocation.shared import Grant, SharedDeadline
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.preparation import plan_batch
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
@@ -109,6 +110,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         saved: where that is kept from the end of this server to the start of the next; ``None`` for nowhere.
         has_initial_weights: whether the weights are those that the server was started with, and never were others.
             Those that the next one starts with have generated nothing else.
+        may_call: whether a caller of that name can still send requests, see `CarriedPrompts`.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         carry_limits: CarryLimits | None = None,
         saved: SavedPrompts | None = None,
         has_initial_weights: Callable[[], bool] = lambda: True,
+        may_call: Callable[[str | None], bool] = lambda _: True,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
@@ -129,7 +132,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._retention = retention or BatchRetention()
         self._interval = interval
         self._clock = clock
-        self._carried = CarriedPrompts(carry_limits)
+        self._carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
         self._running: dict[str, BatchRun] = {}
@@ -162,6 +165,16 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
         # Shielded, because another caller with the same key may be waiting for the same task.
         return await asyncio.shield(keyed.opening)
+
+    async def plan(self, request: BatchRequest) -> Grant | None:
+        """Decide how many candidates each group of a batch gets that is divided among several servers.
+
+        ``None`` where each of them may decide for its part.
+
+        Raises:
+            InvalidRequest: names the field.
+        """
+        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.
@@ -212,11 +225,12 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     async def hand_back(self, reason: DartsError) -> None:
         """End all batches with what their groups have generated; their callers get it.
 
-        Prompts that are carried over are kept for the next server instead, if they can be saved for it.
+        Prompts that are carried over are kept for the next server instead, if they can be saved for it. So is what was
+        generated for them, if that server can go on with it; otherwise their callers get it.
         """
-        keep = self._saved is not None and self._saved.is_durable
+        keep, keep_tokens = self._saved is not None and self._saved.is_durable, self._has_initial_weights()
         for batch in list(self._running.values()):
-            batch.interrupt(reason, keep=keep)
+            batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
         await self._wait_for_ends()
 
     def restore(self) -> None:
@@ -230,17 +244,26 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         for owner, prompts in by_owner.items():
             self._carried.put(owner, prompts)
 
-    async def close(self) -> None:
-        """Cancel what still runs, and save the prompts that are kept."""
+    def keys_changed(self) -> None:
+        """Drop the prompts that were carried over for callers whose keys are not valid any more."""
+        self._carried.drop_without_caller()
+
+    async def close(self) -> int:
+        """Cancel what still runs, and save the prompts that are kept; how many of them could not be saved.
+
+        Without a folder for them none are to be saved.
+        """
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
         await self._wait_for_ends(CLOSE_SECONDS)
         if self._saved is None or not self._saved.is_durable:
-            return
+            return 0
+        prompts = list(self._carried)
         try:
-            await self._saved.save_in_time(list(self._carried), self._renderer, with_tokens=self._has_initial_weights())
+            return await self._saved.save_in_time(prompts, self._renderer, with_tokens=self._has_initial_weights())
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")
+            return len(prompts)
 
     async def _wait_for_ends(self, timeout: float | None = None) -> None:
         if self._tasks:
@@ -349,7 +372,8 @@ def kept_bytes(batch: BatchRun) -> int:
         return GROUP_BYTES
     copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
     unfinished = sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
-    return unfinished + sum(_group_bytes(result, copies) for result in batch.end.results)
+    handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
+    return unfinished + sum(_group_bytes(result, copies) for result in (*batch.end.results, *handed_back))
 
 
 def _group_bytes(result: GroupResult, copies: int) -> int:

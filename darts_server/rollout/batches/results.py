@@ -53,7 +53,7 @@ class Unfinished:
     """A prompt whose group was not decided.
 
     ``carry``: how it is kept. ``error``: why it was aborted; ``None`` if it was stopped because enough others were
-    decided.
+    decided. ``group``: its group, with what its candidates had generated, if that is not kept; else ``None``.
     """
 
     number: int
@@ -61,6 +61,7 @@ class Unfinished:
     metadata: bytes | None
     carry: Carry = Carry.DROP
     error: Exception | None = None
+    group: GroupResult | None = None
 
 
 class BatchObserver(Protocol):

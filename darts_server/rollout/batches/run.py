@@ -120,12 +120,13 @@ class BatchRun:
         asyncio.get_running_loop().call_soon(self.task.cancel)
         return True
 
-    def interrupt(self, error: DartsError, *, keep: bool) -> None:
+    def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> None:
         """End the batch with what its groups have generated, see `Submission.interrupt`.
 
         One that still waits for the engine has generated nothing, and fails.
         """
-        if self._submission is not None and not self._submission.interrupt(error, keep=keep):
+        submission = self._submission
+        if submission is not None and not submission.interrupt(error, keep=keep, keep_tokens=keep_tokens):
             self.fail(error)
 
     def set_deadline(self, known: SharedDeadline) -> int | None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from darts_server.exceptions import StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
 from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
+from darts_server.store.document import Name
 from darts_server.store.transactions import TransactionStore
 from darts_server.types import FinishReason
 
@@ -55,29 +56,37 @@ class SavedPrompts:
         return self._disk.is_durable
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
-        """Save prompts in their order; how many. What their candidates have generated must be `portable`.
+        """Save prompts in their order; how many are on the disk then. An error of the disk is logged, and ends it.
 
-        ``seconds``: after them no other document is begun.
-
-        Raises:
-            StateError: not all could be written.
+        What their candidates have generated must be `portable`. ``seconds``: after them no other document is begun.
         """
-        until, saved, changes, size = time.monotonic() + seconds, 0, dict[tuple[str, str], bytes | None](), 0
-        for owner, prompt in prompts:
+        saved = 0
+        try:
+            for changes in self._changes(prompts, time.monotonic() + seconds):
+                self._disk.write(changes)
+                saved += len(changes)
+        except StateError as error:
+            logger.error("prompts that were carried over cannot be saved: %s", error)
+        return saved
+
+    def _changes(self, prompts: Iterable[Owned], until: float) -> Iterator[dict[Name, bytes | None]]:
+        """Yield what is to be written, in parts of about `WRITE_BYTES`."""
+        changes: dict[Name, bytes | None] = {}
+        size = 0
+        for number, (owner, prompt) in enumerate(prompts):
             if time.monotonic() >= until:
                 break
-            changes[KIND, f"{saved:08}"] = document = _encode(owner, prompt, self._model)
-            saved, size = saved + 1, size + len(document)
+            changes[KIND, f"{number:08}"] = document = _encode(owner, prompt, self._model)
+            size += len(document)
             if size >= WRITE_BYTES:
-                self._disk.write(changes)
+                yield changes
                 changes, size = {}, 0
-        self._disk.write(changes)
-        return saved
+        yield changes
 
     async def save_in_time(
         self, prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
-    ) -> None:
-        """Save prompts at shutdown, as many as there is time for, and log how many of them are lost.
+    ) -> int:
+        """Save prompts at shutdown, as many as there is time for; log and return how many of them are lost.
 
         ``with_tokens``: otherwise they start again.
         """
@@ -86,10 +95,9 @@ class SavedPrompts:
         else:
             prompts = [(owner, replace(prompt, group=None)) for owner, prompt in prompts]
         saved = await asyncio.to_thread(self.save, prompts, SAVE_SECONDS)
-        if saved < len(prompts):
-            logger.error(
-                "%d prompts that were carried over are lost: they could not be saved in time", len(prompts) - saved
-            )
+        if lost := len(prompts) - saved:
+            logger.error("%d prompts that were carried over are lost: they could not be saved, or not in time", lost)
+        return lost
 
     def take(self, version: int) -> list[Owned]:
         """Remove and return what was saved: it must not come again if this server does not end in order.

@@ -52,6 +52,7 @@ class Submission(Generic[RequestT, OutputT]):
         self._runs: dict[int, GroupRun[RequestT, OutputT]] = {}
         self._stopped: dict[int, CarriedGroup[OutputT] | None] = {}
         self._undecided_because: dict[int, DartsError] = {}
+        self._handed_back: dict[int, GroupResult] = {}
         self._decided: set[int] = set()
         self._rollouts = rollouts
         self._renderer = renderer
@@ -103,13 +104,16 @@ class Submission(Generic[RequestT, OutputT]):
         self._dropped.add(number)
         self._rollouts.abort(self.group_id(number))
 
-    def interrupt(self, error: DartsError, *, keep: bool) -> bool:
+    def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> bool:
         """End all groups with what they have generated; whether they run.
 
         ``keep``: whether prompts may be carried over. Otherwise all groups have the error, and what was generated.
+        ``keep_tokens``: whether what was generated may be, too. Otherwise it is handed back, see `unfinished`.
         """
-        if not keep and self._carry is not Carry.DROP:
-            self._carry, self._on_abort = Carry.DROP, OnAbort.RETURN
+        if self._carry is not Carry.DROP and not (keep and keep_tokens and self._carry is Carry.RESUME):
+            self._on_abort = OnAbort.RETURN
+        if not keep:
+            self._carry = Carry.DROP
         self._interrupted_by = error
         for run in list(self._runs.values()):
             run.interrupt(error, self._on_abort)
@@ -125,6 +129,7 @@ class Submission(Generic[RequestT, OutputT]):
                 group.prompt.metadata,
                 self._carry,
                 self._undecided_because.get(group.number),
+                self._handed_back.get(group.number),
             )
             for group in self._undecided()
         ]
@@ -319,16 +324,23 @@ class Submission(Generic[RequestT, OutputT]):
         assert run.interrupted is not None
         # First: if enough others are complete before it has ended, it stays undecided.
         self._undecided_because[group.number] = run.interrupted
-        if self._carry is not Carry.DROP:
-            if self._carry is Carry.RESUME:
-                await self._keep_generated(group, run)
-            self._runs.pop(group.number)
-            return None
-        result = replace(result, record=run.record)
-        if self._on_abort is not OnAbort.RETURN:
+        result, on_abort = replace(result, record=run.record), self._on_abort
+        if on_abort is OnAbort.CARRY:
+            await self._keep_generated(group, run)
+        elif on_abort is OnAbort.RETURN:
+            result = replace(result, aborted=await self._aborted(run, samples))
+        if self._carry is Carry.DROP:
             return result
+        if on_abort is OnAbort.RETURN:
+            self._handed_back[group.number], self._stopped[group.number] = result, None
+        self._runs.pop(group.number)
+        return None
+
+    async def _aborted(
+        self, run: GroupRun[RequestT, OutputT], samples: Mapping[int, Sample]
+    ) -> dict[int, AbortedSample]:
         aborted: dict[int, AbortedSample] = {}
         for index, output in (await run.aborted_outputs()).items():
             sample = samples.get(index) or await self._renderer.to_sample(output)
             aborted[index] = AbortedSample(sample, run.recorder.version_spans(index, len(sample.token_ids)))
-        return replace(result, aborted=aborted)
+        return aborted

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from darts_server.rollout.batches.events import GroupEnded
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from tests.rollout.batches.streams import new_registry, read_events, run_on_stepped_clock
 from tests.rollout.batches.test_aborted import begin, finish, request
+from tests.rollout.batches.test_saved import serving
 from tests.rollout.helpers import Harness
 
 
@@ -114,5 +116,26 @@ def test_streams_have_the_tokens_of_aborted_candidates_in_the_group(mode: Stream
         body = json.loads(data)
         assert [one["token_ids"] for one in body["aborted"]] == [list(range(9))] * 6
         assert data.rstrip().endswith('"code":503}}')
+
+    run_on_stepped_clock(scenario())
+
+
+def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event(
+    tmp_path: Path,
+) -> None:
+    """A server that stops after an update: the next one cannot go on with the tokens."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, by_text, has_initial_weights=False) as server:
+            batch = await server.begin(9, "30", carry=Carry.RESUME)
+            await server.stop()
+            body = await answer(batch)
+            assert batch.end is not None
+            last = encode_event(9, batch.end, StreamMode.GROUPS).decode().split("data: ", 1)[1]
+        assert (body["groups"], body["carried"]) == ([], 1)
+        [prompt] = body["unfinished"]
+        assert (prompt["carry"], prompt["error"]["code"]) == ("resume", 503)
+        assert [(one["length"], one["version_spans"]) for one in prompt["aborted"]] == [(9, [[0, 9]])] * 6
+        assert json.loads(last)["unfinished"] == body["unfinished"]
 
     run_on_stepped_clock(scenario())

@@ -103,3 +103,16 @@ def test_the_file_may_be_a_link(file: Path) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
         Keys([], tmp_path / "nowhere")
+
+
+def test_callers_may_call_as_long_as_their_key_is_valid(file: Path) -> None:
+    access = Access(Keys(["given"], file), Keys(["root"]))
+    names = {key: keys.find(key.encode()) for keys, key in ((access.keys, "one"), (access.admin_keys, "root"))}
+    assert all(name is not None and access.may_call(name) for name in names.values())
+    assert not access.may_call(None), "there are keys"
+    file.write_text("three\n")
+    access.reload_keys()
+    assert [access.may_call(name) for name in names.values()] == [False, True]
+    assert Access().may_call(None)
+    assert Access(admin_keys=Keys(["root"])).may_call(None)
+    assert not Access().may_call(names["one"])
