@@ -4,7 +4,7 @@
 
 The servers behind it answer every request at once, with the same small JSON, so all that is measured is the way there
 and back. Direct requests and those through the ingress take turns, round by round, so that other load on the machine
-affects both. Throughput is that of one ingress process with 1, 2 and 4 servers; on a machine with few cores the servers
+affects both. Throughput is that of one ingress process with 1 to 16 servers; on a machine with few cores the servers
 and the caller take a part of them from the ingress, whose own CPU time per request is therefore shown too.
 """
 
@@ -23,7 +23,7 @@ import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
-REPLICAS = (1, 2, 4)
+REPLICAS = (1, 2, 4, 8, 16)
 START_SECONDS = 60.0
 HOST = "127.0.0.1"
 ANSWER = json.dumps(

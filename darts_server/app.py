@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -162,8 +163,9 @@ async def _serve(settings: Settings, args: Namespace, access: Access, stores: St
     supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with start_engine(args) as engine:
-            handle_sighup(access.reload_keys if settings.api_key_file or settings.admin_api_key_file else None)
-            rooms = make_rooms(settings, engine, stores, staging, server.traces(args), closing)
+            rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
+            has_files = settings.api_key_file or settings.admin_api_key_file
+            handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
@@ -174,13 +176,19 @@ async def _serve(settings: Settings, args: Namespace, access: Access, stores: St
             try:
                 await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
             finally:
-                await rooms.batches.close()
-    return exit_code(engine.llm, supervision.lifecycle)
+                lost = await rooms.batches.close()
+    return exit_code(engine.llm, supervision.lifecycle, lost)
+
+
+def _reload_keys(access: Access, batches: VllmBatches) -> None:
+    access.reload_keys()
+    batches.keys_changed()
 
 
 def make_rooms(
     settings: Settings,
     engine: RunningEngine,
+    access: Access,
     stores: Stores,
     staging: Staging,
     traces: Sequence[GroupObserver],
@@ -214,7 +222,7 @@ def make_rooms(
         pruner.record_rewarded_group()
 
     reward_matcher = RewardMatcher(
-        statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
+        rollouts.exchange, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
     )
     rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
 
@@ -234,6 +242,7 @@ def make_rooms(
         carry_limits=carry_limits,
         saved=SavedPrompts(queue_store, engine.fingerprint),
         has_initial_weights=lambda: updates.are_initial,
+        may_call=access.may_call,
     )
     queue_sources = QueueSources(
         count=lambda state: queue.meter.totals()[EntryState(state)],
@@ -299,6 +308,7 @@ def extend(
             rooms.provenance,
             statistics.prompts,
             statistics.rewards,
+            rooms.rollouts.exchange,
             store,
             rooms.control,
             rooms.batches,
@@ -336,8 +346,9 @@ def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias
         mean_length=bias.mean,
         length_quantile=bias.quantile,
         budget_aversion=lambda: control.settings.budget_aversion,
-        lost_share=lambda: deadlines.lost_share(control.settings.max_lost_share),
-        deadline_stretch=lambda: deadlines.losses.stretch(control.settings.max_lost_share),
+        lost_share=deadlines.lost_share,
+        lost_group_share=deadlines.lost_group_share,
+        deadline_stretch=deadlines.stretch,
         pass_rate=lambda: rewards.dataset.pass_rate,
         answer_length=rewards.mean_length,
         pattern_difference=lambda: rewards.dataset.difference.tokens,

@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
+from darts_server.http.security.access import Access, Keys
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.batches.saved import KIND, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate
@@ -34,10 +35,15 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def own_metrics() -> Iterator[None]:
     """Unregister the metrics of the test: a process can have those of one server."""
+    others = [each for each, names in REGISTRY._collector_to_names.items() if any("darts" in name for name in names)]
+    for collector in others:  # of a server that another test of this process has made
+        REGISTRY.unregister(collector)
     before = set(REGISTRY._collector_to_names)
     yield
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
+    for collector in others:
+        REGISTRY.register(collector)
 
 
 def new_engine() -> Any:
@@ -51,7 +57,7 @@ async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_
     with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
         SavedPrompts(queue_file.open(), "of m").save([(None, CarriedPrompt(PromptSpec(text="a"), ("a", "a")))])
         stores = app.Stores(store, queue_file)
-        rooms = app.make_rooms(settings.load({}, None), new_engine(), stores, staging, [], closing)
+        rooms = app.make_rooms(settings.load({}, None), new_engine(), Access(), stores, staging, [], closing)
         await rooms.batches.close()
         assert len(list(queue_file.open().items(KIND))) == 1
         rooms.batches.restore()
@@ -62,7 +68,8 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp
     engine = new_engine()
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
     with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
-        rooms = app.make_rooms(settings.load({}, None), engine, app.Stores(store, queue_file), staging, [], closing)
+        stores = app.Stores(store, queue_file)
+        rooms = app.make_rooms(settings.load({}, None), engine, Access(), stores, staging, [], closing)
         rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
         has_group = []
         for is_updated in (False, True):
@@ -83,3 +90,18 @@ async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_i
     assert access.keys.find(b"one")
     assert access.admin_keys.find(b"root")
     assert not {"one", "root"} & set(os.environ.values())
+
+
+async def test_what_is_carried_over_for_a_key_goes_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    access = Access(Keys([], file))
+    with Store() as store, QueueFile() as queue_file, Staging() as staging, ExitStack() as closing:
+        stores = app.Stores(store, queue_file)
+        rooms = app.make_rooms(settings.load({}, None), new_engine(), access, stores, staging, [], closing)
+        owners = [access.keys.find(key) for key in (b"one", b"two")]
+        for owner in owners:
+            rooms.batches._carried.put(owner, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"))])
+        file.write_text("two\nthree\n")
+        app._reload_keys(access, rooms.batches)
+        assert [rooms.batches._carried.count(owner) for owner in owners] == [0, 1]

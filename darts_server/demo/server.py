@@ -92,7 +92,7 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
         )
 
 
-def _bound(port: int) -> socket.socket:
+def bind(port: int = 0) -> socket.socket:
     """Bind a port; 0 for one that the system gives to no connection, since a server binds it seconds after this."""
     if port:
         return socket.create_server(("127.0.0.1", port))
@@ -122,7 +122,7 @@ def serving(
         RuntimeError: it exited or did not become healthy; the message has the end of its log.
     """
     # Fails if the port is taken; otherwise the server that listens there would pass for ours.
-    with _bound(port) as free:
+    with bind(port) as free:
         port = int(free.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]

@@ -11,6 +11,7 @@ from darts_server.http.resources import (
     aborts,
     lora,
     monitor,
+    observations,
     policy,
     queues,
     rewards,
@@ -24,6 +25,7 @@ from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, Prompt
 from darts_server.identifiers import from_header
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards, summarize
 from darts_server.rollout.observers.provenance import Provenance
@@ -37,6 +39,7 @@ def router(
     provenance: Provenance,
     prompts: Prompts,
     learned: Rewards,
+    exchange: Exchange,
     store: state.State,
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
@@ -81,7 +84,8 @@ def router(
     api.include_router(vote.routes(votes))
     api.include_router(aborts.routes(aborter))
     api.include_router(rewards.routes(reward_matcher))
-    api.include_router(state.routes(store))
+    api.include_router(state.routes(store, exchange))
+    api.include_router(observations.routes(exchange))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
     api.include_router(lora.routes(updates))

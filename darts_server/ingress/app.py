@@ -52,6 +52,7 @@ class Ingress:
         self._settings = settings
         self._guard = Guard(fleet, Sites(settings.allowed_hosts, settings.allowed_origins), settings.max_body_bytes)
         metrics = IngressMetrics(lambda: {m.name: m.state for m in fleet.members}, [state.value for state in State])
+        fleet.sharing.report = metrics.observations_sent
         self._forwarder = Forwarder(fleet, metrics)
         self._router, self._hold = Router(fleet), Hold()
         self._weights = Weights(fleet, self._hold)

@@ -54,6 +54,12 @@ class IngressMetrics:
             ["replica"],
             registry=self._registry,
         )
+        self._observations = Counter(
+            "darts_ingress_observations",
+            "Observations that were sent to a replica: groups and rewards of others, from which it learns.",
+            ["replica", "outcome"],
+            registry=self._registry,
+        )
         self._replicas = Gauge(
             "darts_ingress_replicas", "Number of replicas, by state.", ["state"], registry=self._registry
         )
@@ -61,6 +67,10 @@ class IngressMetrics:
     def request_ended(self, replica: str, result: Result, seconds: float) -> None:
         self._requests.labels(replica, result).inc()
         self._waits.labels(replica).inc(seconds)
+
+    def observations_sent(self, replica: str, outcome: str, count: int) -> None:
+        """``outcome``: ``learned``, ``repeated``, ``missed`` or ``refused``."""
+        self._observations.labels(replica, outcome).inc(count)
 
     def added(self, seconds: float) -> None:
         self._seconds.observe(seconds)

@@ -56,6 +56,7 @@ TRAINER_WEIGHTS = {
 }
 ONE_SERVER = {
     "/darts/v1/state": ANY,
+    "/darts/v1/observations": ANY,
     "/darts/v1/queue": ANY,
     "/darts/v1/queue/groups": ANY,
     "/darts/v1/queue/ack": ANY,
@@ -83,7 +84,7 @@ OURS = {
     Handling.WEIGHTS: WEIGHTS,
     Handling.TRAINER_WEIGHTS: TRAINER_WEIGHTS,
     Handling.ONE_SERVER: ONE_SERVER,
-    Handling.ANY: {"/darts/v1/weights/tensors": "GET"},
+    Handling.ANY: {"/darts/v1/weights/tensors": "GET", "/darts/v1/rollouts/plan": "POST"},
     Handling.ALL: {
         "/darts/v1/weights": "GET",
         "/is_paused": "GET",

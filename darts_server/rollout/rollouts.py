@@ -14,6 +14,7 @@ from darts_server.records import GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
@@ -92,7 +93,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             opening=lambda: self.gate.opening,
             unfinished=lambda: engine.unfinished,
         )
-        self.observers.add(self.allocator)
+        self.exchange = Exchange(statistics, self.allocator)
+        self.observers.add(self.allocator, self.exchange)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join)
         self._engine = engine
         self._scorer = scorer
@@ -261,7 +263,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
-        self.allocator.deadlines.learn_rewards(record, correct)
+        self.exchange.group_rewarded(record, correct)
 
     # --- ending groups ------------------------------------------------------
 

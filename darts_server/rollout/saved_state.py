@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from darts_server.rollout.allocation import allocator, auto, deadlines
+from darts_server.rollout.exchange import positions
 from darts_server.rollout.learned import dataset, latency, prompts, rewards
 from darts_server.rollout.learned.blobs import PART_SUFFIX, check_part, parse_manifest
 from darts_server.rollout.learned.documents import Document, parse_document, parse_value
@@ -10,7 +11,8 @@ from darts_server.rollout.pruning.pruner import BLOB_KIND
 from darts_server.rollout.voting.confidence import BLOB_KIND as VOTE_BLOB_KIND
 
 BLOB_KINDS = (BLOB_KIND, VOTE_BLOB_KIND)
-VALUES = allocator.PARSERS | auto.PARSERS | deadlines.PARSERS | dataset.PARSERS | latency.PARSERS | rewards.PARSERS
+LEARNED = dataset.PARSERS | latency.PARSERS | rewards.PARSERS
+VALUES = allocator.PARSERS | auto.PARSERS | deadlines.PARSERS | LEARNED | positions.PARSERS
 PARSERS: Mapping[str, Callable[[Document], object]] = {
     prompts.KIND: prompts.parse_stats,
     **{kind: parse_value(parse) for kind, parse in VALUES.items()},

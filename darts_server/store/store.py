@@ -1,7 +1,8 @@
 """The store of documents that the other rooms use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError, StateTooNew
@@ -95,11 +96,11 @@ class Store(AbstractContextManager["Store"]):
         """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""
         return pack(self._documents.rows(None))
 
-    def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
+    def restore(self, data: bytes, limit: int = LIMIT_BYTES, keep: Collection[str] = ()) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
 
         Documents that are put before it returns are lost too, here and in the other processes. ``limit``: bytes that
-        the data may have when decompressed.
+        the data may have when decompressed. ``keep``: kinds of documents that stay as they are here.
 
         Raises:
             StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
@@ -109,7 +110,8 @@ class Store(AbstractContextManager["Store"]):
         for row in unpack(data, limit):  # check all of it before anything is changed
             self._check_row(row)
         try:
-            self._documents.replace(unpack(data, limit))
+            kept = [row for kind in sorted(keep) for row in self._documents.rows(kind)]
+            self._documents.replace(chain(kept, (row for row in unpack(data, limit) if row[0] not in keep)))
         except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
             raise StateError(str(error)) from error
 

@@ -47,6 +47,14 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
         {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "num_groups": 1, "carry": "restart"},
         {"prompts": [], "carried": True, "group_size": 2, "sampling": SHORT, "carry": "restart"},
     ],
+    ("POST", "/darts/v1/rollouts/plan"): [
+        {
+            "prompts": [{"text": PROMPT}, {"token_ids": [5, 6]}],
+            "group_size": 2,
+            "policy": {"name": "darts"},
+            "budget": 6,
+        },
+    ],
     ("PUT", "/darts/v1/rollouts/{batch_id}/deadline"): [
         {"tokens": 20, "waits_beyond": None, "explored": False, "stretch": 1.5, "bound": 2.0},
     ],
@@ -65,6 +73,35 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             "weight": 2.0,
             "expires_after": 3600.0,
             "taken": 0,
+        },
+    ],
+    ("POST", "/darts/v1/observations"): [
+        {
+            "observations": [
+                {
+                    "life": "other",
+                    "number": 1,
+                    "kind": "group",
+                    "prompt_key": "a",
+                    "policy": "cap",
+                    "size": 2,
+                    "tokens_needed": 9,
+                    "weight_version": 1,
+                    "cohort_deadline": 9,
+                    "bound": 18,
+                    "candidates": [
+                        {"tokens": 7, "finish_reason": "stop", "selected": True, "weight": 1.5},
+                        {"tokens": 9, "finish_reason": "length", "selected": True, "cut": True},
+                    ],
+                },
+                {
+                    "life": "other",
+                    "number": 2,
+                    "kind": "rewards",
+                    "prompts": [{"prompt_key": "a", "right": [1, 7.0, 0, 1, 1], "wrong": [0] * 5, "groups": [1, 1]}],
+                },
+                {"life": "other", "number": 3, "kind": "exploration", "policy": "cap", "groups": 8},
+            ]
         },
     ],
     ("POST", "/darts/v1/queue/ack"): [{"leases": ["1-a", "2-b"]}],

@@ -136,6 +136,7 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             provenance=work.provenance,
             prompts=work.prompts,
             learned=work.rewards,
+            exchange=Mock(),
             store=store,
             control=control,
             batches=Mock(),

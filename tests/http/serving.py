@@ -1,5 +1,6 @@
 """Our routes on an app of their own."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +18,9 @@ from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.records import TrajectoryRecord
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.allocation.allocator import Allocator
+from darts_server.rollout.exchange.exchange import Exchange
+from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
@@ -47,8 +49,9 @@ def client(
     ``state``: stands in for the store in its own route. ``updates``: behind the routes of weights.
     """
     with Store() as store:
-        prompts, provenance = Prompts(store), Provenance()
-        rewards = Rewards(store)
+        statistics, provenance = Statistics(store), Provenance()
+        prompts, rewards = statistics.prompts, statistics.rewards
+        exchange = Exchange(statistics, Allocator(statistics, 0.0, Mock(), time.monotonic))
         reward_matcher = RewardMatcher(rewards, Mock(), Mock())
         for observe in (prompts.learn, provenance.group_ended, reward_matcher.group_ended):
             observe(replace(record(*FINISHED), group_id="cmpl-a-0"))
@@ -66,6 +69,7 @@ def client(
                 provenance,
                 prompts,
                 rewards,
+                exchange,
                 state or store,
                 control,
                 batches=Mock(),

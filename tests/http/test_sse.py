@@ -61,8 +61,13 @@ async def test_events_are_sent_in_order_and_the_stream_ends_with_them() -> None:
 
 async def test_a_quiet_stream_sends_comments() -> None:
     reader = Reader()
-    with anyio.move_on_after(0.5):
-        await EventStream(stalled(), nullcontext(), ping_seconds=0.05)(SCOPE, reader.receive, reader.send)
+    stream = EventStream(stalled(), nullcontext(), ping_seconds=0.05)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream, SCOPE, reader.receive, reader.send)
+        with anyio.fail_after(10):
+            while len(reader.sent) < 4:
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
     assert reader.sent[1:4] == [b": ping\n\n"] * 3
 
 

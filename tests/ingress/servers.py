@@ -21,6 +21,7 @@ from darts_server.serving.lifecycle import Lifecycle
 
 Handler = Callable[[Request], Awaitable[Response]]
 POLL_SECONDS = 0.05
+OBSERVATIONS = "/darts/v1/observations"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class FakeServer:
     """Of its health."""
     health_headers: Callable[[], dict[str, str]] = dict
     models: int = 200
+    shares: bool = False
+    """Whether it has a route for observations. Otherwise the ingress asks for them once."""
     frozen: bool = False
     """Whether it accepts requests and answers none."""
     received: list[Received] = field(default_factory=list)
@@ -75,6 +78,8 @@ class FakeServer:
             response = JSONResponse({"error": {"message": "key?"}}, 401)
         elif scope["path"] == "/v1/models":
             response = JSONResponse({"error": {"message": "use its IP address"}}, self.models)
+        elif scope["path"] == OBSERVATIONS and not self.shares:
+            response = JSONResponse({"error": {"message": "not here"}}, 404)
         elif self.app is not None and scope["path"].startswith(self.prefix):
             await self._pass_on(self.app, request, send)
             return

@@ -8,13 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from darts_server.http.sse import encode
-from darts_server.ingress.batches.division import divide, share_budget
 from darts_server.ingress.batches.events import Event
 from darts_server.ingress.batches.handler import _encoded
 from darts_server.ingress.batches.request import read_batch
@@ -149,6 +146,23 @@ async def test_a_prompt_with_a_key_stays_where_it_was() -> None:
         first = {p["key"]: server.name for server in servers for p in server.bodies(PATH)[0]["prompts"]}
         await running.post(PATH, {"prompts": keyed[::-1], "group_size": 2})
         assert first == {p["key"]: server.name for server in servers for p in server.bodies(PATH)[1]["prompts"]}
+
+
+async def test_prompts_without_keys_go_where_they_were_unless_that_loads_a_server_more_than_the_others() -> None:
+    async with ingress_over(3) as (running, servers):
+        install(servers)
+
+        def places(batch: int) -> dict[str, str]:
+            return {p["text"]: server.name for server in servers for p in server.bodies(PATH)[batch]["prompts"]}
+
+        prompts = [{"text": f"p{number}"} for number in range(24)]
+        await running.post(PATH, {"prompts": prompts, "group_size": 2})
+        first = places(0)
+        await running.post(PATH, {"prompts": prompts[::-1], "group_size": 2})
+        assert places(1) == first
+        there = [prompt for prompt in prompts if first[prompt["text"]] == servers[0].name]
+        await running.post(PATH, {"prompts": there[:6], "group_size": 2})
+        assert [len(server.bodies(PATH)[2]["prompts"]) for server in servers] == [2, 2, 2]
 
 
 async def test_a_stream_has_the_events_of_all_with_the_numbers_of_the_batch() -> None:
@@ -386,29 +400,6 @@ async def test_batches_that_one_replica_keeps_run_on_the_same_one() -> None:
         ):
             answers = [await running.post(PATH, request(6, **fields), **headers) for _ in range(4)]
             assert len({answer.json()["whole"] for answer in answers}) == 1
-
-
-@given(
-    st.lists(st.floats(1, 1000), min_size=1, max_size=30),
-    st.dictionaries(st.sampled_from("abc"), st.floats(0, 500), min_size=1),
-)
-def test_every_prompt_is_in_one_part_and_loads_are_as_even_as_the_longest_allows(
-    works: list[float], loads: dict[str, float]
-) -> None:
-    parts = divide(works, {}, loads)
-    assert sorted(number for part in parts.values() for number in part) == list(range(len(works)))
-    ends = {name: load + sum(works[n] for n in parts.get(name, ())) for name, load in loads.items()}
-    assert max(ends[name] for name in parts) <= min(ends.values()) + max(works) + 1e-6
-
-
-@given(st.integers(1, 20), st.integers(0, 19), st.lists(st.integers(1, 50), min_size=1, max_size=6))
-def test_shares_of_a_budget_allow_each_prompt_what_the_whole_allows(low: int, more: int, sizes: list[int]) -> None:
-    prompts = sum(sizes)
-    budget = low * prompts + more * prompts // 20
-    shares = share_budget(budget, sizes)
-    assert sum(shares) == budget
-    high = -(-budget // prompts)
-    assert all(low * size <= share <= high * size for share, size in zip(shares, sizes, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from darts_server.cli import USAGE_ERROR, main
+from darts_server.demo.server import bind
 from darts_server.ingress.command import parse_arguments, read_settings
 from darts_server.ingress.process import raise_file_limit
 from darts_server.ingress.settings import read_server_list
@@ -78,7 +78,7 @@ def test_it_may_open_as_many_files_as_the_process_is_allowed() -> None:
 
 
 def test_a_signal_ends_it_in_order() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with bind() as free:  # one that no connection gets meanwhile
         port = free.getsockname()[1]
     flags = ["--server-list", "http://127.0.0.1:9", "--port", str(port)]
     with subprocess.Popen([sys.executable, "-m", "darts_server", "ingress", *flags], stdout=subprocess.PIPE) as process:
@@ -94,4 +94,4 @@ def test_a_signal_ends_it_in_order() -> None:
             assert answer.json()["replicas"][0]["state"] == "lost"
         finally:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

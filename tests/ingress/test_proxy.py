@@ -78,7 +78,7 @@ async def test_a_large_event_costs_time_in_proportion_to_its_size() -> None:
         await Reply("/v1/completions", send).pass_on(StreamedAnswer([b"x" * 16_384] * count))
         return time.process_time() - began
 
-    assert await seconds(4096) < 1.0  # with each part copied to the end of all earlier ones it takes many times that
+    assert await seconds(4096) < 5.0  # with each part copied to the end of all earlier ones it takes many times that
 
 
 @dataclass

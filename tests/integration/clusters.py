@@ -14,7 +14,7 @@ from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import Server
 from tests.integration.test_single_requests import SIZE, check_selection
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
 
 

@@ -1,20 +1,22 @@
 """An ingress in front of two servers, on real vLLM. The last test kills one of them."""
 
 import asyncio
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from safetensors.numpy import load
 
-from darts_server.demo.server import DARTS, MODEL, Server
+from darts_server.demo.server import DARTS, MODEL, Server, bind
+from darts_server.store.archive import LIMIT_BYTES, unpack
 from tests.integration.clusters import (
     START_SECONDS,
     Cluster,
@@ -39,7 +41,7 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with (
         serve(DARTS, logs / "a") as one,
         serve(DARTS, logs / "b") as two,
-        socket.create_server(("127.0.0.1", 0)) as free,
+        bind() as free,
     ):
         port = free.getsockname()[1]
         free.close()
@@ -50,7 +52,7 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield Cluster(f"http://127.0.0.1:{port}", (one, two))
         finally:
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait(180) == 0
 
 
 async def test_groups_are_exact_and_on_both_servers(cluster: Cluster) -> None:
@@ -91,6 +93,44 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
 
 async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
     await check_one_deadline(cluster)
+
+
+async def test_both_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -> None:
+    one, two = cluster.servers
+    keys = [f"shared-{number}" for number in range(8)]
+    batch = {
+        "prompts": [{"text": text, "key": key} for text, key in zip(prompts(8), keys, strict=True)],
+        "group_size": 4,
+        "sampling": {"max_tokens": 64, "temperature": 1.3},
+        "policy": {"name": "darts_deadline"},
+    }
+    async with httpx.AsyncClient(base_url=one.url, timeout=180, verify=False) as client:
+        for _ in range(2):  # the second one explores, as rewards are reported
+            groups = (await client.post("/darts/v1/rollouts", json=batch)).json()["groups"]
+            rewards = [
+                {"trajectory_id": each["trajectory_id"], "reward": float(place % 2)}
+                for group in groups
+                for place, each in enumerate(group["trajectories"])
+            ]
+            assert (await client.post("/darts/v1/rewards", json={"rewards": rewards})).json()["matched"] == 32
+    deadline = time.monotonic() + 20
+    while statistics_of(one, keys) != statistics_of(two, keys):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(1.5)  # two more turns of the ingress
+    prompt_stats, learned = statistics_of(two, keys)
+    assert (prompt_stats, learned) == statistics_of(one, keys)
+    assert [(each["groups"], each["rewards"]["rewarded_groups"]) for each in prompt_stats] == [(2, 2)] * 8
+    # None explores if no group of the first batch was still running when the deadline was known.
+    assert json.loads(learned["losses"])["first_groups"] in (0, 8)
+
+
+def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str, str]]:
+    """Return what a server has learned of prompts, and of the deadlines of a policy."""
+    answers = [httpx.get(f"{server.url}/darts/v1/prompts/{key}", verify=False).json() for key in keys]
+    rows = unpack(httpx.get(f"{server.url}/darts/v1/state", verify=False).content, LIMIT_BYTES)
+    kept = {kind: json.loads(text)["value"] for kind, key, text in rows if key.partition("/")[0] == "darts_deadline"}
+    return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 
 async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed(
@@ -135,6 +175,6 @@ def check_restarted(cluster: Cluster, dead: Server, other: Server, serve: Serve,
 
 def weights_of(server: Server) -> tuple[int, dict[str, bytes]]:
     """Return the version and the tensors that a server serves."""
-    answer = httpx.get(f"{server.url}/darts/v1/weights/tensors", verify=False, timeout=60)
+    answer = httpx.get(f"{server.url}/darts/v1/weights/tensors", verify=False, timeout=240)
     served = {name: tensor.tobytes() for name, tensor in load(answer.content).items()}
     return int(answer.headers["X-Darts-Weight-Version"]), served

@@ -83,7 +83,7 @@ def runaways(harness: Harness, name: str) -> list[int]:
 @pytest.mark.parametrize("seed", range(2))
 async def test_an_explored_cohort_runs_past_the_bound_and_records_it(seed: int) -> None:
     harness = with_runaways(seed)
-    harness.rollouts.allocator.deadlines.should_explore = lambda rule, groups: True  # type: ignore[method-assign]  # always
+    harness.rollouts.allocator.deadlines.should_explore = lambda rule, policy, groups: True  # type: ignore[method-assign]  # always
     runs = await harness.start_cohort(SIZE, "darts_cut", GROUPS)
     harness.engine.now = 0
     tasks = [asyncio.create_task(collect(run)) for run in runs]

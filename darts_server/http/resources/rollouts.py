@@ -16,9 +16,11 @@ from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_events import stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
+    CohortIn,
     DeadlineIn,
     DeadlineOut,
     GroupOut,
+    PlanOut,
     RolloutsIn,
     RolloutsOut,
     UnfinishedOut,
@@ -26,7 +28,7 @@ from darts_server.http.resources.rollouts_models import (
 )
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
-from darts_server.rollout.allocation.shared import CohortPart, SharedDeadline
+from darts_server.rollout.allocation.shared import CohortPart, Grant, SharedDeadline
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
@@ -68,6 +70,16 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         batch_request = await converted(_batch_request, body, raw)
         batch = await batches.open(batch_request, AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
         return await _respond(request, batch, 0)
+
+    @api.post("/rollouts/plan", openapi_extra=json_body(RolloutsIn))
+    async def plan(request: Request) -> PlanOut:
+        """For an ingress: return how many candidates each prompt of a batch gets, and start nothing."""
+        raw = await read_body(request, MAX_BODY_BYTES)
+        body = await parse_body(RolloutsIn, raw, "prompts")
+        grant = await batches.plan(await converted(_batch_request, body, raw))
+        if grant is None:
+            return PlanOut(candidates=None, mean_candidates=None)
+        return PlanOut(candidates=list(grant.candidates), mean_candidates=grant.mean)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(
@@ -151,8 +163,14 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         carry=body.carry,
         carried=body.carried,
         hand_back=True,
-        part=None if body.cohort is None else CohortPart(body.cohort.groups, body.cohort.leads),
+        part=None if body.cohort is None else _part(body.cohort),
     )
+
+
+def _part(cohort: CohortIn) -> CohortPart:
+    if cohort.candidates is None or cohort.mean_candidates is None:
+        return CohortPart(cohort.groups, cohort.leads)
+    return CohortPart(cohort.groups, cohort.leads, Grant(cohort.candidates, cohort.mean_candidates))
 
 
 def check_key(key: str) -> None:

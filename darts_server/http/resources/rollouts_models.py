@@ -44,6 +44,8 @@ from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unf
 from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000
+MAX_CANDIDATES = 16_384
+"""Of a group."""
 LARGEST = 2**52
 """Of lengths in tokens, and of factors on them: products are no larger than floats can be."""
 
@@ -82,6 +84,21 @@ class CohortIn(Body):
 
     groups: int = Field(ge=1, le=MAX_PROMPTS, description="Number of groups of the whole cohort.")
     leads: bool = Field(False, description="Whether this part decides if the cohort explores.")
+    candidates: list[Annotated[int, Field(ge=1, le=MAX_CANDIDATES)]] | None = Field(
+        None,
+        max_length=MAX_PROMPTS,
+        description="Number of candidates of each prompt, from `POST rollouts/plan` for the whole cohort; by default "
+        "this part decides.",
+    )
+    mean_candidates: float | None = Field(
+        None, ge=1, le=MAX_CANDIDATES, allow_inf_nan=False, description="`mean_candidates` of that. With `candidates`."
+    )
+
+    @model_validator(mode="after")
+    def _check_grant(self) -> Self:
+        if (self.candidates is None) != (self.mean_candidates is None):
+            raise ValueError("has only one of candidates and mean_candidates; give both, or none")
+        return self
 
 
 class RolloutsIn(Body):
@@ -145,6 +162,16 @@ class RolloutsIn(Body):
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
+
+
+class PlanOut(BaseModel):
+    """How many candidates each prompt of a batch gets."""
+
+    candidates: list[int] | None = Field(
+        description="By prompt, before the load of a server reduces them. Null if what a prompt gets does not "
+        "depend on the other prompts, and under `auto`."
+    )
+    mean_candidates: float | None = Field(description="Wanted on average; null likewise.")
 
 
 class DeadlineIn(Body):
@@ -250,7 +277,7 @@ class GroupOut(BaseModel):
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
-            aborted=None if result.aborted is None else [_aborted(result, i, candidates[i]) for i in result.aborted],
+            aborted=_all_aborted(result),
             trajectories=[_trajectory(result, i, order.index(i), candidates.get(i)) for i in sorted(result.samples)],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
@@ -279,6 +306,10 @@ class UnfinishedOut(BaseModel):
     error: dict[str, Any] | None = Field(
         description="Why its group was aborted; null if it was stopped because enough others were decided."
     )
+    aborted: list[AbortedCandidateOut] | None = Field(
+        description="What its candidates had generated, if the server stops and the next one cannot go on with it; "
+        "else null."
+    )
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
@@ -288,6 +319,7 @@ class UnfinishedOut(BaseModel):
             metadata=None if unfinished.metadata is None else json.loads(unfinished.metadata),
             carry=unfinished.carry,
             error=None if unfinished.error is None else error_object(unfinished.error),
+            aborted=None if unfinished.group is None else _all_aborted(unfinished.group),
         )
 
 
@@ -341,6 +373,13 @@ def _counted(result: GroupResult) -> int | None:
     if result.record is None or result.error is not None:
         return len(result.samples) or None
     return result.record.counted
+
+
+def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
+    if result.aborted is None:
+        return None
+    candidates = {} if result.record is None else {candidate.index: candidate for candidate in result.record.candidates}
+    return [_aborted(result, index, candidates[index]) for index in result.aborted]
 
 
 def _aborted(result: GroupResult, index: int, candidate: CandidateRecord) -> AbortedCandidateOut:

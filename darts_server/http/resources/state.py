@@ -1,15 +1,17 @@
 """``/darts/v1/state``: learned state as one file, to save and restore with a training checkpoint."""
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Annotated, Protocol
 
 import anyio
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.exceptions import Conflict, InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
 from darts_server.http.resources.groups import StateAnswer
+from darts_server.rollout.learned import latency
 from darts_server.rollout.learned.prompts import KIND
 
 FILE_NAME = "darts-state"
@@ -22,12 +24,19 @@ class State(Protocol):
 
     def export(self) -> bytes: ...
 
-    def restore(self, data: bytes) -> None: ...
+    def restore(self, data: bytes, *, keep: Collection[str] = ()) -> None: ...
 
     def count(self, kind: str) -> int: ...
 
 
-def routes(state: State, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
+class Learner(Protocol):
+    """Says whether this server has learned anything yet."""
+
+    @property
+    def is_new(self) -> bool: ...
+
+
+def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
     """Create the routes. ``max_bytes``: of a file."""
     api = APIRouter()
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
@@ -48,18 +57,30 @@ def routes(state: State, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
         )
 
     @api.put("/state", openapi_extra=binary_body("A saved file."))
-    async def restore(request: Request) -> StateAnswer:
+    async def restore(
+        request: Request,
+        if_new: Annotated[
+            bool,
+            Query(
+                description="For an ingress: the file is another server's. It is refused with a 409 if this one has "
+                "learned anything, and its step times are left out."
+            ),
+        ] = False,
+    ) -> StateAnswer:
         """Replace learned state by a saved file, or change nothing."""
         async with restoring:
             data = await read_body(request, max_bytes)
-            return StateAnswer(prompts=await run_sync(_restore, state, data))
+            if if_new and not learner.is_new:
+                raise Conflict("if_new", "this server has learned something already; it learns from observations")
+            keep = (latency.KIND,) if if_new else ()
+            return StateAnswer(prompts=await run_sync(_restore, state, data, keep))
 
     return api
 
 
-def _restore(state: State, data: bytes) -> int:
+def _restore(state: State, data: bytes, keep: Collection[str]) -> int:
     try:
-        state.restore(data)
+        state.restore(data, keep=keep)
     except (StateDamaged, StateTooNew) as error:
         raise InvalidRequest("body", str(error)) from error
     return state.count(KIND)

@@ -17,6 +17,7 @@ from darts_server.ingress.replicas.whole import fetch
 from darts_server.policy.cohort_deadline import CohortDeadline
 from darts_server.policy.deadline import MIN_GROUPS, Deadline
 from darts_server.rollout.allocation.shared import SharedDeadline
+from darts_server.types import MaxLost
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class BatchDeadline:
         return self.known
 
     def _use(self, terms: Mapping[str, Any]) -> None:
-        rule = self._rule = Deadline(**terms["rule"])
+        rule = self._rule = Deadline(**terms["rule"] | {"max_lost": MaxLost(**terms["rule"]["max_lost"])})
         self._explored = terms["explored"]
         self._cohort.set_rule(None if terms["few"] else rule, terms["tokens"])
         self._update()

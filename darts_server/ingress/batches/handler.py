@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from darts_server.exceptions import DartsError
 from darts_server.http.errors import body_of
 from darts_server.http.sse import EventStream, encode, encode_text
+from darts_server.ingress.batches.budget import Planner
 from darts_server.ingress.batches.events import GROUP, Event
 from darts_server.ingress.batches.request import Batch, read_batch
 from darts_server.ingress.batches.run import DividedBatch, PartRefused
@@ -35,6 +36,7 @@ class Batches:
         self._router = router
         self._forwarder = forwarder
         self._hold = hold
+        self._planner = Planner()
 
     async def run(self, call: Call) -> Response | None:
         """Answer a batch.
@@ -54,7 +56,7 @@ class Batches:
             candidates = (int(size[1]) if size else 1) * (1 if batch is None else len(batch.prompts))
             await self._forward(call, RoutedRequest(self._router, Terms(scope, max(1, candidates))))
             return None
-        divided = DividedBatch(batch, call.outgoing, scope, self._fleet, self._router, self._hold)
+        divided = DividedBatch(batch, call.outgoing, scope, self._fleet, self._router, self._hold, self._planner)
         try:
             return await (_stream(divided) if batch.stream else _answer(divided))
         except PartRefused as refused:
@@ -124,4 +126,5 @@ def _end(divided: DividedBatch) -> dict[str, Any]:
 
 def _unfinished(batch: Batch, number: int) -> dict[str, Any]:
     key, metadata = batch.keys.get(number, ""), batch.metadata.get(number)
-    return {"number": number, "prompt_key": key, "metadata": metadata, "carry": "drop", "error": None}
+    kept = {"carry": "drop", "error": None, "aborted": None}
+    return {"number": number, "prompt_key": key, "metadata": metadata, **kept}

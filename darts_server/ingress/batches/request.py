@@ -1,7 +1,7 @@
 """The request of a batch, in parts that are not parsed further than needed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -23,7 +23,7 @@ class Batch:
     """
 
     prompts: Sequence[bytes]
-    identities: Sequence[object]
+    identities: Sequence[Hashable]
     keys: Mapping[int, str]
     metadata: Mapping[int, Any]
     fields: Mapping[str, Any]
@@ -46,16 +46,26 @@ class Batch:
             raise InvalidRequest("num_groups", f"must be 1 to {count}, the number of prompts, got {number!r}")
         return number
 
-    def part(self, numbers: Sequence[int], budget: int | None, *, leads: bool) -> bytes:
+    def whole(self) -> bytes:
+        """Return the request for all prompts, to plan it."""
+        return self._request(self.fields, range(len(self.prompts)))
+
+    def part(
+        self, numbers: Sequence[int], budget: int | None, *, leads: bool, grants: Mapping[str, Any] | None = None
+    ) -> bytes:
         """Return the request for some of the prompts, whose groups are sent as they end.
 
-        ``leads``: whether this part decides if the batch explores.
+        ``leads``: whether this part decides if the batch explores. ``grants``: fields that say how many candidates each
+        prompt gets, if that was decided for the whole batch.
         """
         fields = {name: value for name, value in self.fields.items() if name not in ("num_groups", "budget")}
         fields["stream"] = self.fields.get("stream") or "groups"
-        fields["cohort"] = {"groups": len(self.prompts), "leads": leads}
+        fields["cohort"] = {"groups": len(self.prompts), "leads": leads, **(grants or {})}
         if budget is not None:
             fields["budget"] = budget
+        return self._request(fields, numbers)
+
+    def _request(self, fields: Mapping[str, Any], numbers: Iterable[int]) -> bytes:
         head = json.dumps(fields).encode()
         return head[:-1] + b', "prompts": [' + b",".join(self.prompts[number] for number in numbers) + b"]}"
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from darts_server.exceptions import ReplicaLost
 from darts_server.ingress.batches.backlog import Backlog
+from darts_server.ingress.batches.budget import Grants, Planner
 from darts_server.ingress.batches.deadline import BatchDeadline, sent_to
 from darts_server.ingress.batches.division import divide, share_budget
 from darts_server.ingress.batches.events import GROUP, NEEDS, Event, read_events
@@ -75,6 +76,7 @@ class DividedBatch:
     fleet: Fleet
     router: Router
     hold: Hold
+    planner: Planner = field(default_factory=Planner)
     batch_id: str = field(default_factory=lambda: f"batch-{uuid.uuid4().hex}")
     started: Mapping[str, Any] | None = None
     decided: set[int] = field(default_factory=set)
@@ -84,6 +86,7 @@ class DividedBatch:
     carried: int = 0
     began: float = field(default_factory=time.perf_counter)
     _deadline: BatchDeadline = field(init=False)
+    _grants: Grants | None = None
     _losses: dict[int, list[str]] = field(default_factory=dict)
     """Replicas that were lost while they ran a prompt, by its number."""
     _open: set[int] = field(default_factory=set)
@@ -102,6 +105,7 @@ class DividedBatch:
             NoReplica, ReplicaLost
         """
         wanted = self.batch.num_groups
+        self._grants = await self.planner.plan(self.batch, self.outgoing, self.fleet.serving)
         for _ in range(MAX_ROUNDS):
             async with aclosing(self._round(self._left())) as events:
                 async for event in events:
@@ -150,23 +154,25 @@ class DividedBatch:
         if not serving:
             raise no_replica(self.fleet)
         works = [self._work(number) for number in left]
-        known = {at: self.router.keyed(self.scope, key) for at, n in enumerate(left) if (key := self.batch.keys.get(n))}
-        fixed = {at: name for at, name in known.items() if name in serving}
-        parts = divide(works, fixed, {name: member.load for name, member in serving.items()})
+        known = {at: self.router.home(self.scope, self.batch.identities[n]) for at, n in enumerate(left)}
+        homes = {at: name for at, name in known.items() if name in serving}
+        fixed = {at: name for at, name in homes.items() if left[at] in self.batch.keys}
+        parts = divide(works, fixed, homes, {name: member.load for name, member in serving.items()})
         budget = self.batch.fields.get("budget")
-        if isinstance(budget, int):
-            budget = budget * len(left) // len(self.batch.prompts)
-            shares: Sequence[int | None] = share_budget(budget, [len(part) for part in parts.values()])
-        else:
-            shares = [budget] * len(parts)
+        shares = self._shares(budget, left, parts.values()) if isinstance(budget, int) else [budget] * len(parts)
         divided = []
         for (name, part), share in zip(parts.items(), shares, strict=True):
             numbers = [left[at] for at in part]
             for number in numbers:
-                if (key := self.batch.keys.get(number)) is not None:
-                    self.router.remember_key(self.scope, key, name)
+                self.router.remember_home(self.scope, self.batch.identities[number], name)
             divided.append(Part(serving[name], numbers, share, self._deadline.choose_leader()))
         return divided
+
+    def _shares(self, budget: int, left: Sequence[int], parts: Collection[Sequence[int]]) -> list[int | None]:
+        """Divide the budget of those prompts that are left among parts, whose numbers are places in ``left``."""
+        if self._grants is not None:
+            return [self._grants.total([left[at] for at in part]) for part in parts]
+        return list(share_budget(budget * len(left) // len(self.batch.prompts), [len(part) for part in parts]))
 
     def _work(self, number: int) -> float:
         sampling, size = self.batch.fields.get("sampling"), self.batch.fields.get("group_size")
@@ -205,7 +211,9 @@ class DividedBatch:
 
     async def _run(self, part: Part, backlog: Backlog, start: Start) -> None:
         member, numbers = part.member, part.numbers
-        outgoing = replace(self.outgoing, body=self.batch.part(numbers, part.budget, leads=part.leads))
+        grants = None if self._grants is None else self._grants.cohort(numbers)
+        body = self.batch.part(numbers, part.budget, leads=part.leads, grants=grants)
+        outgoing = replace(self.outgoing, body=body)
         seen, terms = 0, None
         async with AsyncExitStack() as stack:
             answer = await stack.enter_async_context(opened(member.replica, outgoing))

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 from darts_server.ingress.replicas.joining import Joining
 from darts_server.ingress.replicas.member import Member, State
 from darts_server.ingress.replicas.replica import NoResources, Outgoing, Replica, ReplicaFailure, Unreachable, value_of
+from darts_server.ingress.replicas.sharing import Sharing
 from darts_server.ingress.replicas.whole import WholeAnswer, fetch
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ MODELS = Outgoing("GET", "/v1/models")
 """Needs a key where the server has any."""
 MAX_MISSED = 3
 """Polls in a row without an answer after which a replica counts as lost. A busy API process may miss one."""
+SHARE_SECONDS = 1.0
+"""Between two turns in which a replica learns from the others, at most."""
 RETRY_AFTER = b"retry-after"
 """Servers that stop in order send it, and those whose engine is dead do not."""
 REACHABLE = (State.SERVING, State.JOINING, State.OUTDATED, State.UNHEALTHY)
@@ -36,7 +39,8 @@ OPEN = (
 class PollSettings:
     """``interval``: seconds between two polls. ``timeout``: seconds for an answer.
 
-    ``allow_open``: whether servers are used that need no key. ``key``: that copies weights, see `Joining`.
+    ``allow_open``: whether servers are used that need no key. ``key``: that copies weights and observations, see
+    `Joining` and `Sharing`.
     """
 
     interval: float = 2.0
@@ -54,6 +58,7 @@ class Fleet:
         """Held while the weights of replicas change, or are compared."""
         self._settings = settings or PollSettings()
         self.joining = Joining(self.members, self.check, self.changing, self._settings.key)
+        self.sharing = Sharing(self.members, self._settings.key)
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._polling: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[Any]] = set()
@@ -87,13 +92,14 @@ class Fleet:
             self._start_polling(member)
         await self.joining.admit()
         joining = asyncio.create_task(self.joining.run(self._settings.interval))
+        sharing = asyncio.create_task(self.sharing.run(min(self._settings.interval, SHARE_SECONDS)))
         try:
             yield self
             if self._finishing:
                 logger.info("wait until an update that has begun has ended")
                 await asyncio.wait(self._finishing)
         finally:
-            await _cancel(joining, *self._polling.values())
+            await _cancel(joining, sharing, *self._polling.values())
             await _cancel(*self._checks.values())  # now nothing begins another one
             for member in self.members:
                 await member.replica.aclose()
@@ -110,6 +116,7 @@ class Fleet:
         """Remove a replica that no request runs on."""
         self.members.remove(member)
         await _cancel(self._polling.pop(member.name))
+        await self.sharing.stop(member.name)
         if (checking := self._checks.get(member.name)) is not None:
             await checking  # a request that was lost on it may wait for this
         await member.replica.aclose()

@@ -1,6 +1,6 @@
 """Choose the replica of each request."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -15,8 +15,8 @@ from darts_server.rollout.turns.token_index import Hashes, TokenIndex, hash_of
 
 RETRY_SECONDS = 5
 """``Retry-After`` while no replica serves: a few polls."""
-KEPT_KEYS = 1 << 18
-"""Keys of prompts, whose statistics are on one replica: those of a data set."""
+KEPT_HOMES = 1 << 18
+"""Prompts that a replica has statistics of: those of a data set."""
 
 
 class Router:
@@ -36,7 +36,7 @@ class Router:
         self._sessions = Affinity()
         self._prompts = PromptAffinity()
         self._hashes = TokenIndex(0)
-        self._keys = Affinity(KEPT_KEYS, idle=None)
+        self._homes = Affinity(KEPT_HOMES, idle=None)
         self._turn = 0
 
     def place(self, terms: Terms) -> "RoutedRequest":
@@ -88,12 +88,15 @@ class Router:
         """Return the hashes of all prefixes of a request's prompt."""
         return self._hashes.prefix_hashes(terms.units)
 
-    def keyed(self, scope: str, key: str) -> str | None:
-        """Return the name of the replica that has the statistics of a prompt with this key, if it is known."""
-        return self._keys.find((scope, key))
+    def home(self, scope: str, prompt: Hashable) -> str | None:
+        """Return the name of the replica that a prompt was on: it has its statistics.
 
-    def remember_key(self, scope: str, key: str, replica: str) -> None:
-        self._keys.put((scope, key), replica)
+        ``prompt``: the caller's key of it or, of a prompt of a batch without one, its identity.
+        """
+        return self._homes.find((scope, prompt))
+
+    def remember_home(self, scope: str, prompt: Hashable, replica: str) -> None:
+        self._homes.put((scope, prompt), replica)
 
     def _known(self, terms: Terms, prefixes: Hashes) -> str | None:
         """Return the name of the replica that a request has to go to, if there is one."""
@@ -104,7 +107,7 @@ class Router:
         if terms.may_join and terms.group is not None:
             return self._groups.find((terms.scope, terms.group))
         if terms.key is not None:
-            return self.keyed(terms.scope, terms.key)
+            return self.home(terms.scope, terms.key)
         if terms.may_join and (found := self._prompts.find_prompt(terms.scope, prefixes)) is not None:
             return found
         if terms.candidates > 1:
@@ -119,7 +122,7 @@ class Router:
         if terms.may_join and terms.group is not None:
             self._groups.put((terms.scope, terms.group), replica)
         if terms.key is not None:
-            self.remember_key(terms.scope, terms.key, replica)
+            self.remember_home(terms.scope, terms.key, replica)
         if terms.units:
             self._prompts.put_prompt(terms.scope, prefixes, replica)
 

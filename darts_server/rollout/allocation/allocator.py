@@ -14,14 +14,15 @@ from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan as SimulatedPlan
-from darts_server.records import ChosenOption, CohortRecord, GroupRecord
+from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
-from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
+from darts_server.rollout.allocation.budgets import MIN_COHORT, Budget, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.allocation.shared import CohortPart
+from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
@@ -105,7 +106,6 @@ class Allocator(GroupObserver):
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = AutoCohorts(statistics, clock)
         self._choosing: set[asyncio.Task[None]] = set()
-        self._with_deadlines: set[Kind] = set()
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
@@ -138,7 +138,11 @@ class Allocator(GroupObserver):
         """Choose what is done with a cohort under `auto`; ``None`` under other policies."""
         if plan.auto is None:
             return None
-        auto = plan.auto.with_deadlines(self.deadlines.current_rule)
+
+        def rule(shaping: Shaping, option: str) -> Deadline | None:
+            return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
+
+        auto = plan.auto.with_deadlines(rule)
         return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, enough), enough)
 
     def allocate_cohort(
@@ -153,17 +157,25 @@ class Allocator(GroupObserver):
         """Allocate candidates to groups that make a cohort of their own.
 
         ``budget``: candidates in all. ``chosen``: by `choose`; without ``room`` for its candidates, `off` instead.
-        ``part``: of which cohort they are a part, if its deadline comes from outside. It has no effect under `auto`
-        and shadows, nor under policies without deadlines.
+        ``part``: of which cohort they are a part, if its deadline comes from outside. It has no effect under `auto`.
+        Under shadows and policies without deadlines only its grant has.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
             return self._allocate_chosen(kind, chosen, prompt_keys, room)
         return self._allocate(kind, plan.shaping, prompt_keys, budget, part)
 
+    def weighs_prompts(self, plan: Plan) -> bool:
+        """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
+        return plan.auto is None and plan.shaping.weighs_prompts
+
+    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> Grant:
+        """Decide how many candidates the groups of a cohort get whose parts run on several servers."""
+        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
+
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens the group needed, if its policy has deadlines."""
-        if (record.policy, record.size) in self._with_deadlines:
+        """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
+        if record.max_lost is not None and record.chosen is None:
             self.deadlines.learn(record, _name(record.policy, record.size))
 
     def _allocate_pending(self, kind: Kind) -> None:
@@ -207,15 +219,13 @@ class Allocator(GroupObserver):
     ) -> list[Allocation]:
         """``total``: candidates in all, where the caller requests a number."""
         groups, size = len(keys), kind[1]
-        budget = self._budgets.decide(shaping, size, keys, None if total is None else total / groups)
-        stds = [self._prompts.std(key) for key in keys]
-        if total is None:
-            counts, scale = self._counts(kind, shaping, budget.mean, stds), self._scale()
-        else:
-            counts, scale = _spent(kind, shaping, total, stds), 1.0
-        rule = self.deadlines.current_rule(shaping)
-        if rule is not None:
-            self._with_deadlines.add(kind)
+        grant = None if part is None else part.grant
+        requested = total if grant is None else sum(grant.candidates)
+        budget = self._budgets.decide(shaping, size, keys, None if requested is None else requested / groups)
+        if grant is None:
+            grant = self._grant(kind, shaping, keys, total, budget)
+        scale = 1.0 if total is not None else self._scale()
+        rule = self.deadlines.current_rule(shaping, kind[0])
         if rule is None or shaping.shadow:
             part = None
         # A few groups alone say little about how many tokens groups need.
@@ -224,12 +234,12 @@ class Allocator(GroupObserver):
         terms = CohortTerms(
             policy=kind[0],
             groups=groups,
-            mean_candidates=size + (budget.mean - size) * scale,
+            mean_candidates=size + (grant.mean - size) * scale,
             predicted_seconds=budget.seconds,
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             few=few,
-            explored=rule is not None and decides and self.deadlines.should_explore(rule, all_groups),
+            explored=rule is not None and decides and self.deadlines.should_explore(rule, kind[0], all_groups),
             part=part,
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)
@@ -237,7 +247,7 @@ class Allocator(GroupObserver):
         # spread, which the load does not change.
         return [
             Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), number=number)
-            for number, count in enumerate(counts)
+            for number, count in enumerate(grant.candidates)
         ]
 
     def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], room: float) -> list[Allocation]:
@@ -248,7 +258,8 @@ class Allocator(GroupObserver):
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
             return self._allocate_chosen(kind, chosen.without_room(), keys, room)
-        rule = self.deadlines.current_rule(shaping)
+        applied = applied_policy(kind[0], choice.option.name)
+        rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
             policy=kind[0],
             groups=len(keys),
@@ -256,7 +267,9 @@ class Allocator(GroupObserver):
             predicted_seconds=choice.seconds,
             deadline=rule,
             few=len(keys) < MIN_COHORT,
-            explored=rule is not None and not choice.explores and self.deadlines.should_explore(rule, len(keys)),
+            explored=rule is not None
+            and not choice.explores
+            and self.deadlines.should_explore(rule, applied, len(keys)),
             chosen=ChosenOption(choice.option.name, choice.reason),
         )
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
@@ -293,6 +306,22 @@ class Allocator(GroupObserver):
             Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping, share)
             for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
+
+    def _grant(
+        self,
+        kind: Kind,
+        shaping: Shaping,
+        keys: Sequence[str],
+        total: int | None,
+        budget: Budget | None = None,
+    ) -> Grant:
+        """``total``: see `_allocate`. ``budget``: if it was decided before."""
+        if budget is None:
+            budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / len(keys))
+        stds = [self._prompts.std(key) for key in keys]
+        if total is None:
+            return Grant(self._counts(kind, shaping, budget.mean, stds), budget.mean)
+        return Grant(_spent(kind, shaping, total, stds), budget.mean)
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
         low, high = shaping.bounds(kind[1])

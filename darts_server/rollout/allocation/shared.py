@@ -1,18 +1,32 @@
 """Cohorts whose groups run on several servers: what each server knows of the whole, and what its groups report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """How many candidates groups of a cohort get, before the load reduces them.
+
+    ``candidates``: of each group. ``mean``: M', candidates per group of the whole cohort.
+    """
+
+    candidates: Sequence[int]
+    mean: float
 
 
 @dataclass(frozen=True, slots=True)
 class CohortPart:
     """A part of a cohort, on one of several servers. Its deadline comes from outside.
 
-    ``groups``: of the whole cohort. ``leads``: whether this part decides if the whole cohort explores.
+    ``groups``: of the whole cohort. ``leads``: whether this part decides if the whole cohort explores. ``grant``: how
+    many candidates its groups get, where that was decided for the whole cohort; ``None`` if it decides for itself.
     """
 
     groups: int
     leads: bool = False
+    grant: Grant | None = None
 
 
 @dataclass(frozen=True, slots=True)

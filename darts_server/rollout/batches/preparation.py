@@ -11,6 +11,7 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.allocation.shared import Grant
 from darts_server.rollout.batches.carried import (
     CarriedGroup,
     CarriedPrompt,
@@ -122,6 +123,30 @@ async def prepare_batch(
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
     groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
     return PreparedBatch(batch_id, plan, sampling, groups, ticket)
+
+
+async def plan_batch(
+    batch: BatchRequest,
+    rollouts: Rollouts[RequestT, OutputT],
+    renderer: PromptRenderer[RequestT, OutputT],
+    new_planner: NewPlanner,
+) -> Grant | None:
+    """Decide how many candidates each group of a batch gets, of which parts run on several servers.
+
+    Raises:
+        InvalidRequest: names the field; for a prompt, its number too.
+    """
+    plan, _ = check_terms(batch, rollouts, renderer, new_planner)
+    check_numbers(batch, plan, len(batch.prompts))
+    if not rollouts.allocator.weighs_prompts(plan):
+        return None
+    name = f"plan-{uuid.uuid4().hex}"
+    keys = [
+        prompt.key
+        or renderer.prompt_key(await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}"))
+        for number, prompt in enumerate(batch.prompts)
+    ]
+    return rollouts.allocator.grant(plan, keys, batch.budget)
 
 
 def _allocate(

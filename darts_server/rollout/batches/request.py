@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
-from darts_server.rollout.allocation.shared import CohortPart
+from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
@@ -113,8 +113,28 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
         )
     if batch.part is not None and batch.part.groups < prompts:
         raise InvalidRequest("cohort.groups", f"must be at least the {prompts} prompts, got {batch.part.groups}")
+    if batch.part is not None and batch.part.grant is not None:
+        _check_grant(batch.part.grant, plan, prompts)
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
+
+
+def _check_grant(grant: Grant, plan: Plan, prompts: int) -> None:
+    """
+    Raises:
+        InvalidRequest: it is not of these prompts, or a group may not have so many candidates.
+    """
+    if len(grant.candidates) != prompts:
+        raise InvalidRequest(
+            "cohort.candidates", f"must have one number for each of the {prompts} prompts, got {len(grant.candidates)}"
+        )
+    low, high = plan.shaping.bounds(plan.size)
+    for number, candidates in enumerate(grant.candidates):
+        if not low <= candidates <= high:
+            raise InvalidRequest(
+                f"cohort.candidates[{number}]",
+                f"must be {low} to {high} for groups of {plan.size} under policy {plan.policy!r}, got {candidates}",
+            )
 
 
 def check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests: Sequence[RequestT]) -> None:

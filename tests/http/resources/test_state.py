@@ -2,7 +2,8 @@ import gzip
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from unittest.mock import Mock
 
 import anyio
 import httpx
@@ -37,7 +38,7 @@ class Broken:
     def export(self) -> bytes:
         raise self.error
 
-    def restore(self, data: bytes) -> None:
+    def restore(self, data: bytes, *, keep: Collection[str] = ()) -> None:
         raise self.error
 
     def count(self, kind: str) -> int:
@@ -65,7 +66,7 @@ class Slow:
         self._work()
         return b""
 
-    def restore(self, data: bytes) -> None:
+    def restore(self, data: bytes, *, keep: Collection[str] = ()) -> None:
         self._work()
 
     def count(self, kind: str) -> int:
@@ -132,7 +133,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
     slow, taken = Slow(), list[int]()
     app = FastAPI()
     errors.install(app)
-    app.include_router(routes(slow, max_bytes=5000))
+    app.include_router(routes(slow, Mock(), max_bytes=5000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
         answer = await caller.put("/state", content=_chunks(taken))
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "RequestTooLargeError")
@@ -146,7 +147,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
 async def test_one_restore_runs_at_a_time_and_never_in_the_loop() -> None:
     slow = Slow()
     app = FastAPI()
-    app.include_router(routes(slow))
+    app.include_router(routes(slow, Mock()))
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller,
         anyio.create_task_group() as group,

@@ -20,6 +20,7 @@ OWNED = {
 }
 """What they show belongs to a key; `tests/integration/test_shares.py` tries each with another one."""
 SHARED = {
+    "/darts/v1/rollouts/plan",
     "/darts/v1/rewards",
     "/darts/v1/prompts/{prompt_key:path}",
     "/darts/v1/state",

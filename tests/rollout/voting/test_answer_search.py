@@ -104,5 +104,5 @@ async def test_a_cancelled_search_leaves_no_reply_to_the_next() -> None:
 
 def test_the_process_ends_with_its_input() -> None:
     request = b'{"pattern": "#(.)", "text": "#1"}\n'
-    ended = subprocess.run([*answer_search.COMMAND, "1"], input=request, capture_output=True, timeout=60, check=True)
+    ended = subprocess.run([*answer_search.COMMAND, "1"], input=request, capture_output=True, timeout=240, check=True)
     assert (ended.stdout, ended.stderr) == (b'{"answer": "1"}\n', b"")

@@ -1,0 +1,291 @@
+"""Servers behind an ingress learn from each other's groups."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from darts_server.http import errors
+from darts_server.http.resources import observations, state
+from darts_server.ingress.replicas import sharing
+from darts_server.ingress.replicas.feed import Feed
+from darts_server.rollout.learned import latency
+from darts_server.store import Store
+from tests.ingress.servers import OBSERVATIONS, FakeServer, RunningIngress, fake_servers, ingress, until
+from tests.rollout.exchange.learners import Learner, play
+
+pytestmark = pytest.mark.anyio
+
+
+class LearningServer:
+    """A server that learns. ``start`` restarts it, with another store if it keeps none."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        server.shares = True
+        self.start(Store())
+
+    def start(self, store: Store) -> None:
+        self.store = store
+        self.learner = Learner(store)  # type: ignore[arg-type]
+        app = FastAPI()
+        errors.install(app)
+        app.include_router(observations.routes(self.learner.exchange), prefix="/darts/v1")
+        app.include_router(state.routes(store, self.learner.exchange), prefix="/darts/v1")
+        self.server.app = app
+
+    def play(self, seed: int, groups: int = 20) -> None:
+        play(self.learner, np.random.default_rng(seed), groups)
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """Statistics of prompts and deadlines."""
+        kinds = ("prompt", "prompt_rewards", "losses", "lost_groups", "deadline")
+        return {f"{kind} {key}": document for kind in kinds for key, document in self.store.items(kind)}
+
+    @property
+    def groups(self) -> int:
+        """Groups of all prompts that it has learned from."""
+        return sum(int(str(document["groups"])) for _, document in self.store.items("prompt"))
+
+
+@asynccontextmanager
+async def cluster(count: int, **settings: Any) -> AsyncIterator[tuple[RunningIngress, list[LearningServer]]]:
+    async with fake_servers(count) as fakes:
+        servers = [LearningServer(fake) for fake in fakes]
+        async with ingress(fakes, **settings) as running:
+            yield running, servers
+
+
+def are_equal(servers: list[LearningServer]) -> bool:
+    return all(each.learned == servers[0].learned for each in servers) and bool(servers[0].learned)
+
+
+async def counted(running: RunningIngress, outcome: str) -> float:
+    """Observations that had this outcome, on all servers."""
+    lines = (await running.client.get("/metrics")).text.splitlines()
+    name = "darts_ingress_observations_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and f'"{outcome}"' in line)
+
+
+async def test_all_servers_learn_from_the_groups_of_each_once() -> None:
+    async with cluster(3) as (running, servers):
+        for number, each in enumerate(servers):
+            each.play(number)
+            await until(lambda: are_equal(servers))
+        sent = sum(each.learner.exchange.log.last for each in servers)
+        assert await counted(running, "learned") == 2 * sent
+        assert await counted(running, "repeated") == await counted(running, "missed") == 0
+
+
+async def test_groups_of_several_servers_at_once_count_once_each() -> None:
+    async with cluster(3) as (_, servers):
+        for number, each in enumerate(servers):
+            each.play(number)
+        expected = sum(each.groups for each in servers)
+        await until(lambda: all(each.groups == expected for each in servers))
+        await asyncio.sleep(0.2)
+        assert [each.groups for each in servers] == [expected] * 3
+
+
+async def test_more_observations_than_one_answer_has_are_all_learned_from() -> None:
+    async with cluster(2) as (_, servers):
+        servers[0].play(0, 700)
+        assert servers[0].learner.exchange.log.last > 2 * observations.PER_ANSWER
+        await until(lambda: are_equal(servers))
+
+
+async def test_a_server_that_was_lost_goes_on_where_it_was() -> None:
+    async with cluster(2) as (running, servers):
+        servers[0].play(0)
+        await until(lambda: are_equal(servers))
+        servers[1].server.frozen = True
+        servers[0].play(1)
+        await asyncio.sleep(0.2)
+        assert not are_equal(servers)
+        servers[1].server.frozen = False
+        await until(lambda: are_equal(servers))
+        assert await counted(running, "missed") == 0
+
+
+async def test_a_server_that_restarts_with_its_store_learns_nothing_twice() -> None:
+    async with cluster(2) as (running, servers):
+        for number, each in enumerate(servers):
+            each.play(number)
+        total = sum(each.groups for each in servers)
+        await until(lambda: [each.groups for each in servers] == [total] * 2)
+        servers[1].start(servers[1].store)
+        servers[0].play(2)
+        servers[1].play(3)
+        await until(lambda: servers[0].groups == servers[1].groups > total)
+        assert await counted(running, "missed") == 0
+
+
+async def test_a_server_that_restarts_without_a_store_gets_what_all_have_learned() -> None:
+    async with cluster(3) as (_, servers):
+        for number, each in enumerate(servers):
+            each.play(number)
+            await until(lambda: are_equal(servers))
+        servers[1].start(Store())
+        assert not servers[1].learned
+        await until(lambda: are_equal(servers))
+        servers[1].play(7)
+        await until(lambda: are_equal(servers))
+
+
+async def test_what_a_lost_server_had_learned_is_not_lost() -> None:
+    async with cluster(3) as (_, servers):
+        servers[0].play(0)
+        await until(lambda: are_equal(servers))
+        servers[2].server.frozen = True
+        servers[0].play(1)
+        await until(lambda: are_equal(servers[:2]))
+        await servers[0].server.kill()
+        servers[2].server.frozen = False
+        await until(lambda: are_equal(servers[1:]))
+
+
+async def test_a_new_server_gets_the_state_of_another_one_but_not_its_step_times() -> None:
+    async with fake_servers(2) as fakes:
+        servers = [LearningServer(fake) for fake in fakes]
+        for each in servers:
+            each.store.put(latency.KIND, latency.KEY, {"value": f'"{each.server.name}"'})
+        servers[0].play(0)
+        servers[0].learner.statistics.flush()
+        restarted = Learner(servers[0].store)  # type: ignore[arg-type]
+        servers[0].start(servers[0].store)  # what it learned before is in no log
+        assert not restarted.exchange.is_new
+        async with ingress(fakes):
+            await until(lambda: are_equal(servers))
+            for each in servers:
+                assert each.store.get(latency.KIND, latency.KEY) == {"value": f'"{each.server.name}"'}
+            servers[1].play(1)
+            await until(lambda: are_equal(servers))
+
+
+async def test_another_ingress_repeats_nothing() -> None:
+    async with cluster(2) as (_, servers):
+        servers[0].play(0)
+        await until(lambda: are_equal(servers))
+        async with ingress([each.server for each in servers]) as second:
+            servers[1].play(1)
+            await until(lambda: are_equal(servers))
+            assert await counted(second, "missed") == 0
+
+
+async def test_older_observations_that_nobody_has_any_more_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(2) as (running, servers):
+        servers[0].play(0, 3)
+        await until(lambda: are_equal(servers))
+        servers[1].server.frozen = True
+        servers[0].learner.exchange.log._max_kept = 2
+        before = servers[0].learner.exchange.log.last
+        servers[0].server.frozen = True
+        servers[0].play(1)
+        lost = servers[0].learner.exchange.log.last - before - 2
+        for each in servers:
+            each.server.frozen = False
+        await until(lambda: servers[1].learner.exchange.positions.of(servers[0].learner.exchange.log.life) > before)
+        assert await counted(running, "missed") == lost
+
+
+async def test_a_server_of_another_version_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_servers(3) as fakes:
+        servers = [LearningServer(fake) for fake in fakes[:2]]
+        async with ingress(fakes):
+            servers[0].play(0)
+            await until(lambda: are_equal(servers))
+    assert caplog.text.count("does not learn from the others, nor they from it") == 1
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"life": "a", "learned": 3, "is_new": True}, {"life": "a"}])
+async def test_an_answer_that_is_not_understood_leaves_a_server_out(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_servers(2) as fakes:
+        fakes[1].shares = True
+        fakes[1].answer("GET", OBSERVATIONS, answer)
+        fakes[0].shares = True
+        LearningServer(fakes[0]).play(0)
+        async with ingress(fakes):
+            await until(lambda: "does not learn from the others" in caplog.text)
+
+
+async def test_what_a_server_refuses_is_not_sent_again() -> None:
+    async with cluster(2) as (running, servers):
+
+        async def refuse(request: Request) -> Response:
+            status = {"life": "b", "last": 0, "observations": [], "learned": {}, "is_new": False}
+            error = {"error": {"message": "observations[0].tokens: no"}}
+            return JSONResponse(status) if request.method == "GET" else JSONResponse(error, 400)
+
+        servers[1].server.app = None
+        for method in ("GET", "POST"):
+            servers[1].server.on(method, OBSERVATIONS, refuse)
+        servers[0].play(0, 3)
+        sent = servers[0].learner.exchange.log.last
+        await until(lambda: any(got.method == "POST" for got in servers[1].server.received))
+        await asyncio.sleep(0.3)
+        assert sum(got.method == "POST" for got in servers[1].server.received) == 1
+        assert await counted(running, "refused") == sent
+
+
+async def test_observations_go_with_the_ingresss_own_key() -> None:
+    async with cluster(2, admin_key="secret") as (_, servers):
+        for each in servers:
+            each.server.needs_key = True
+        servers[0].play(0)
+        await until(lambda: are_equal(servers))
+        sent = [got for each in servers for got in each.server.received if got.path == OBSERVATIONS]
+        assert {got.headers.get("authorization") for got in sent} == {"Bearer secret"}
+
+
+async def test_without_a_key_that_it_needs_an_ingress_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(2) as (running, servers):
+        for each in servers:
+            each.server.needs_key = True
+        await until(lambda: "set DARTS_ADMIN_API_KEY" in caplog.text)
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("set DARTS_ADMIN_API_KEY") == len(servers)
+        refused = await running.client.get(OBSERVATIONS)
+        assert refused.status_code == 501
+
+
+async def test_more_servers_than_can_keep_positions_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_SERVERS", 2)
+    async with cluster(3) as (_, servers):
+        servers[0].play(0)
+        await until(lambda: are_equal(servers[:2]))
+        assert not servers[2].learned
+    assert caplog.text.count("only the first 2 of 3 replicas learn") == 1
+
+
+async def test_observations_of_servers_that_are_gone_are_kept_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "MAX_GONE", 1)
+    async with cluster(2) as (running, servers):
+        for number in range(4):
+            servers[0].play(number, 3)
+            await until(lambda: are_equal(servers))
+            servers[0].start(servers[0].store)
+        await until(lambda: len(running.fleet.sharing._feeds) == 3)
+
+
+def test_a_feed_keeps_the_newest_and_says_whether_it_is_whole() -> None:
+    feed = Feed("a", max_bytes=5)
+    for number in (1, 1, 2, 3):
+        feed.add(number, str(number))
+    assert (list(feed.after(1)), feed.is_whole) == ([(2, "2"), (3, "3")], True)
+    assert list(feed.after(3)) == []
+    feed.add(4, "four")
+    assert (list(feed.after(0)), feed.is_whole) == ([(3, "3"), (4, "four")], False)
+    other = Feed("b")
+    other.add(2, "2")
+    assert not other.is_whole
