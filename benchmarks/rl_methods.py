@@ -40,7 +40,7 @@ STARTS: Mapping[str, Start] = {
 # of the right answers; or as many as it takes, so that three quarters of the answers to most prompts end before it,
 # with twice as many tokens for the other prompts or without.
 LOST: Mapping[str, object] = {"deadline_bound": 1.0, "max_lost_share": 0.1}
-UNGUARDED: Mapping[str, object] = {"max_lost_share": 1.0, "exploration": 0.0}
+UNGUARDED: Mapping[str, object] = {"max_lost_share": 1.0, "max_lost_groups": 1.0, "exploration": 0.0}
 TIGHT: Mapping[str, object] = {"deadline_bound": 1.0, **UNGUARDED}
 
 POLICIES: Mapping[str, Method] = {
@@ -89,22 +89,28 @@ LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",
     "uniform": "uniform",
     "darts_cut": "darts_cut",
+    "cap": "cap",
     "cap, lost 0.1": POLICIES["cap, lost 0.1"].policy,
     "cap, unguarded": POLICIES["cap, unguarded"].policy,
 }
-# Tail batching by the server, and tokens of older weights; also run only if they are named.
+# Tail batching by the server, and tokens of older weights, also under a fixed limit; run only if they are named, too.
 CARRY_OVER: Mapping[str, Method] = {
     "off, carry restart": Method("off", started=1.5, carry="restart"),
     "darts_cut, carry restart": Method("darts_cut", started=1.5, carry="restart"),
     "off, carry resume": Method("off", started=1.5, carry="resume"),
+    "cap, carry resume": Method("cap", started=1.5, carry="resume"),
     "off, staleness 1": Method("off", staleness=1),
     **{f"{name}, long rounds": Method(policy, started=1.25, long_rounds=True) for name, policy in LONG_ROUNDS.items()},
 }
-NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER}
+RESUMED: Mapping[str, Method] = {
+    f"{BASE}, cap {cap}, carry resume": Method("off", max_tokens=cap, started=1.5, carry="resume")
+    for cap in sorted({cap for start in STARTS.values() for cap in start.caps})
+}
+NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER, **RESUMED}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
 # Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run
 # replaces meanwhile.
-OWN_SERVER = (*PRUNING, *(name for name, method in CARRY_OVER.items() if method.carry == "resume"))
+OWN_SERVER = (*PRUNING, *(name for name, method in NAMED_ONLY.items() if method.carry == "resume"))
 
 
 def cap_name(cap: int) -> str:

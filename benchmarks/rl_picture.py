@@ -16,8 +16,9 @@ from examples.tiny_rl.train_log import Entry
 STYLES = {
     "off": ("#222222", "-"),
     "off, unbiased": ("#222222", "--"),
-    "off, overlong": ("#E69F00", "--"),
+    "off, overlong": ("#A6761D", "--"),
     "off, tail batching": ("#E69F00", ":"),
+    "off, carry resume": ("#117733", "-"),
     "uniform": ("#56B4E9", "-"),
     "uniform, unbiased": ("#56B4E9", "--"),
     "darts": ("#0072B2", "-"),
@@ -30,8 +31,8 @@ STYLES = {
     "darts+arrol": ("#CC79A7", ":"),
     "roulette, unbiased": ("#CC79A7", "--"),
     "cap": ("#CC79A7", "-."),
-    "cap, unguarded": ("#CC79A7", "-."),
-    "cap, lost 0.1": ("#882255", "-."),
+    "cap, unguarded": ("#882255", "-."),
+    "cap, lost 0.1": ("#882255", ":"),
     "darts_cut, lost 0.1": ("#882255", "-"),
 }
 OTHER_STYLE = ("#999999", "--")
@@ -95,7 +96,7 @@ def tradeoff(starts: Mapping[str, Runs], path: Path) -> None:
                 axes.annotate(label, (cost, right.mean), (4, 4), textcoords="offset points", fontsize=8, color=colour)
         axes.axhline(0, color="#222222", linewidth=0.8)
         seeds = len(runs[BASE])
-        axes.set(xscale="log", xlim=(0.17, 1.5), title=f"{start}, {seeds} seed{'s' * (seeds > 1)}")
+        axes.set(xscale="log", xlim=(0.17, 1.65), title=f"{start}, {seeds} seed{'s' * (seeds > 1)}")
         axes.set_xticks(COSTS, [f"{cost:g}" for cost in COSTS], minor=False)
         axes.set_xticks([], minor=True)
         axes.grid(color="#EEEEEE")

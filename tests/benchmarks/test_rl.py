@@ -10,7 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks import rl
-from benchmarks.rl_methods import CARRY_OVER, OWN_SERVER, PRUNING, STARTS, caps, methods
+from benchmarks.rl_methods import CARRY_OVER, OWN_SERVER, PRUNING, RESUMED, STARTS, caps, methods
 from benchmarks.rl_question import Comparison, Verdict, best_cap, question
 from benchmarks.rl_table import Difference, learning_curve, relative, rights_at, rights_at_equal, spent_until, tables
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
@@ -159,7 +159,7 @@ def test_methods_with_carry_over_are_run_only_if_they_are_named() -> None:
     assert not rl.arguments([]).plan.methods("mixed").keys() & CARRY_OVER.keys()
     named = rl.arguments(["--policies", "off", *CARRY_OVER]).plan.methods("mixed")
     assert named.keys() == {"off", *CARRY_OVER}
-    assert (*PRUNING, "off, carry resume") == OWN_SERVER
+    assert (*PRUNING, "off, carry resume", "cap, carry resume", *RESUMED) == OWN_SERVER
 
 
 def test_the_share_of_tokens_of_older_weights_is_over_all_that_were_trained_on() -> None:

@@ -101,4 +101,4 @@ def test_settings_of_a_policy_are_ones_that_a_request_may_change(name: str) -> N
         assert plan.auto.limits.allow == RULES
     if name == "cap, lost 0.1":
         assert plan.shaping.deadline is not None
-        assert plan.shaping.deadline.max_lost_share == 0.1
+        assert plan.shaping.deadline.max_lost.answers == 0.1
