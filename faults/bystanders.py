@@ -15,7 +15,7 @@ GROUP: dict[str, Any] = {"prompts": [{"text": PROMPT}], "group_size": 4, "sampli
 LONG: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "n": 4, "max_tokens": 280, "ignore_eos": True}
 """It runs to its token limit, so that groups are still running when the fault is injected."""
 ANSWER_SECONDS = 120.0
-IDLE_SECONDS = 30.0
+IDLE_SECONDS = 60.0
 
 
 @asynccontextmanager

@@ -5,11 +5,13 @@ the default with ``--all``, draws four times as many new ones on every run, ``se
 """
 
 import functools
+import inspect
 import logging
 import os
 import ssl
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -47,6 +49,16 @@ def one_ssl_context() -> Iterator[None]:
     """Read root certificates once, not in each call of httpx, where it takes longer than the request: 30 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_requests() -> Iterator[None]:
+    """Let requests without a timeout of their own wait for a minute: on a busy machine httpx's five seconds are few."""
+    default: httpx.Timeout = inspect.signature(httpx.get).parameters["timeout"].default
+    with pytest.MonkeyPatch.context() as patch:
+        for phase in ("connect", "read", "write", "pool"):
+            patch.setattr(default, phase, 60.0)
         yield
 
 

@@ -140,4 +140,4 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
                 continue
             if not isinstance(opened, list | None):
                 opened.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer if some of earlier tests were collected meanwhile

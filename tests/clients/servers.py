@@ -35,7 +35,7 @@ from darts_server.store.transactions import TransactionStore
 from darts_server.types import FinishReason, PromptSpec, Sample
 from tests.rollout.helpers import InProcessFinder
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 STEP_SECONDS = 0.002
 
 
@@ -182,6 +182,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             provenance,
             prompts,
             rewards,
+            Mock(),
             store,
             control,
             batches=batches,

@@ -181,7 +181,11 @@ def test_without_torch_the_error_names_the_extra() -> None:
     code = "import sys; sys.modules['torch'] = None; import darts_client; import darts_client.overlap"
     paths = os.pathsep.join(path for path in sys.path if path)
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": paths}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": paths},
     )
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].endswith("darts_client.overlap needs darts-client[overlap]")

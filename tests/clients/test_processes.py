@@ -2,8 +2,9 @@
 
 import multiprocessing
 import os
-import socket
 from multiprocessing.queues import Queue
+
+from darts_server.demo.server import bind
 
 
 class Unpicklable(Exception):
@@ -34,13 +35,12 @@ def run(rank: int, port: int, results: "Queue[tuple[int, str, str]]") -> None:
 def test_a_result_and_an_error_of_the_main_process_reach_all() -> None:
     spawn = multiprocessing.get_context("spawn")
     results: Queue[tuple[int, str, str]] = spawn.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with bind() as free:  # one that no connection gets meanwhile
         port = free.getsockname()[1]
     processes = [spawn.Process(target=run, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
-    assert sorted(results.get(timeout=60) for _ in processes) == [
+    assert sorted(results.get(timeout=240) for _ in processes) == [
         (0, "[0.5, 0]", "Unpicklable: no weights"),
         (1, "[0.5, 0]", "RuntimeError: the main process failed: Unpicklable: no weights"),
     ]

@@ -424,7 +424,7 @@ def test_a_group_that_was_aborted_has_an_error_and_what_its_candidates_had_gener
     spans = {"weight_version_start": 3, "weight_version_end": 4, "version_spans": [[3, 1], [4, 1]], "cut": False}
     aborted = [whole | spans | {"finish_reason": "stop"}, whole | spans | {"finish_reason": "abort"}]
     batch = build_reader(prompts=["a", "b", "c"])
-    unfinished = done(2)[1]["unfinished"][0] | {"carry": "resume", "error": error}
+    unfinished = done(2)[1]["unfinished"][0] | {"carry": "resume", "error": error, "aborted": aborted}
     first, second, end = read(
         batch,
         started(3),
@@ -441,3 +441,4 @@ def test_a_group_that_was_aborted_has_an_error_and_what_its_candidates_had_gener
     assert second.group.aborted == ()
     assert batch.failed == [first.group]
     assert (end.unfinished[0].carry, end.unfinished[0].error) == ("resume", error)
+    assert [one.token_ids for one in end.unfinished[0].aborted or ()] == [(1, 2), (1, 2)]

@@ -42,7 +42,7 @@ class SlowServer:
                 await asyncio.sleep(0.05)
                 yield b": ping\n\n"
             if not self.comments:
-                await asyncio.sleep(5)
+                await asyncio.sleep(60)
             for event in GROUPS[2:]:
                 yield event
 
@@ -69,8 +69,8 @@ def server(slow: SlowServer) -> Iterator[Listener]:
 
 
 def test_comments_reset_the_idle_timeout(slow: SlowServer, server: Listener) -> None:
-    slow.comments = 20
-    with Client(server.url, idle_timeout=0.4, retries=0) as client:
+    slow.comments = 40
+    with Client(server.url, idle_timeout=1.5, retries=0) as client:
         assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
 
 
@@ -78,7 +78,7 @@ def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: Listener) -> 
     start = time.monotonic()
     with Client(server.url, idle_timeout=0.2) as client:
         assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 30
 
 
 def test_the_idle_timeout_ends_a_batch_that_is_not_durable(server: Listener) -> None:
@@ -86,22 +86,22 @@ def test_the_idle_timeout_ends_a_batch_that_is_not_durable(server: Listener) -> 
         list(client.rollouts(PROMPTS, durable=False, **SIZES))
 
 
-@pytest.mark.parametrize("comments", [0, 200])
+@pytest.mark.parametrize("comments", [0, 2000])
 def test_the_timeout_of_a_batch_ends_it_with_or_without_comments(
     slow: SlowServer, server: Listener, comments: int
 ) -> None:
     slow.comments = comments
     start = time.monotonic()
-    with Client(server.url) as client, pytest.raises(TimedOut, match=r"after 0\.3 s"):
-        list(client.rollouts(PROMPTS, timeout=0.3, **SIZES))
-    assert time.monotonic() - start < 4
+    with Client(server.url) as client, pytest.raises(TimedOut, match=r"after 1 s"):
+        list(client.rollouts(PROMPTS, timeout=1, **SIZES))
+    assert time.monotonic() - start < 30
     assert slow.cancelled == 1
 
 
 @pytest.mark.anyio
 async def test_the_timeout_of_a_batch_ends_it_async(slow: SlowServer, server: Listener) -> None:
-    slow.comments = 200
+    slow.comments = 2000
     async with AsyncClient(server.url) as client:
-        with pytest.raises(TimedOut, match=r"after 0\.3 s"):
-            [group async for group in client.rollouts(PROMPTS, timeout=0.3, **SIZES)]
+        with pytest.raises(TimedOut, match=r"after 1 s"):
+            [group async for group in client.rollouts(PROMPTS, timeout=1, **SIZES)]
     assert slow.cancelled == 1

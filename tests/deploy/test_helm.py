@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="no helm for this machine")
 
 def helm(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
     assert HELM is not None
-    return subprocess.run([HELM, *arguments], input=given, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([HELM, *arguments], input=given, capture_output=True, text=True, timeout=240, check=False)
 
 
 def values(model: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def docker(tmp_path: Path) -> Path:
 def try_image(docker: Path, *arguments: str, **environment: str) -> tuple[int, str, list[list[str]]]:
     """Return the exit code, the output and the calls of docker."""
     env = os.environ | {"PATH": f"{docker}:{os.environ['PATH']}", "ENGINE": "docker", **environment}
-    done = subprocess.run([DEPLOY / "try-image", *arguments], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([DEPLOY / "try-image", *arguments], env=env, capture_output=True, text=True, timeout=240)
     calls = (docker / "calls").read_text() if (docker / "calls").exists() else ""
     return done.returncode, done.stderr, [call.split("\037")[:-1] for call in calls.split("\036")[:-1]]
 

@@ -185,8 +185,8 @@ def test_a_seed_repeats_a_failure(tmp_path: Path) -> None:
 
     [first, *_] = fuzz(fail, tmp_path)[0].failures
     with fake(fail, tmp_path) as target, Fuzzer(target, tmp_path, changes=False) as fuzzer:
-        [again, *_] = fuzzer.run(first.seed, 1).failures or fuzzer.run(first.seed, 400).failures
-    assert again.violation == first.violation
+        again = fuzzer.run(first.seed, 400).failures
+    assert first.violation in [failure.violation for failure in again]
 
 
 def test_a_seed_repeats_what_is_sent_and_what_is_sent_at_the_same_time(

@@ -6,9 +6,16 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
+from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 50}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def idle(server: Server) -> None:
+    """Wait for what the tests before these have left on the engine."""
+    wait_idle(server)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from darts_server.demo.server import Server
+from faults.fuzz.watch import Stopwatch
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine
@@ -28,16 +28,17 @@ EXPLODING = "(.)(?:(?:.?){999}(?:.?){999}(?:.?){999}(?:.?){999}~)?"
 
 @contextmanager
 def served_meanwhile(server: Server) -> Iterator[None]:
-    """Check that ``/health`` is answered fast while the block runs."""
+    """Check that ``/health`` is answered fast while the block runs, but for what the machine is busy with otherwise."""
     delays: list[float] = []
     is_over = threading.Event()
 
     def poll() -> None:
+        threads = {server.process.pid, threading.get_native_id()}
         with httpx.Client() as client:
             while not delays or not is_over.is_set():
-                began = time.monotonic()
-                client.get(f"{server.url}/health", timeout=60).raise_for_status()
-                delays.append(time.monotonic() - began)
+                took = Stopwatch(threads)
+                client.get(f"{server.url}/health", timeout=240).raise_for_status()
+                delays.append(took.seconds())
                 is_over.wait(0.02)
 
     thread = threading.Thread(target=poll)
@@ -57,7 +58,7 @@ def peak_memory(server: Server) -> float:
 
 
 def post(server: Server, route: str, body: bytes) -> httpx.Response:
-    return httpx.post(f"{server.url}/darts/v1/{route}", content=body, timeout=120)
+    return httpx.post(f"{server.url}/darts/v1/{route}", content=body, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_wrong_token_ids_are_refused_at_the_first(server: Server, route: str, bo
 def test_vllms_routes_refuse_wrong_items_at_the_first(server: Server, route: str, body: bytes) -> None:
     before = peak_memory(server)
     with served_meanwhile(server):
-        answer = httpx.post(f"{server.url}/v1/{route}", content=body, headers=JSON, timeout=120)
+        answer = httpx.post(f"{server.url}/v1/{route}", content=body, headers=JSON, timeout=240)
     assert answer.status_code == 400, answer.text
     assert peak_memory(server) - before < MAX_GROWTH_MIB
 
@@ -118,7 +119,7 @@ def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
 
     def send(key: str) -> None:
         headers = {"Idempotency-Key": f"large {key}"}
-        answer = httpx.post(f"{server.url}/darts/v1/rollouts", content=body % numbers, headers=headers, timeout=120)
+        answer = httpx.post(f"{server.url}/darts/v1/rollouts", content=body % numbers, headers=headers, timeout=240)
         assert len(answer.json()["groups"][0]["metadata"]["a"]) == 500_000
 
     send("first")  # of what it takes to parse and answer one, some stays with the process

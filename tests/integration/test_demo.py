@@ -18,11 +18,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but our wheel, unpacked. It shadows the editable installation of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
     [wheel] = folder.glob("*.whl")
     site = folder / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*install, str(wheel)], check=True, timeout=120)
+    subprocess.run([*install, str(wheel)], check=True, timeout=240)
     return site
 
 

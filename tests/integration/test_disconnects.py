@@ -19,15 +19,14 @@ async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, 
     outcomes = ("cancelled", "completed")
     before = [server.metric("darts_groups_total", outcome=outcome) for outcome in outcomes]
     started = server.metric("darts_candidates_started_total")
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as client:
         url = f"{server.url}/v1/completions"
         requests = [asyncio.create_task(client.post(url, json=LONG | {"stream": stream})) for _ in range(groups)]
         await asyncio.to_thread(wait_started, server, started + groups * 12)
         for request in requests:
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
-    await asyncio.to_thread(wait_idle, server)
-    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+    await asyncio.to_thread(wait_idle, server)  # also until each candidate has ended
     cancelled, completed = (
         server.metric("darts_groups_total", outcome=outcome) - count
         for outcome, count in zip(outcomes, before, strict=True)
@@ -46,5 +45,5 @@ async def test_groups_of_a_client_that_disconnects_are_cancelled(server: Server,
     assert completed == 0
     generated = server.metric("darts_tokens_total", kind="generated") - generated
     assert generated < groups * 12 * LONG["max_tokens"], "candidates were stopped before they finished"
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG | {"ignore_eos": False}, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG | {"ignore_eos": False}, timeout=240)
     assert len(answer.json()["choices"]) == 8

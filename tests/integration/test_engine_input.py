@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def post(server: Server, path: str, sampling: Sampling, **more: Any) -> httpx.Re
     }
     content = json.dumps(bodies[path] | more)  # with Infinity, which httpx would refuse
     headers = {"Content-Type": "application/json"}
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=240)
 
 
 def check_refused(server: Server, answer: httpx.Response, param: str) -> None:
@@ -168,7 +169,7 @@ def test_structured_outputs_that_no_token_can_begin_are_refused(server: Server, 
 @pytest.mark.parametrize("policy", ["darts", "uniform", "off"])
 def test_the_token_route_streams_all_choices(server: Server, policy: str) -> None:
     body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": {"n": 6, "max_tokens": 60, "ignore_eos": True}}
-    answer = httpx.post(f"{server.url}{TOKENS}", json=body, headers={"X-Darts-Policy": policy}, timeout=60)
+    answer = httpx.post(f"{server.url}{TOKENS}", json=body, headers={"X-Darts-Policy": policy}, timeout=240)
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]", answer.text
     tokens = dict.fromkeys(range(6), 0)
@@ -214,8 +215,9 @@ def test_an_engine_that_receives_nothing_any_more_ends_the_server_at_once(serve:
         kept = httpx.get(f"{server.url}/health", headers={HEADER: "unsendable"})
         assert (kept.status_code, kept.json()) == (200, [])
         check_serves(server)
-        httpx.get(f"{server.url}/health", headers={HEADER: "undecodable"})
-        assert server.process.wait(60) == 1, server.log_tail()
+        with suppress(httpx.TransportError):  # the server has ended already
+            httpx.get(f"{server.url}/health", headers={HEADER: "undecodable"})
+        assert server.process.wait(180) == 1, server.log_tail()
     log = server.log.read_text()
     assert "ValidationError: Expected `array`, got `str`" in log
     [last] = [line for line in log.splitlines() if " CRITICAL " in line]

@@ -146,7 +146,7 @@ async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine:
 
 
 async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
-    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=60, ignore_eos=True), "peeked")
+    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=280, ignore_eos=True), "peeked")
     running = await VllmEngine(engine.llm).start(request, 0)
     ending = asyncio.create_task(running.result())
     seen = []
@@ -156,7 +156,7 @@ async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has
         await asyncio.sleep(0.002)
     assert seen == sorted(seen)
     assert max(seen) > 20
-    assert (await ending).tokens == 60
+    assert (await ending).tokens == 280
     assert running.tokens() is None
 
 

@@ -32,15 +32,15 @@ async def in_flight(server: Server, client: httpx.AsyncClient, count: int) -> li
 async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(
     serve: Serve, tmp_path: Path
 ) -> None:
-    few_at_a_time = ("--max-num-seqs", "16")  # no group completes before the engine is killed
+    few_at_a_time = ("--max-num-seqs", "2")  # no group completes before the engine is killed
     with serve(DARTS, tmp_path / "log", *few_at_a_time) as server:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             requests = await in_flight(server, client, 8)
             for child in engine_processes(server):
                 os.kill(child, signal.SIGKILL)
             began = time.monotonic()
             answers = await asyncio.gather(*requests, return_exceptions=True)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
         for number, answer in enumerate(answers):
             assert isinstance(answer, httpx.Response), answer
             if number % 2:
@@ -51,7 +51,7 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
                 assert "was killed (SIGKILL)" in answer.json()["error"]["message"]
         with suppress(httpx.TransportError):  # the server has exited already
             assert httpx.get(f"{server.url}/health").status_code == 503
-        assert server.process.wait(60) == 1, server.log_tail()
+        assert server.process.wait(180) == 1, server.log_tail()
     [last] = [line for line in server.log.read_text().splitlines() if " CRITICAL " in line]
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
 
@@ -66,17 +66,17 @@ def test_a_server_exits_cleanly_on_sigterm(serve: Serve, tmp_path: Path) -> None
         url = f"{server.url}/v1/completions"
         for stream in (False, True):
             body = {"model": "tiny", "prompt": "7" * 100, "seed": 1, "max_tokens": 5, "n": 2, "stream": stream}
-            answer = httpx.post(url, json=body, timeout=60)
+            answer = httpx.post(url, json=body, timeout=240)
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "seed"
             assert "max_num_batched_tokens = 64" in answer.json()["error"]["message"]
         body = {"model": "tiny", "prompt": "7" * 100, "max_tokens": 5, "n": 4}
-        assert httpx.post(url, json=body, timeout=60).status_code == 200
+        assert httpx.post(url, json=body, timeout=240).status_code == 200
         # The flag beats the file (2 beats 0, so n = 2 is too small), the environment beats the file ("off").
         assert "num_longest = 2" in httpx.post(url, json=body | {"n": 2}).json()["error"]["message"]
         assert server.metric("darts_candidates_started_total") == 8
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
+        server.process.wait(180)
         assert server.process.returncode == 0, server.log_tail()
     with Store(tmp_path / "state") as store:
         [(_, stats)] = store.items("prompt")
@@ -96,7 +96,7 @@ def test_a_server_stops_on_sigterm_while_its_engine_starts(forks: Launch, tmp_pa
         engine = psutil.Process(process.pid).children(recursive=True)
         assert len(engine) >= 2
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert psutil.wait_procs(engine, timeout=60)[1] == []
+        assert process.wait(180) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(engine, timeout=240)[1] == []
     finally:
         process.send_signal(signal.SIGKILL)

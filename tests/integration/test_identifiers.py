@@ -16,10 +16,12 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 CHAT_PATH = "/v1/chat/completions"
 ROUTES = {"/v1/completions": ("cmpl", BODY), CHAT_PATH: ("chatcmpl", CHAT)}
 KEPT = ["a/b", "日本", "../../x?y#z", "50%", "a%2Fb", "<script>alert(1)</script>", "a b", "é" * 256, "' OR 1=1;--"]
-REFUSED = ["a\nb", "a\r\nX-Evil: 1", "\0", "\ud800", "\u2028", "\x85", "\u202e", "x" * 257, "x" * 4_000_000]
+FORGED = "X-Evil"
+"""Begins no line of the log otherwise, whatever other tests do with the server."""
+REFUSED = [f"a\n{FORGED}", f"a\r\n{FORGED}: 1", "\0", "\ud800", "\u2028", "\x85", "\u202e", "x" * 257, "x" * 4_000_000]
 
 
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=240)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,12 +88,12 @@ def test_ids_in_headers_are_limited_too(server: Server) -> None:
 def test_other_routes_of_vllm_refuse_it_as_well(server: Server, path: str) -> None:
     body = {"model": "tiny", "max_tokens": 8, "max_output_tokens": 20, "input": "7a>", "messages": CHAT["messages"]}
     for name in ("request_id", "session_id"):
-        answer = send(server, path, body | {name: "a\nb"})
+        answer = send(server, path, body | {name: f"a\n{FORGED}"})
         assert answer.status_code in (200, 400), answer.text
     live(server)
 
 
-@pytest.mark.parametrize("chosen", ["a\nb", "\0", "x" * 257])
+@pytest.mark.parametrize("chosen", [f"a\n{FORGED}", "\0", "x" * 257])
 def test_names_of_our_own_routes_are_refused_with_their_field(server: Server, chosen: str) -> None:
     batch = {"prompts": [{"text": "7a>"}, {"text": "7a>", "key": chosen}], "group_size": 2}
     answer = send(server, "/darts/v1/rollouts", batch)
@@ -101,4 +103,4 @@ def test_names_of_our_own_routes_are_refused_with_their_field(server: Server, ch
 
 
 def test_no_id_begins_a_line_of_the_log(server: Server) -> None:
-    assert not [line for line in server.log.read_text().splitlines() if line.startswith(("b", "X-Evil"))]
+    assert not [line for line in server.log.read_text().splitlines() if line.startswith(FORGED)]

@@ -51,7 +51,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
 ) -> None:
     flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
     with (serving if spawned else serve)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
             singles = send(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
             await asyncio.to_thread(wait_started, server, 12 + 3)
@@ -68,7 +68,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
             assert [answer.status_code for answer in await asyncio.gather(*singles)] == [200] * 3
             plain: Answers = await asyncio.gather(*whole, *raw, *durable)
             streamed: Answers = await asyncio.gather(*streams, *tokens)
-        assert await asyncio.to_thread(server.process.wait, 60) == 0, server.log_tail()
+        assert await asyncio.to_thread(server.process.wait, 180) == 0, server.log_tail()
     assert all(answer.status_code == 200 or is_503(answer) for answer in plain)
     assert any(map(is_503, plain)), "the grace time is too short for all of them"
     assert all("[DONE]" in answer.text for answer in streamed[:-1])
@@ -78,7 +78,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
     check_handed_back(streamed[-1])
     [body] = [answer.json() for answer in plain[-1:] if answer.status_code == 200] or [{"groups": []}]
     assert all(whole_or_aborted(group) for group in body["groups"])
-    assert psutil.wait_procs(engines, timeout=30)[1] == []
+    assert psutil.wait_procs(engines, timeout=120)[1] == []
     with Store(tmp_path / "s") as store:
         [(_, stats)] = store.items("prompt")
     assert isinstance(stats["groups"], int)
@@ -90,7 +90,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
 
 async def check_refuses(client: httpx.AsyncClient) -> None:
     """Check that the server reports its shutdown, takes no new work, and still answers other requests."""
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         while (health := await client.get("/health")).status_code == 200:
             await asyncio.sleep(0.01)
     refused = await client.post("/v1/completions", json=SINGLE)
@@ -129,11 +129,12 @@ def last_event(answer: httpx.Response) -> dict[str, Any]:
 
 
 async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve, tmp_path: Path) -> None:
-    flags = ("--engine-watchdog", "4", "--max-num-seqs", "16", "--enable-scale-out")
+    flags = ("--engine-watchdog", "8", "--max-num-seqs", "16", "--enable-scale-out")
     with serve(DARTS, tmp_path / "log", *flags) as server:
         engines = engine_processes(server)
+        processes = [psutil.Process(engine) for engine in engines]
         try:
-            async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
                 requests = send(client, "/v1/completions", LONG, 8) + send(client, "/v1/completions", RAW, 4)
                 await asyncio.to_thread(wait_started, server, 12 * 8)
                 messages = send(client, "/v1/messages", CHAT)
@@ -144,7 +145,7 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve
                 answers: Answers = await asyncio.gather(*requests)
                 streamed: Answers = await asyncio.gather(*streams)
                 (message,) = await asyncio.gather(*messages)
-            assert await asyncio.to_thread(server.process.wait, 60) == 1, server.log_tail()
+            assert await asyncio.to_thread(server.process.wait, 180) == 1, server.log_tail()
         finally:
             for engine in engines:
                 with suppress(ProcessLookupError):
@@ -161,7 +162,7 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve
     assert response.pop("sequence_number") > 0
     assert response == {"type": "error", "message": error["message"], "param": None, "code": "503"}
     assert of_anthropic == {"type": "error", "error": of_messages}
-    assert not [engine for engine in engines if psutil.pid_exists(engine)]
+    assert psutil.wait_procs(processes, timeout=120)[1] == []
     logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]
     assert "CRITICAL" in logged[-1]
     assert "the engine is hung" in logged[-1]

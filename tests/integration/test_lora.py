@@ -20,7 +20,9 @@ from tests.integration.fork_server import Serve
 from tests.integration.weights import (
     ORIGINAL,
     PROMPT,
+    ROUNDING,
     Weights,
+    is_same,
     max_difference,
     perturbed,
     put,
@@ -35,9 +37,6 @@ RANK, ALPHA = 4, 8
 BASE = "base_model.model."
 SIZE = 0.035
 """Standard deviation of the matrices. Their product then changes the weights by about as much as `perturbed`."""
-ROUNDING = 5e-5
-"""Difference of log-probs in float32: up to 1.4e-5 was measured, by which requests share a step. Other adapters differ
-by a thousand times as much."""
 CONFIG = {"r": RANK, "lora_alpha": ALPHA}
 FULL_CONFIG = {
     **CONFIG,
@@ -87,15 +86,15 @@ def lora_difference(server: Server, weights: Weights, model: str) -> float:
 def push(server: Server, tensors: Weights | bytes, name: str = "ad", config: Any = CONFIG, **more: Any) -> Any:
     body = tensors if isinstance(tensors, bytes) else save(tensors)
     params = {"config": config if isinstance(config, str) else json.dumps(config), **more}
-    return httpx.put(f"{server.url}/darts/v1/weights/lora/{name}", content=body, params=params, timeout=60)
+    return httpx.put(f"{server.url}/darts/v1/weights/lora/{name}", content=body, params=params, timeout=240)
 
 
 def post(server: Server, path: str, name: str = "ad", **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/darts/v1/weights/lora/{name}", json={"path": path, **more}, timeout=60)
+    return httpx.post(f"{server.url}/darts/v1/weights/lora/{name}", json={"path": path, **more}, timeout=240)
 
 
 def delete(server: Server, name: str) -> httpx.Response:
-    return httpx.delete(f"{server.url}/darts/v1/weights/lora/{name}", timeout=60)
+    return httpx.delete(f"{server.url}/darts/v1/weights/lora/{name}", timeout=240)
 
 
 def check_lora(server: Server, answer: httpx.Response, weights: Weights, name: str = "ad") -> dict[str, Any]:
@@ -128,9 +127,9 @@ def test_log_probs_of_a_prompt_which_kill_the_engine_on_cpu_are_refused(server: 
     if not current_platform.is_cpu():
         pytest.skip("vLLM computes them elsewhere")
     body = {"model": model, "prompt": PROMPT, "n": 2, "max_tokens": 8}
-    refused = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt_logprobs": 1}, timeout=60)
+    refused = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt_logprobs": 1}, timeout=240)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).status_code == 200
 
 
 def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_replaces_it(server: Server) -> None:
@@ -140,13 +139,13 @@ def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_replaces_it(server:
     assert (last["lora"], last["source"], last["version"]) == ("ad", "push", version + 1)
     assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
     first = sample(server, "ad:raw")
-    assert first != base
+    assert not is_same(first, base)
     assert status(server)["loras"] == [{"name": "ad", "version": version + 1, "rank": 4, "scale": 2.0}]
     check_lora(server, push(server, lora(2), version=50), merged(lora(2)))
-    assert sample(server, "ad:raw") != first
+    assert not is_same(sample(server, "ad:raw"), first)
     check_lora(server, push(server, lora(1), rule="keep"), merged(lora(1)))
-    assert sample(server, "ad:raw") == first
-    assert sample(server) == base
+    assert is_same(sample(server, "ad:raw"), first)
+    assert is_same(sample(server), base)
     assert server.metric("darts_weight_version") == 51
     models = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
     assert models == ["tiny", "tiny:raw", "ad", "ad:raw"]
@@ -237,7 +236,7 @@ def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, root: 
         assert words in answer.json()["error"]["message"]
     assert push(server, whole, "..%2Fx").status_code in (404, 422)
     assert push(server, whole, "a%00b").status_code == 400
-    assert sample(server, "ad:raw") == before
+    assert is_same(sample(server, "ad:raw"), before)
     after = status(server)
     assert (after["version"], after["loras"]) == (earlier["version"], earlier["loras"])
     (ours,) = staging.iterdir()
@@ -252,11 +251,11 @@ def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, 
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     body = {"lora_name": "ad", "lora_path": str(tmp_path), "load_inplace": True}
     before = sample(server, "ad:raw")
-    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=240)
     assert "was pushed; push it again" in answer.text
-    assert sample(server, "ad:raw") == before
+    assert is_same(sample(server, "ad:raw"), before)
     body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
-    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=240).status_code == 200
     assert push(server, lora(14), "theirs").status_code == 409
     assert lora_difference(server, merged(lora(14)), "theirs") < ROUNDING
 
@@ -268,7 +267,7 @@ def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(
 
     def group(_: int) -> httpx.Response:
         headers = {"X-Darts-Policy": "uniform"}
-        return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=240)
 
     started = server.metric("darts_candidates_started_total")
 

@@ -13,7 +13,7 @@ PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]
 
 def choices(server: Server, model: str, **body: Any) -> list[dict[str, Any]]:
     body = {"model": model, "max_tokens": 256, "logprobs": 2, "return_token_ids": True} | body
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["choices"]
     return found
@@ -34,7 +34,7 @@ def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
 
 
 def test_the_server_has_all_routes_of_vllm(server: Server, plain: Server) -> None:
-    ours, theirs = (set(httpx.get(f"{s.url}/openapi.json", timeout=60).json()["paths"]) for s in (server, plain))
+    ours, theirs = (set(httpx.get(f"{s.url}/openapi.json", timeout=240).json()["paths"]) for s in (server, plain))
     assert theirs <= ours
 
 

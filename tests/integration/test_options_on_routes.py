@@ -25,7 +25,7 @@ HEADER = "X-Darts-Group-Id"
 async def send(
     server: Server, route: str, model: str = "tiny", headers: dict[str, str] | None = None, **more: Any
 ) -> list[httpx.Response]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         body = ROUTES[route] | {"model": model, "temperature": 1.0} | more
         if "token_ids" in body:
             del body["temperature"]

@@ -32,7 +32,7 @@ SMALL = ("--enable-chunked-prefill", "--max-num-batched-tokens", "128", "--max-n
 CRAMPED = ("--block-size", "32", "--num-gpu-blocks-override", "80")
 EXTENSION = ("--worker-extension-cls", "tests.integration.extension.UserExtension")
 RELATIVE_ERROR = 1e-4
-PATIENCE = 60.0
+PATIENCE = 180.0
 
 
 @dataclass

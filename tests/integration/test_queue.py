@@ -21,12 +21,12 @@ PATIENCE = 120.0
 def put(server: Server, job: str, count: int, /, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
     prompts = [{"text": PROMPT, "id": f"p{number}", "metadata": {"number": number}} for number in range(count)]
     body = {"job": job, "prompts": prompts, "group_size": 4, "sampling": SHORT} | more
-    return httpx.post(f"{server.url}/darts/v1/queue", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}/darts/v1/queue", json=body, headers=headers, timeout=240)
 
 
 def take_now(server: Server, job: str, count: int, wait: float = 0) -> list[dict[str, Any]]:
     params: dict[str, Any] = {"job": job, "count": count, "wait": wait}
-    answer = httpx.get(f"{server.url}/darts/v1/queue/groups", params=params, timeout=60)
+    answer = httpx.get(f"{server.url}/darts/v1/queue/groups", params=params, timeout=240)
     assert answer.status_code == 200, answer.text
     groups: list[dict[str, Any]] = answer.json()["groups"]
     return groups
@@ -43,7 +43,7 @@ def take(server: Server, job: str, count: int) -> list[dict[str, Any]]:
 
 def acknowledge(server: Server, *groups: dict[str, Any]) -> list[str]:
     leases = [group["lease"] for group in groups]
-    answer = httpx.post(f"{server.url}/darts/v1/queue/ack", json={"leases": leases}, timeout=60)
+    answer = httpx.post(f"{server.url}/darts/v1/queue/ack", json={"leases": leases}, timeout=240)
     assert answer.status_code == 200, answer.text
     return [lease["outcome"] for lease in answer.json()["leases"]]
 
@@ -132,14 +132,14 @@ def test_a_stream_goes_on_as_groups_are_acknowledged_and_a_stalled_one_costs_nob
     put(server, job, 6)
     headers = {"Accept": "text/event-stream"}
     stalled: dict[str, Any] = {"job": job, "count": 1, "lease_seconds": 600}
-    with httpx.stream("GET", f"{server.url}/darts/v1/queue/groups", params=stalled, headers=headers, timeout=60):
+    with httpx.stream("GET", f"{server.url}/darts/v1/queue/groups", params=stalled, headers=headers, timeout=240):
         deadline = time.monotonic() + PATIENCE
         while status(server, job)["leased"] < 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         params: dict[str, Any] = {"job": job, "count": 2}
         ids = []
         with httpx.stream(
-            "GET", f"{server.url}/darts/v1/queue/groups", params=params, headers=headers, timeout=60
+            "GET", f"{server.url}/darts/v1/queue/groups", params=params, headers=headers, timeout=240
         ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data:"):
@@ -159,7 +159,7 @@ def test_a_take_that_is_sent_again_with_its_key_gets_the_same_groups(server: Ser
     params: dict[str, Any] = {"job": job, "wait": 30}
     keys = [{"Idempotency-Key": name} for name in ("one", "one", "two")]
     url = f"{server.url}/darts/v1/queue/groups"
-    answers = [httpx.get(url, params=params, headers=key, timeout=60) for key in keys]
+    answers = [httpx.get(url, params=params, headers=key, timeout=240) for key in keys]
     assert answers[0].json() == answers[1].json() != answers[2].json()
     assert httpx.get(url, params=params, headers={"Idempotency-Key": "a" * 300}).status_code == 400
     acknowledge(server, *answers[0].json()["groups"], *answers[2].json()["groups"])

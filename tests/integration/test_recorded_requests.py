@@ -103,7 +103,7 @@ async def two_turns(client: httpx.AsyncClient, recorded: Mapping[str, Any], step
 
 async def test_two_steps_of_every_trainer_have_its_groups_under_the_weights_of_their_step(server: Server) -> None:
     versions, groups = list[int](), list[list[str]]()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         for step in range(2):
             if step:
                 answer = await asyncio.to_thread(put, server, ORIGINAL)  # the same: other tests sample too
@@ -136,7 +136,7 @@ async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields
         evaluation = {"temperature": 0.0}
     else:
         evaluation = {"sampling_params": sampling | {"temperature": 0.0}}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         before = server.metric("darts_groups_total")
         answer = await send(client, one, GROUP, **evaluation)
         assert GROUP_ID not in answer.headers

@@ -38,7 +38,7 @@ def by_tokens(choice: dict[str, Any], value: float) -> Named:
 
 
 def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=60)
+    answer = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=240)
     assert answer.status_code == 200, answer.text
     counts: dict[str, Any] = answer.json()
     return counts
@@ -46,7 +46,7 @@ def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
 
 def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
     """The records of a request. A shadow's is written when the candidates that it still watches have ended."""
-    deadline = monotonic() + 60
+    deadline = monotonic() + 180
     while (answer := httpx.get(f"{server.url}/darts/v1/groups/{name}")).status_code == 404 and monotonic() < deadline:
         sleep(0.1)
     assert answer.status_code == 200, answer.text
@@ -84,7 +84,7 @@ def check_statistics(server: Server, group: dict[str, Any]) -> None:
 def test_choices_are_rewarded_by_their_tokens_and_by_their_trajectory_ids(server: Server) -> None:
     posed = problems(2, seed=21)
     seen, whole = (server.metric(f"darts_{name}_total") for name in ("rewards", "rewarded_groups"))
-    answer = httpx.post(f"{server.url}/v1/completions", json=completion([p.prompt for p in posed], n=SIZE), timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=completion([p.prompt for p in posed], n=SIZE), timeout=240)
     choices = answer.json()["choices"]
     values = [reward(posed[i // SIZE], choice["text"]) for i, choice in enumerate(choices)]
     groups = groups_of(server, answer.headers["X-Darts-Group-Id"])
@@ -116,7 +116,7 @@ def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
     choices: dict[int, dict[str, Any]] = {}
     body = completion(problem.prompt, n=SIZE, stream=True)
     headers = {"X-Darts-Prompt-Key": key}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=240) as answer:
         for line in answer.iter_lines():
             for choice in [] if line in ("", "data: [DONE]") else json.loads(line.removeprefix("data: "))["choices"]:
                 received = choices.setdefault(choice["index"], {"text": "", "token_ids": []})
@@ -143,7 +143,7 @@ def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) ->
         "sampling": {"max_tokens": 250},
         "policy": {"name": policy} if policy == "off" else {"name": policy, "exploration": 0.0},
     }
-    batch = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=120)
+    batch = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
     assert batch.status_code == 200, batch.text
     groups = batch.json()["groups"]
     for number, group in enumerate(groups):
@@ -170,7 +170,7 @@ async def test_single_requests_are_rewarded_by_their_tokens(server: Server) -> N
     [problem] = problems(1, seed=24)
     key = f"single {uuid4()}"
     headers = {"X-Darts-Group": f"size={SIZE}", "X-Darts-Prompt-Key": key}
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as client:
         posts = (
             client.post(f"{server.url}/v1/completions", json=completion(problem.prompt), headers=headers)
             for _ in range(SIZE)
@@ -192,7 +192,7 @@ def test_rewards_of_unshaped_trajectories_are_unknown(server: Server) -> None:
         "temperature": 2.0,
         "min_tokens": 30,
     }
-    choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()["choices"]
     counts = report(server, [by_tokens(choice, 1.0) for choice in choices])
     assert counts == {"matched": 0, "repeated": 0, "unknown": 2, "unknown_indices": [0, 1]}
     assert server.metric("darts_rewards_total", matched="false") == unknown + 2
@@ -204,7 +204,7 @@ def test_reward_statistics_are_restored_with_the_state(server: Server) -> None:
     headers = {"X-Darts-Prompt-Key": key}
     for value in (1.0, 0.0):
         answer = httpx.post(
-            f"{server.url}/v1/completions", json=completion(problem.prompt, n=2), headers=headers, timeout=60
+            f"{server.url}/v1/completions", json=completion(problem.prompt, n=2), headers=headers, timeout=240
         )
         [group] = groups_of(server, answer.headers["X-Darts-Group-Id"])
         report(server, [{"trajectory_id": c["trajectory_id"], "reward": value} for c in selected(group)])

@@ -65,10 +65,13 @@ def test_what_is_resumed_is_trained_on_with_the_share_of_tokens_of_older_weights
             resuming.advance(step)
     steps = [entry.training for entry in read_log(log) if entry.training is not None]
     assert steps[0].off_policy == 0.0
-    assert all(0.0 < step.off_policy < 1.0 for step in steps[1:])
+    assert all(0.0 <= step.off_policy < 1.0 for step in steps[1:])
+    # A step may be of new groups alone: those that are complete first are returned.
+    assert any(step.off_policy > 0.0 for step in steps[1:])
     assert all(step.logprob_gap < TOLERANCE for step in steps)
     oldest = [step.weight_version for step in steps]
-    assert oldest == [oldest[0], oldest[0], oldest[0] + 1], "the oldest tokens are one update old"
+    ages = [oldest[0] + number - version for number, version in enumerate(oldest)]
+    assert ages == [int(step.off_policy > 0.0) for step in steps], "the oldest tokens are one update old"
 
 
 def test_one_step_off_training_keeps_a_batch_while_other_runs_take_their_turns(client: Client, tmp_path: Path) -> None:

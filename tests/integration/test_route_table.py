@@ -53,7 +53,7 @@ def full_app() -> Iterator[FastAPI]:
         )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
         stores = app.Stores(store, closing.enter_context(QueueFile()))
-        rooms = app.make_rooms(defaults, engine, stores, staging, [], closing)
+        rooms = app.make_rooms(defaults, engine, Access(), stores, staging, [], closing)
         built.middleware_stack = None
         app.extend(built, rooms, defaults, Access(), store, Lifecycle(), "routes")
         yield built

@@ -44,7 +44,7 @@ def raw(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
 
 def rollouts(server: Server, **sampling: Any) -> httpx.Response:
     body = BATCH | {"sampling": {"max_tokens": 40} | sampling}
-    return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=60)
+    return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
 
 
 def texts(answer: httpx.Response) -> set[str]:
@@ -53,12 +53,14 @@ def texts(answer: httpx.Response) -> set[str]:
 
 def test_our_routes_and_the_client_ignore_the_models_generation_config(processed: Server) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "n": 8, "max_tokens": 40}
-    choices = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    choices = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=240).json()["choices"]
     assert len({choice["text"] for choice in choices}) == 1, "vLLM's route applies it, as always"
     answer = rollouts(processed)
     assert len(texts(answer)) > 1
     assert {"top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_tokens": 40}.items() <= answer.json()["sampling"].items()
-    vote = httpx.post(f"{processed.url}/darts/v1/vote", json=VOTE | {"sampling": {"max_tokens": 40}}, timeout=60).json()
+    vote = httpx.post(
+        f"{processed.url}/darts/v1/vote", json=VOTE | {"sampling": {"max_tokens": 40}}, timeout=240
+    ).json()
     assert vote["sampling"]["top_k"] == 0
     with Client(processed.url) as client:
         [group] = client.completions(PROMPT, group_size=8, max_tokens=40, policy="off")
@@ -76,14 +78,14 @@ def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(processed: 
     for trajectory in answer.json()["groups"][0]["trajectories"]:
         assert trajectory["logprobs"] == [0.0] * trajectory["length"]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "logprobs": 0}
-    [choice] = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    [choice] = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=240).json()["choices"]
     assert set(choice["logprobs"]["token_logprobs"]) == {0.0}, "also on vLLM's routes"
 
 
 def test_raw_logprobs_of_another_distribution_are_refused(raw: Server) -> None:
     refused = [
         rollouts(raw, top_k=5, temperature=0.7, logprobs=True),
-        httpx.post(f"{raw.url}/darts/v1/vote", json=VOTE | {"sampling": {"top_p": 0.9, "logprobs": True}}, timeout=60),
+        httpx.post(f"{raw.url}/darts/v1/vote", json=VOTE | {"sampling": {"top_p": 0.9, "logprobs": True}}, timeout=240),
     ]
     for answer in refused:
         assert answer.status_code == 400, answer.text

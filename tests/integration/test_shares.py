@@ -18,8 +18,8 @@ SHARE = 16
 AT_ONCE = 24
 PROMPT = "7a-5b*4>"
 LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
-PATIENCE = 30.0
-CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
+PATIENCE = 180.0
+CLIENT = httpx.Client(timeout=240, limits=httpx.Limits(max_connections=None))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}
 @pytest.fixture
 def api(server: Server) -> Iterator[httpx.Client]:
     """A client of the server, whose policy and state are restored afterwards."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         state, policy = client.get("/darts/v1/state").content, client.get("/darts/v1/policy").json()
         del policy["policies"]
         try:
@@ -67,11 +67,11 @@ def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:
 def test_a_state_with_a_number_that_cannot_be_used_is_refused(api: httpx.Client, server: Server, field: str) -> None:
     [group] = groups(api, n=8)
     document = {"std_ema": 1.0, "mean_ema": 9.0, "groups": 1, "candidates": 8, "weight_version": 0, field: 10**400}
-    before = api.get("/darts/v1/state").content
+    before = learned_rows(api.get("/darts/v1/state").content)
     refused = api.put("/darts/v1/state", content=pack([("prompt", group["prompt_key"], json.dumps(document))]))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body")
     assert f"prompt {group['prompt_key']!r}: {field} must be" in refused.json()["error"]["message"]
-    assert api.get("/darts/v1/state").content == before
+    assert learned_rows(api.get("/darts/v1/state").content) == before
     assert len(groups(api, n=8)) == 1
     assert server.metric("darts_observer_failures") == 0
 
@@ -81,7 +81,7 @@ def test_a_state_with_a_blob_of_a_billion_parts_is_refused(api: httpx.Client) ->
     refused = api.put("/darts/v1/state", content=pack([("vote", "logprob", json.dumps(document))]))
     assert refused.status_code == 400
     assert "vote 'logprob'" in refused.json()["error"]["message"]
-    assert api.get("/health", timeout=5).status_code == 200
+    assert api.get("/health", timeout=30).status_code == 200
 
 
 def test_groups_follow_changes_of_the_policy_route(api: httpx.Client) -> None:

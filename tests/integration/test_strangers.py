@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 PAGE = {"Origin": "https://example.com"}
 REBOUND = {"Host": "rebound.example.com:8000"}
 COMPLETION = {"model": "tiny", "prompt": "7a-5b*4>", "n": 2, "max_tokens": 5}
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def caller(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 

@@ -130,7 +130,7 @@ async def test_slimes_partial_rollout_gets_what_was_generated_and_goes_on_from_i
 async def test_nemo_rl_gets_its_tokens_and_skyrl_ends_its_sessions(own: Server) -> None:
     body = {"model": "tiny", "prompt": [7, 8, 9, 10], "max_tokens": 20, "temperature": 1.0, "n": 1, "logprobs": 0}
     wanted = {"nvext": {"extra_fields": ["completion_token_ids"]}}
-    async with httpx.AsyncClient(base_url=own.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=own.url, timeout=240) as client:
         posts = (client.post("/v1/completions", json=body | wanted) for _ in range(SIZE))
         answers = [answer.json() for answer in await asyncio.gather(*posts)]
         for answer in answers:
@@ -157,7 +157,7 @@ def test_skyrls_full_weights_are_served(own: Server, tmp_path: Path) -> None:
         ("/resume", {}),
     ]
     for path, body in calls:
-        answer = httpx.post(f"{own.url}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{own.url}{path}", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
     assert max_difference(own, perturbed(50)) < 1e-5
     assert status(own)["version"] == version + 1

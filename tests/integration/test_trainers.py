@@ -34,7 +34,7 @@ async def take_turn(client: httpx.AsyncClient, form: str, trajectory: Trajectory
 @pytest.mark.parametrize("form", FORMS)
 async def test_the_first_turns_of_a_trajectory_make_a_group_and_the_others_run_alone(server: Server, form: str) -> None:
     uid = f"{form}-1"
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         tokenized = (await client.post("/tokenize", json={"model": "tiny", "prompt": PROMPT})).json()["tokens"]
         opening = [*tokenized, *[5 + list(FORMS).index(form)] * 20]
         before = groups(server)
@@ -51,7 +51,7 @@ async def test_the_first_turns_of_a_trajectory_make_a_group_and_the_others_run_a
 
 async def test_trajectories_that_said_the_same_are_not_shaped_as_a_fragment(server: Server) -> None:
     opening = [7, 8, 9, 10, 11]
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         path, body, _ = completions(Trajectory("u", 0, PROMPT, opening))
         first = await client.post(f"/{path}", json=body | {"n": SIZE})
         assert first.headers["X-Darts-Group-Id"]
@@ -68,7 +68,7 @@ async def test_trajectories_that_said_the_same_are_not_shaped_as_a_fragment(serv
     "change", [{"temperature": 0}, {"max_tokens": 1}, {"prompt_logprobs": 0}, {"use_beam_search": True}]
 )
 async def test_scoring_and_greedy_requests_never_wait_for_others(server: Server, change: dict[str, object]) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         before = groups(server)
         _, body, _ = completions(Trajectory("u", 0, PROMPT, [7, 8, 9, 10, 12]))
         answer = await client.post("/v1/completions", json=body | change, headers=GROUP)
@@ -82,7 +82,7 @@ async def test_a_history_with_an_answer_of_ours_runs_alone_and_one_with_examples
     server: Server, is_ours: bool
 ) -> None:
     messages = [{"role": "user", "content": "9a-5b*4>"}]
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         path, body, _ = text_chat(Trajectory("u", 0, PROMPT, [], messages))
         answer = (await client.post(f"/{path}", json=body)).json()["choices"][0]["message"]["content"]
         text = f" {answer}\n" if is_ours else f"not {answer}"
@@ -95,7 +95,7 @@ async def test_a_history_with_an_answer_of_ours_runs_alone_and_one_with_examples
 
 async def test_sessions_of_skyrl_name_their_groups_also_if_two_have_the_same_prompt(server: Server) -> None:
     path, body, _ = tokens_route(Trajectory("u", 0, PROMPT, [7, 8, 9, 10, 13]))
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         sessions = [f"{uid}_{rep}" for rep in range(SIZE) for uid in ("scarlet", "navy")]
         posts = (client.post(f"/{path}", json=body, headers=GROUP | {"X-Session-ID": name}) for name in sessions)
         answers = await asyncio.gather(*posts)
@@ -118,7 +118,7 @@ async def test_answers_have_the_same_fields_for_one_request_for_single_ones_and_
     trajectory = Trajectory(f"{form}-fields", 1, PROMPT, [7, 8, 9, 10, 14], [{"role": "user", "content": "5a+3b>"}])
     path, body, headers = FORMS[form](trajectory)
     where = body.get("sampling_params", body)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
 
         async def fields(n: int, more: dict[str, str]) -> object:
             where["n"] = n

@@ -111,10 +111,12 @@ def test_prompts_that_are_started_ahead_are_each_trained_on_as_often_and_with_th
     recipe = replace(RECIPE, steps=4)
     trainer = make_trainer(own.url, "uniform", recipe, seed=3, out=tmp_path, ahead=ahead)
     seen: Counter[str] = Counter()
+    model: Any = trainer.model
     inner = trainer._calculate_rewards
 
     def counted(inputs: Any, *rest: Any) -> Any:
-        seen.update(row["prompt"] for row in inputs)
+        if model.training:  # not of an evaluation
+            seen.update(row["prompt"] for row in inputs)
         return inner(inputs, *rest)
 
     trainer._calculate_rewards = counted  # type: ignore[method-assign]  # to look in between
@@ -132,7 +134,9 @@ def test_prompts_that_are_started_ahead_are_each_trained_on_as_often_and_with_th
         assert max(gaps) < 1e-3, "prompts that were left over start again"
     grew = {name: value - before[name] for name, value in counters(own).items()}
     assert grew[UNKNOWN] == 0
-    assert grew[GROUPS] == recipe.steps * recipe.prompts
+    extra = grew[GROUPS] - recipe.steps * recipe.prompts
+    # A group that was complete in the same moment as the last one that was needed starts again.
+    assert 0 <= extra <= (recipe.steps if "prompts_ahead" in ahead else 0)
     with Client(own.url) as client, pytest.raises(BadRequest):
         list(client.rollouts([], group_size=2, max_tokens=4, carried=True))  # nothing is left over
 

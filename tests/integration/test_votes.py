@@ -40,7 +40,7 @@ def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Serve
         "sampling": {"max_tokens": 100, "seed": 11, "logprobs": True},
         "policy": {"name": "off"},
     }
-    [group] = httpx.post(f"{server.url}/darts/v1/rollouts", json=whole, timeout=60).json()["groups"]
+    [group] = httpx.post(f"{server.url}/darts/v1/rollouts", json=whole, timeout=240).json()["groups"]
     texts = {t["trajectory_id"].rpartition(":")[2]: t["text"] for t in group["trajectories"]}
     with Client(server.url) as client:
         kinds: list[tuple[Weights, Score | None]]
@@ -73,6 +73,6 @@ def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Serve
 def test_invalid_input_is_named_and_starts_nothing(server: Server, change: dict[str, object], param: str) -> None:
     started = server.metric("darts_candidates_started_total")
     body = {"prompt": EASY, "n": 4, "pattern": ANSWER} | change
-    answer = httpx.post(f"{server.url}/darts/v1/vote", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/darts/v1/vote", json=body, timeout=240)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert server.metric("darts_candidates_started_total") == started

@@ -17,7 +17,17 @@ from darts_server.demo.server import DARTS, Server
 from tests.integration import backend, waiting
 from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve
-from tests.integration.weights import ORIGINAL, PROMPT, check_served, max_difference, perturbed, put, sample, status
+from tests.integration.weights import (
+    ORIGINAL,
+    PROMPT,
+    check_served,
+    is_same,
+    max_difference,
+    perturbed,
+    put,
+    sample,
+    status,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PATIENCE = 12.0
@@ -55,7 +65,7 @@ class Trainer:
         self._folder = folder
 
     def post(self, route: str, body: Any = None) -> httpx.Response:
-        return httpx.post(f"{self._url}{route}", json={} if body is None else body, timeout=60)
+        return httpx.post(f"{self._url}{route}", json={} if body is None else body, timeout=240)
 
     def pause(self, mode: str) -> None:
         answer = self.post(f"/pause?mode={mode}")
@@ -97,7 +107,7 @@ def trainer(server: Server, folder: Path) -> Iterator[Trainer]:
         trainer.resume()
 
 
-def wait_serving(server: Server, seconds: float = 30.0) -> dict[str, Any]:
+def wait_serving(server: Server, seconds: float = 120.0) -> dict[str, Any]:
     """Wait for the end of the update in progress; return the status."""
     deadline = time.monotonic() + seconds
     while (now := status(server))["state"] != "serving":
@@ -108,7 +118,7 @@ def wait_serving(server: Server, seconds: float = 30.0) -> dict[str, Any]:
 
 async def run_during_group(server: Server, do: Any) -> httpx.Response:
     """Call ``do`` while a group runs; return the answer to the request for the group."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         before = server.metric("darts_candidates_started_total")
         request = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         await asyncio.to_thread(waiting.wait_started, server, before + 1)
@@ -134,7 +144,7 @@ def test_the_old_weights_are_restored_when_a_trainer_dies(server: Server, traine
     assert "did not call for 12 s" in now["last_error"]
     assert "the old weights were restored" in now["last_error"]
     assert now["last_error"] in server.log.read_text()
-    assert sample(server) == before
+    assert is_same(sample(server), before)
     assert max_difference(server, ORIGINAL) < 1e-5
 
 
@@ -181,7 +191,7 @@ async def test_a_pause_with_wait_waits_for_groups(server: Server, trainer: Train
 
     def update() -> None:
         trainer.pause("wait")
-        assert server.busy() == 0
+        waiting.wait_idle(server)
         trainer.update(4)
         trainer.resume()
 
@@ -208,7 +218,7 @@ async def test_a_pause_with_abort_hands_groups_back(server: Server, trainer: Tra
     """Unshaped requests end as in vLLM. A group that is sent again runs with the new weights."""
     version = status(server)["version"]
     body = {"model": "tiny:raw", "prompt": PROMPT, "n": 8, "max_tokens": 300, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         answers: list[httpx.Response] = []
         again: list[asyncio.Task[httpx.Response]] = []
 
@@ -289,7 +299,7 @@ async def test_aborted_callers_get_what_was_generated_for_them(
     server: Server, trainer: Trainer, form: str, route: str
 ) -> None:
     """And go on from there: a prompt with a partial answer runs at once."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         raw = await client.post("/v1/completions", json=TEXT | {"model": "tiny:raw", "n": 4, "seed": SEEDS[0]})
         whole = [choice["token_ids"] for choice in raw.json()["choices"]]
         prompt_ids = raw.json()["choices"][0]["prompt_token_ids"]
@@ -316,13 +326,12 @@ async def test_aborted_callers_get_what_was_generated_for_them(
         resumed = await client.post("/v1/completions", json=body)
         assert len(resumed.json()["choices"][0]["token_ids"]) == 5
         assert "X-Darts-Group-Id" not in resumed.headers
-    waiting.wait_idle(server)
-    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+    waiting.wait_idle(server)  # also until each candidate has ended
 
 
 async def test_aborts_at_random_moments_leave_nothing_running(server: Server, trainer: Trainer) -> None:
     rng = Random(3)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         for _ in range(6):
             bodies = [body for form in ("one request", "single requests") for _, body in abortable(form, [])]
             posts = [
@@ -336,19 +345,20 @@ async def test_aborts_at_random_moments_leave_nothing_running(server: Server, tr
                 await asyncio.wait(posts, timeout=0.1)
             assert {post.result().status_code for post in posts} == {200}
     assert len(sample(server)) == 4  # vLLM's gauges may be old until the next step
-    waiting.wait_idle(server)
-    assert server.metric("darts_candidates_started_total") == server.metric("darts_candidates_ended_total")
+    waiting.wait_idle(server)  # also until each candidate has ended
 
 
 async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server: Server, trainer: Trainer) -> None:
     version = status(server)["version"]
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         assert trainer.post("/sleep?level=1&mode=abort").status_code == 200
         group = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         for refused in (trainer.post("/start_weight_update"), trainer.post("/resume"), put(server, perturbed(1))):
             check_refused(refused, "POST /wake_up first")
         assert not group.done()
-        assert trainer.post("/wake_up").status_code == 200
+        woken = trainer.post("/wake_up")
+        assert woken.status_code == 200
+        assert not woken.content or woken.json()["status"] == "awake"  # 0.31 answers without a body
         assert versions(await group) == {version}
 
 
@@ -371,7 +381,7 @@ def read_stream(server: Server, began: threading.Event) -> Events:
     """Return all events of a token stream; set ``began`` when it has brought tokens."""
     body = {**GROUP, "stream": "tokens", "chunk_tokens": 10}
     events: Events = []
-    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=body, timeout=240) as answer:
         for event in read_events(answer):
             events.append(event)
             if event[1] == "delta":
@@ -385,13 +395,13 @@ async def test_with_restart_each_group_is_whole_and_of_the_new_version(server: S
     options = {"darts_group_id": "one by one", "darts_group_size": 4}
     single = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True, "vllm_xargs": options}
     began = threading.Event()
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         before = server.metric("darts_candidates_started_total")
         reading = asyncio.create_task(asyncio.to_thread(read_stream, server, began))
         batch = asyncio.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP))
         singles = [asyncio.create_task(client.post(f"{server.url}/v1/completions", json=single)) for _ in range(4)]
         await asyncio.to_thread(waiting.wait_started, server, before + 18)
-        await asyncio.to_thread(began.wait, 30)
+        await asyncio.to_thread(began.wait, 120)
         answer = await asyncio.to_thread(put, server, perturbed(8), rule="restart")
         assert answer.status_code == 200, answer.text
         assert answer.json()["last"]["rule"] == "restart"

@@ -6,22 +6,28 @@ import psutil
 
 from darts_server.demo.server import Server
 
+STARTED, ENDED = "darts_candidates_started_total", "darts_candidates_ended_total"
 
-def wait_idle(server: Server, seconds: float = 60.0) -> float:
-    """Wait until the engine has nothing to do; return the seconds it took."""
+
+def wait_idle(server: Server, seconds: float = 180.0) -> None:
+    """Wait until the engine has nothing to do, and all candidates that were started have been counted as ended.
+
+    The engine alone may look idle too early: what was just started is in its gauges after the next step, and that a
+    caller has disconnected is noticed later.
+    """
     began = time.monotonic()
-    while (left := server.busy()) > 0:
-        assert time.monotonic() - began < seconds, f"{left} requests still on the engine after {seconds} s"
+    while (left := server.busy()) > 0 or (going := server.metric(STARTED) - server.metric(ENDED)):
+        what = f"{left:.0f} requests still on the engine" if left else f"{going:.0f} candidates have not ended"
+        assert time.monotonic() - began < seconds, f"{what} after {seconds} s"
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
-def wait_started(server: Server, candidates: float, seconds: float = 60.0) -> None:
+def wait_started(server: Server, candidates: float, seconds: float = 180.0) -> None:
     """Wait until the server has started this many candidates in all."""
-    wait_counted(server, "darts_candidates_started_total", candidates, seconds)
+    wait_counted(server, STARTED, candidates, seconds)
 
 
-def wait_counted(server: Server, counter: str, count: float, seconds: float = 60.0) -> None:
+def wait_counted(server: Server, counter: str, count: float, seconds: float = 180.0) -> None:
     """Wait until a counter is this high. A gauge may rise and fall between two polls, or be of an earlier step."""
     began = time.monotonic()
     while (now := server.metric(counter)) < count:

@@ -45,7 +45,13 @@ def running(
             assert process.wait(STOP_SECONDS) == 0
         finally:
             process.kill()
+            process.wait()
     assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to what it runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
@@ -54,7 +60,13 @@ def _start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
     for _ in range(CLUSTER_TRIES):
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, process_group=0
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
+                process_group=0,
+                preexec_fn=_heed_interrupts,
             )
         while process.poll() is None and b"Started a local Ray instance" not in log.read_bytes():
             time.sleep(0.5)

@@ -22,6 +22,7 @@ REPLICAS = 3
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("cluster") / "log"
     with running(lambda port: ["-m", "tests.ray.cluster", str(port), str(REPLICAS)], log) as address:
+        until(lambda: len(replicas(address)) == REPLICAS)  # it is healthy once one of them serves
         yield address
 
 
@@ -45,7 +46,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_all_replicas_get_requests(url: str) -> None:
-    assert list(replicas(url).values()) == ["serving"] * REPLICAS
+    until(lambda: list(replicas(url).values()) == ["serving"] * REPLICAS)
     assert len(answers(url, 2 * REPLICAS)) == REPLICAS
 
 

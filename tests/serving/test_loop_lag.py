@@ -25,19 +25,22 @@ def hold_the_loop(seconds: float) -> None:
 
 async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     lags: list[float] = []
-    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=0.1):
+    began = time.monotonic()
+    # Less than the first stall, and more than the machine may hold the loop for.
+    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=0.8):
         await asyncio.sleep(0.05)
         assert lags
         hold_the_loop(1.0)
         await asyncio.sleep(0.05)
         hold_the_loop(0.5)
         await asyncio.sleep(0.05)
-    assert sum(lag > 0.9 for lag in lags) == 1
-    assert sum(lag > 0.4 for lag in lags) == 2
+    assert sum(lag > 0.9 for lag in lags) >= 1
+    assert sum(lag > 0.4 for lag in lags) >= 2
+    assert sum(lags) <= time.monotonic() - began, "each stall counts once"
     [record] = caplog.records  # the next line comes later
     assert "hold_the_loop (" in record.getMessage()
     assert record.levelno == logging.WARNING
-    assert vars(record)["seconds"] >= 0.1
+    assert vars(record)["seconds"] >= 0.8
 
 
 async def test_nothing_is_logged_while_the_loop_runs_and_nothing_runs_afterwards(

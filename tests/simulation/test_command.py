@@ -24,7 +24,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_it_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
     command = [sys.executable, "-c", BLOCKED, "simulate", "--preset", "tiny", "--policies", "uniform", "auto", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("bound")
 

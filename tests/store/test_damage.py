@@ -41,7 +41,7 @@ def whole() -> File:
 def killed() -> File:
     """Database and log of a process that was killed."""
     with TemporaryDirectory() as folder, start("die_with_a_log", Path(folder)) as child:
-        child.communicate(timeout=60)
+        child.communicate(timeout=120)
         return File((Path(folder) / FILE_NAME).read_bytes(), (Path(folder) / f"{FILE_NAME}-wal").read_bytes())
 
 

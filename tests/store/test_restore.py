@@ -76,9 +76,9 @@ def test_documents_that_push_out_older_ones_take_no_longer() -> None:
     seconds = []
     for begin in (0, number):
         texts = {("prompt", f"{i:06d}"): "{}" for i in range(begin, begin + number)}
-        began = time.perf_counter()
+        began = time.process_time()
         backend.write(texts, None)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert backend.count("prompt", []) == number
     assert backend.read(("prompt", f"{number - 1:06d}")) is None
     assert backend.read(("prompt", f"{number:06d}")) == "{}"

@@ -26,7 +26,7 @@ def test_puts_of_two_processes_are_merged(tmp_path: Path) -> None:
         for child in (one, two):
             assert child.stdout is not None
             assert child.stdout.readline() == "done\n"
-        said = [child.communicate("\n", timeout=30) for child in (one, two)]
+        said = [child.communicate("\n", timeout=120) for child in (one, two)]
     assert said[0] == said[1]  # both see the same
     assert said[0][0].startswith("610 ")
     assert set(said[0][0].split()[1:]) <= {"one", "two"}

@@ -322,10 +322,10 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
 
 
 async def test_each_call_of_a_trainer_restarts_its_timeout(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, SHORT_TIMEOUT)
+    harness = Harness(tmp_path, UpdateSettings(step_timeout=3.0))
     await harness.trainer.start()
     for _ in range(4):
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.8)
         await harness.trainer.write()
     await harness.trainer.finish()
     harness.check_serves(1, all=0)

@@ -133,11 +133,11 @@ async def test_staged_weights_expire(harness: Harness) -> None:
 
 
 async def test_weights_do_not_expire_while_they_are_switched(harness: Harness) -> None:
-    staged_id = await stage(harness, 5, seconds=0.02)
+    staged_id = await stage(harness, 5, seconds=0.5)
     harness.gate.let_in()
     switch = asyncio.create_task(harness.updates.staged.switch(staged_id))
     await until(harness, State.ANNOUNCED)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.6)
     harness.gate.leave()
     await switch
     harness.check_serves(1, all=5)
@@ -357,7 +357,7 @@ async def test_an_update_that_sends_nothing_leaves_kept_weights_alone(harness: H
 
 async def test_kept_weights_expire_and_are_dropped_like_others(harness: Harness) -> None:
     await harness.push(4)
-    await harness.updates.staged.switch(await stage(harness, 5, seconds=0.02), keep_previous=True)
+    await harness.updates.staged.switch(await stage(harness, 5, seconds=0.5), keep_previous=True)
     while harness.updates.staged.current is not None:
         await asyncio.sleep(0.001)
     assert count_files(harness) == 1
