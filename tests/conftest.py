@@ -15,6 +15,12 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.integration.fork_server import ForkServer
+
+FORKS = "DARTS_TESTS_FORKS"
+"""Environment variable with the address of the fork server."""
+FORK_SERVER = pytest.StashKey[ForkServer]()
+
 SLOW_MACHINES = [HealthCheck.too_slow]
 settings.register_profile("push", max_examples=40, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.register_profile("nightly", settings.get_profile("push"), max_examples=150, derandomize=False, print_blob=True)
@@ -33,6 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     default = "nightly" if config.getoption("--all") else "push"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+    if FORKS not in os.environ:  # workers of xdist inherit it
+        config.stash[FORK_SERVER] = fork_server = ForkServer()
+        os.environ[FORKS] = fork_server.address
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if fork_server := config.stash.get(FORK_SERVER, None):
+        fork_server.close()
+        del os.environ[FORKS]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -30,7 +30,7 @@ from faults.fuzz.fuzzer import (
     Tally,
 )
 from faults.fuzz.uploads import write_weights_root
-from tests.integration.fork_server import ForkServer, can_fork
+from tests.integration.fork_server import Forks, ForkServer, can_fork
 
 WEIGHTS_SECONDS = "1"
 """Timeouts of updates: a sequence may leave one unfinished."""
@@ -51,7 +51,8 @@ class OwnServer:
         self.root = folder / "weights"
         self._folder, self._started = folder, 0
         write_weights_root(self.root)
-        self._forks = ForkServer() if can_fork() else None
+        self._fork_server = ForkServer() if can_fork() else None
+        self._launch = launch if self._fork_server is None else Forks(self._fork_server.address).launch
         self._life = ExitStack()
         self.restart()
 
@@ -66,13 +67,13 @@ class OwnServer:
         staging.mkdir()
         folders = ("--weights-root", str(self.root), "--weights-staging", str(staging))
         log = self._folder / f"server-{self._started}.log"
-        start = partial(serving, launch=launch if self._forks is None else self._forks.launch)
+        start = partial(serving, launch=self._launch)
         self._server = self._life.enter_context(start(DARTS, log, *FLAGS, *folders, env=ENVIRONMENT))
 
     def close(self) -> None:
         self._life.close()
-        if self._forks is not None:
-            self._forks.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,9 @@ __all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("default")
 EIGHT = [f"{k}a-5b*4c-{k}>" if k % 3 == 0 else f"{k}a-5>" for k in range(8)]
 AHEAD = {"prompts_ahead": 0.5}
+STALE = {"max_staleness": 1}
+ITERATIONS = {"num_iterations": 2}
+ACCUMULATION = {"gradient_accumulation_steps": 2, "max_steps": 3}
 POLICY = {"vllm_xargs": {"darts_policy": "darts_cut"}}
 
 
@@ -53,8 +56,20 @@ def plain_prompts(server: FakeVllm, out: Path, **changes: Any) -> Counter[str]:
     return Counter(prompt for batch in trained for prompt in batch)
 
 
-@pytest.mark.parametrize("more", [AHEAD, {"max_staleness": 1}, AHEAD | {"max_staleness": 1}])
-@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 3}])
+@pytest.mark.parametrize(
+    ("more", "changes"),
+    [
+        (AHEAD, {}),
+        (STALE, {}),
+        (AHEAD | STALE, {}),
+        (AHEAD, ITERATIONS),
+        (AHEAD | STALE, ACCUMULATION),
+        pytest.param(STALE, ITERATIONS, marks=pytest.mark.nightly),
+        pytest.param(AHEAD | STALE, ITERATIONS, marks=pytest.mark.nightly),
+        pytest.param(AHEAD, ACCUMULATION, marks=pytest.mark.nightly),
+        pytest.param(STALE, ACCUMULATION, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_same_prompts_are_trained_on_as_without(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -116,7 +131,7 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     assert order == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
-@pytest.mark.parametrize("more", [AHEAD, AHEAD | {"max_staleness": 1}])
+@pytest.mark.parametrize("more", [AHEAD, AHEAD | STALE])
 def test_a_resumed_training_trains_on_the_prompts_that_are_left(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any]
 ) -> None:

@@ -183,9 +183,9 @@ def test_a_seed_repeats_a_failure(tmp_path: Path) -> None:
         if is_wrong(body):
             raise KeyError("sampling")
 
-    [first, *_] = fuzz(fail, tmp_path)[0].failures
+    [first, *_] = fuzz(fail, tmp_path, 200)[0].failures
     with fake(fail, tmp_path) as target, Fuzzer(target, tmp_path, changes=False) as fuzzer:
-        again = fuzzer.run(first.seed, 400).failures
+        again = fuzzer.run(first.seed, 200).failures
     assert first.violation in [failure.violation for failure in again]
 
 

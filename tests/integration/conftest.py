@@ -1,10 +1,12 @@
+import os
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
-from tests.integration.fork_server import EAGER, ForkServer, Serve, can_fork
+from tests.conftest import FORKS
+from tests.integration.fork_server import EAGER, Forks, Serve, can_fork
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +15,7 @@ def forks() -> Iterator[Launch]:
     if not can_fork():
         yield launch
         return
-    server = ForkServer()
+    server = Forks(os.environ[FORKS])
     yield server.launch
     server.close()
 

@@ -3,6 +3,9 @@
 A server has three processes, and each spends some seven seconds of a core on importing vLLM: two thirds of the cost of
 a start. A fork has everything imported. Servers whose processes, signals or exit code a test looks at are started as
 users start them, by ``darts_server.demo.server.launch``.
+
+There is one such process for a test run, whatever number of workers it has. It imports vLLM when the first of them
+needs a server.
 """
 
 import gc
@@ -10,10 +13,12 @@ import json
 import os
 import runpy
 import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -31,18 +36,37 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class ForkServer:
-    """The process to fork from. It ends when this one does."""
+    """The process to fork from. It ends when this one does.
+
+    ``address``: of its socket, for `Forks`.
+    """
 
     def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._folder = tempfile.TemporaryDirectory()
+        self.address = f"{self._folder.name}/forks"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.fork_server", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "tests.integration.fork_server", str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
                 cwd=ROOT,
                 env=ENVIRONMENT | os.environ | EAGER,
                 process_group=0,
             )
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+class Forks:
+    """Starts servers through the fork server at ``address``."""
+
+    def __init__(self, address: str) -> None:
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.connect(address)
 
     def launch(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
         """Run ``python -m`` with these arguments in a fork."""
@@ -54,7 +78,6 @@ class ForkServer:
 
     def close(self) -> None:
         self._requests.close()
-        self._process.wait()
 
 
 class ForkedProcess:
@@ -96,11 +119,8 @@ def can_fork() -> bool:
     return not torch.cuda.is_available()
 
 
-def main(requests: socket.socket) -> NoReturn:
-    import_engine()
-    assert threading.active_count() == 1, "a lock that another thread holds would stay locked in every fork"
-    gc.freeze()  # collections in the forks would otherwise copy all memory that they share
-    arguments = wait_until_forked(requests)
+def main(listener: socket.socket) -> NoReturn:
+    arguments = wait_until_forked(listener)
     sys.argv = list(arguments)
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     sys.exit()
@@ -121,6 +141,8 @@ def import_engine() -> None:
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
     os.register_at_fork(after_in_child=forget_signals)
+    assert threading.active_count() == 1, "a lock that another thread holds would stay locked in every fork"
+    gc.freeze()  # collections in the forks would otherwise copy all memory that they share
 
 
 def forget_signals() -> None:
@@ -134,22 +156,43 @@ def forget_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def wait_until_forked(requests: socket.socket) -> list[str]:
+def wait_until_forked(listener: socket.socket) -> list[str]:
     """Fork at each request; return in the fork, with the arguments of the request."""
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
-        if not request:
-            wait_for_children()
-            os._exit(0)
-        output, status = descriptors
-        if os.fork() == 0:
-            requests.close()
-            report_exit_code(status)
-            arguments, env = json.loads(request)
-            become_server(output, env)
-            return list(arguments)
-        for descriptor in descriptors:
-            os.close(descriptor)
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:  # closed: the test run has ended
+                    wait_for_children()
+                    os._exit(0)
+                if key.fileobj is listener:
+                    if "vllm" not in sys.modules:
+                        import_engine()
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                elif (arguments := fork_at_request(key.fileobj, selector)) is not None:
+                    return arguments
+
+
+def fork_at_request(requests: Any, selector: selectors.BaseSelector) -> list[str] | None:
+    """Read a request and fork; return its arguments in the fork, and ``None`` in the process that goes on."""
+    request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+    if not request:
+        selector.unregister(requests)
+        requests.close()
+        return None
+    output, status = descriptors
+    if os.fork() == 0:
+        for key in list(selector.get_map().values()):
+            if key.fileobj is not sys.stdin:
+                key.fileobj.close()  # type: ignore[union-attr]  # sockets all
+        report_exit_code(status)
+        arguments, env = json.loads(request)
+        become_server(output, env)
+        return list(arguments)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None
 
 
 def wait_for_children() -> None:
@@ -172,6 +215,8 @@ def report_exit_code(status: int) -> None:
 
 def become_server(output: int, env: Mapping[str, str]) -> None:
     os.setpgid(0, 0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)

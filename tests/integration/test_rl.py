@@ -74,6 +74,7 @@ def test_what_is_resumed_is_trained_on_with_the_share_of_tokens_of_older_weights
     assert ages == [int(step.off_policy > 0.0) for step in steps], "the oldest tokens are one update old"
 
 
+@pytest.mark.nightly
 def test_one_step_off_training_keeps_a_batch_while_other_runs_take_their_turns(client: Client, tmp_path: Path) -> None:
     both = (Method("off", staleness=1), Method("off"))
     runs = [Run(client, method, RECIPE, 0, MODEL, tmp_path / str(n)) for n, method in enumerate(both)]
@@ -116,6 +117,7 @@ def test_every_sample_of_an_evaluation_has_its_own_random_numbers(client: Client
     assert len({trajectory.token_ids for group in answers for trajectory in group}) > 4
 
 
+@pytest.mark.nightly
 def test_auto_learns_how_long_training_takes_within_its_turns_alone(client: Client, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=4, prompts=8, group_size=2, pool=16)
     run = Run(client, methods("deep")["auto, all rules"], recipe, 0, MODEL, tmp_path / "auto")

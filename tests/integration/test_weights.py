@@ -227,15 +227,15 @@ async def test_a_client_that_dies_while_it_sends_changes_nothing(server: Server)
     check_served(server, put(server, perturbed(1)), perturbed(1))
 
 
-UPDATES = 30
 GROUPS = 16
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", ["finish", "keep"])
-async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) -> None:
+async def test_no_group_is_lost_while_weights_change(server: Server, rule: str, nightly: bool) -> None:
     """With ``finish`` no group mixes versions; with ``keep`` those that do are marked."""
     first = status(server)["version"]
+    updates = 5 if rule == "keep" else 30 if nightly else 10
     sets = [save(ORIGINAL), save({name: tensor * 1.001 for name, tensor in ORIGINAL.items()})]
     done = asyncio.Event()
     groups: list[dict[str, Any]] = []
@@ -249,13 +249,13 @@ async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) 
 
     async with httpx.AsyncClient(timeout=240) as client:
         requests = [asyncio.create_task(request_groups(client)) for _ in range(GROUPS)]
-        for number in range(UPDATES if rule == "finish" else 5):
+        for number in range(updates):
             url = f"{server.url}/darts/v1/weights?rule={rule}"
             answer = await client.put(url, content=sets[number % 2])
             assert answer.status_code == 200, answer.text
         done.set()
         await asyncio.gather(*requests)
-    assert status(server)["version"] == first + (UPDATES if rule == "finish" else 5)
+    assert status(server)["version"] == first + updates
     assert len(groups) >= GROUPS
     for group in groups:
         assert len(group["trajectories"]) == 4
