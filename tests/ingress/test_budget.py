@@ -13,6 +13,7 @@ from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Plan
 from tests.ingress.scripted import PATH, SIZE, SURE, Cluster, batch, cluster
+from tests.ingress.servers import Received
 from tests.rollout.helpers import Documents, Harness
 
 pytestmark = pytest.mark.anyio
@@ -42,6 +43,11 @@ def learn_on(running: Cluster) -> None:
         learn(each.harness.store)
 
 
+def plans(running: Cluster) -> list[Received]:
+    """The requests for plans that servers got."""
+    return [got for each in running.servers for got in each.server.received if got.path == PLAN]
+
+
 async def allocated(running: Cluster, **fields: Any) -> list[int]:
     answer = await running.post(len(SPREADS), **fields)
     assert answer.status_code == 200, answer.text
@@ -67,7 +73,16 @@ async def test_prompts_get_the_candidates_that_one_server_would_give_them(
         assert len(parts) == count
         assert {part["cohort"]["mean_candidates"] for part in parts} == {sum(found) / len(SPREADS)}
         assert sum(part.get("budget", 0) for part in parts) == (candidates or 0)
-        assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 1
+        assert [got.query for got in plans(running)] == [f"servers={count}"]
+
+
+async def test_a_batch_with_fewer_prompts_than_servers_is_divided_among_so_many() -> None:
+    async with cluster(3, script) as running:
+        answer = asyncio.create_task(running.post(2, policy={"name": "darts"}))
+        while not answer.done():
+            await asyncio.gather(*(each.harness.engine.step() for each in running.servers), asyncio.sleep(0.01))
+        assert answer.result().status_code == 200
+        assert [got.query for got in plans(running)] == ["servers=2"]
 
 
 async def test_where_prompts_are_not_weighed_against_each_other_no_server_is_asked_again() -> None:
@@ -108,6 +123,32 @@ async def test_without_a_plan_each_server_decides_for_its_part(status: int) -> N
             each.server.app = without_plans(each.server.app, status)
         assert await allocated(running, policy={"name": "darts"}) != on_one_server("darts")
         assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == (1 if status == 404 else 2)
+
+
+async def test_all_servers_together_have_one_timeout_to_plan_a_batch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(budget, "PLAN_SECONDS", 0.2)
+    never = asyncio.Event()
+    async with cluster(3, script) as running:
+        learn_on(running)
+        for each in running.servers:
+            assert each.server.app is not None
+            each.server.app = waiting_to_plan(each.server.app, never)
+        assert await allocated(running, policy={"name": "darts"}) != on_one_server("darts")
+        assert len(plans(running)) == 1
+    assert caplog.text.count("no server planned a batch") == 1
+
+
+def waiting_to_plan(app: ASGIApp, planned: asyncio.Event) -> ASGIApp:
+    """Let an app not answer before ``planned``."""
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == PLAN:
+            await planned.wait()
+        await app(scope, receive, send)
+
+    return wait
 
 
 async def test_prompts_of_a_lost_server_keep_their_candidates() -> None:
@@ -153,6 +194,9 @@ async def test_a_plan_starts_nothing_and_names_what_is_wrong() -> None:
         answer = await running.ingress.client.post(url, json=batch(len(SPREADS), policy={"name": "darts"}))
         assert answer.json() == {"candidates": on_one_server("darts"), "mean_candidates": 6.0}
         assert not running.servers[0].harness.engine.started
+        for servers in (0, 1025):
+            answer = await running.ingress.client.post(f"{url}?servers={servers}", json=batch(2))
+            assert answer.status_code == 422
         for name in ("uniform", "auto"):
             answer = await running.ingress.client.post(url, json=batch(2, policy={"name": name}))
             assert answer.json() == {"candidates": None, "mean_candidates": None}

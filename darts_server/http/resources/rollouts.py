@@ -6,7 +6,7 @@ from io import BytesIO
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest
@@ -39,6 +39,12 @@ from darts_server.types import PromptSpec
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
 MAX_DEADLINE_BYTES = 4096
+MAX_SERVERS = 1024
+SERVERS = Query(
+    ge=1,
+    le=MAX_SERVERS,
+    description="Among how many servers, like this one, the batch is divided.",
+)
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
 """No batch has so many events."""
@@ -72,11 +78,11 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         return await _respond(request, batch, 0)
 
     @api.post("/rollouts/plan", openapi_extra=json_body(RolloutsIn))
-    async def plan(request: Request) -> PlanOut:
+    async def plan(request: Request, servers: Annotated[int, SERVERS] = 1) -> PlanOut:
         """For an ingress: return how many candidates each prompt of a batch gets, and start nothing."""
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RolloutsIn, raw, "prompts")
-        grant = await batches.plan(await converted(_batch_request, body, raw))
+        grant = await batches.plan(await converted(_batch_request, body, raw), servers)
         if grant is None:
             return PlanOut(candidates=None, mean_candidates=None)
         return PlanOut(candidates=list(grant.candidates), mean_candidates=grant.mean)

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 PATH = "/darts/v1/rollouts/plan"
 PLAN_SECONDS = 30.0
-"""After that the servers decide for their parts."""
+"""Timeout for all servers that are asked one after another. After that they decide for their parts."""
+MAX_SERVERS = 1024
+"""As servers accept."""
 EVEN_SECONDS = 10.0
 """How long it is remembered that prompts of a policy are not weighed against each other. Settings may change."""
 MAX_REMEMBERED = 256
@@ -56,26 +58,38 @@ class Planner:
         terms = json.dumps([batch.fields.get(name) for name in ("policy", "group_size")], sort_keys=True)
         if time.monotonic() < self._even.get(terms, 0.0):
             return None
-        for member in sorted(members, key=lambda each: each.load):
-            try:
-                async with asyncio.timeout(PLAN_SECONDS), member.in_use():
-                    answer = await fetch(member.replica, replace(outgoing, target=PATH, body=batch.whole()))
-            except (ReplicaFailure, TimeoutError) as error:
-                logger.info("%s did not plan a batch: %s", member.name, error)
-                continue
-            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:  # as it stops
-                continue
-            if answer.status != HTTPStatus.OK:
-                return None
-            if (grants := _read(answer, len(batch.prompts))) is None:
-                self._remember(terms)
-            return grants
-        return None
+        servers = min(len(members), len(batch.prompts), MAX_SERVERS)
+        request = replace(outgoing, target=f"{PATH}?servers={servers}", body=batch.whole())
+        try:
+            async with asyncio.timeout(PLAN_SECONDS):
+                answer = await _ask(sorted(members, key=lambda each: each.load), request)
+        except TimeoutError:
+            logger.warning("no server planned a batch within %.0f s: each decides for its part", PLAN_SECONDS)
+            return None
+        if answer is None or answer.status != HTTPStatus.OK:
+            return None
+        if (grants := _read(answer, len(batch.prompts))) is None:
+            self._remember(terms)
+        return grants
 
     def _remember(self, terms: str) -> None:
         self._even[terms] = time.monotonic() + EVEN_SECONDS
         while len(self._even) > MAX_REMEMBERED:
             del self._even[next(iter(self._even))]
+
+
+async def _ask(members: Sequence[Member], request: Outgoing) -> WholeAnswer | None:
+    """Return the answer of the first server that has one; ``None`` if none has, for example as all of them stop."""
+    for member in members:
+        try:
+            async with member.in_use():
+                answer = await fetch(member.replica, request)
+        except ReplicaFailure as error:
+            logger.info("%s did not plan a batch: %s", member.name, error)
+            continue
+        if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return answer
+    return None
 
 
 def _read(answer: WholeAnswer, prompts: int) -> Grants | None:

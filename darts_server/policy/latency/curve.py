@@ -42,6 +42,11 @@ class LatencyCurve:
         if not (math.isfinite(self.per_sequence) and self.per_sequence >= 0):
             raise ValueError(f"per_sequence must be finite and at least 0, got {self.per_sequence}")
 
+    def shared_by(self, servers: int) -> "LatencyCurve":
+        """Return the curve of so many servers alike, over which the sequences are spread evenly."""
+        batches = tuple(batch * servers for batch in self.batches)
+        return LatencyCurve(batches, self.seconds, self.per_sequence / servers)
+
     def step_seconds(self, batch: float) -> float:
         """Return the seconds of one decode step while ``batch`` sequences run."""
         return float(self.step_seconds_array(np.asarray(batch, dtype=np.float64)))

@@ -169,9 +169,11 @@ class Allocator(GroupObserver):
         """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
         return plan.auto is None and plan.shaping.weighs_prompts
 
-    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> Grant:
-        """Decide how many candidates the groups of a cohort get whose parts run on several servers."""
-        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
+    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None, servers: int = 1) -> Grant:
+        """Decide how many candidates the groups of a cohort get whose parts run on so many ``servers``."""
+        requested = None if budget is None else budget / len(prompt_keys)
+        decided = self._budgets.decide(plan.shaping, plan.size, prompt_keys, requested, servers)
+        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget, decided)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -313,11 +315,9 @@ class Allocator(GroupObserver):
         shaping: Shaping,
         keys: Sequence[str],
         total: int | None,
-        budget: Budget | None = None,
+        budget: Budget,
     ) -> Grant:
-        """``total``: see `_allocate`. ``budget``: if it was decided before."""
-        if budget is None:
-            budget = self._budgets.decide(shaping, kind[1], keys, None if total is None else total / len(keys))
+        """``total``: see `_allocate`."""
         stds = [self._prompts.std(key) for key in keys]
         if total is None:
             return Grant(self._counts(kind, shaping, budget.mean, stds), budget.mean)

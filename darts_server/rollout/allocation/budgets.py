@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -46,26 +46,34 @@ class Budgets:
         self._latency = latency
         self._clock = clock
         self._recent: deque[str] = deque(maxlen=RECENT_PROMPTS)
-        self._cached: dict[tuple[Shaping, int], tuple[float, Budget]] = {}
+        self._cached: dict[tuple[Shaping, int, int], tuple[float, Budget]] = {}
 
-    def decide(self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None = None) -> Budget:
-        """Choose the budget of a cohort of groups of ``size``. ``requested``: the mean, if the caller requests one."""
+    def decide(
+        self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None = None, servers: int = 1
+    ) -> Budget:
+        """Choose the budget of a cohort of groups of ``size``.
+
+        ``requested``: the mean, if the caller requests one. ``servers``: on how many, alike, the groups run.
+        """
         self._recent.extend(keys)
         if requested is not None or len(keys) >= MIN_COHORT:
-            return self._decide(shaping, size, keys, requested)
+            return self._decide(shaping, size, keys, requested, servers)
         # So few prompts say little about those to come, and a simulation takes tens of milliseconds.
-        decided_at, budget = self._cached.get((shaping, size), (-inf, Budget(0.0)))
+        decided_at, budget = self._cached.get((shaping, size, servers), (-inf, Budget(0.0)))
         if self._clock() - decided_at > CACHE_SECONDS:
-            budget = Budget(self._decide(shaping, size, tuple(self._recent)).mean)
-            self._cached[shaping, size] = (self._clock(), budget)
+            budget = Budget(self._decide(shaping, size, tuple(self._recent), None, servers).mean)
+            self._cached[shaping, size, servers] = (self._clock(), budget)
         return budget
 
-    def _decide(self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None = None) -> Budget:
+    def _decide(
+        self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None, servers: int
+    ) -> Budget:
         low, high = shaping.bounds(size)
         mean = self._mean(shaping, size, high) if requested is None else requested
         workload, curve = self._workload(shaping, size, keys), self._latency.curve
         if workload is None or curve is None:
             return Budget(mean)
+        workload, curve = _spread(workload, servers), curve.shared_by(servers)
         rng = np.random.default_rng(SEED)
         if requested is None and shaping.budget is BudgetKind.UTILITY:
             found = choose_mean_candidates(workload, low, high, curve, shaping.budget_aversion, rng)
@@ -107,3 +115,12 @@ class Budgets:
             saturated_at=high if saturates else None,
             start_seconds=self._latency.start_seconds or 0.0,
         )
+
+
+def _spread(workload: Workload, servers: int) -> Workload:
+    """Return the workload for engines that share it evenly, simulated as one with the places of all.
+
+    So its time is that of the whole batch, which ends with the last of them.
+    """
+    capacity = None if workload.capacity is None else workload.capacity * servers
+    return replace(workload, capacity=capacity, start_seconds=workload.start_seconds / servers)

@@ -130,8 +130,9 @@ async def plan_batch(
     rollouts: Rollouts[RequestT, OutputT],
     renderer: PromptRenderer[RequestT, OutputT],
     new_planner: NewPlanner,
+    servers: int,
 ) -> Grant | None:
-    """Decide how many candidates each group of a batch gets, of which parts run on several servers.
+    """Decide how many candidates each group of a batch gets, of which parts run on so many ``servers``.
 
     Raises:
         InvalidRequest: names the field; for a prompt, its number too.
@@ -146,7 +147,7 @@ async def plan_batch(
         or renderer.prompt_key(await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}"))
         for number, prompt in enumerate(batch.prompts)
     ]
-    return rollouts.allocator.grant(plan, keys, batch.budget)
+    return rollouts.allocator.grant(plan, keys, batch.budget, servers)
 
 
 def _allocate(

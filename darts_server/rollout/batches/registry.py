@@ -166,15 +166,15 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         # Shielded, because another caller with the same key may be waiting for the same task.
         return await asyncio.shield(keyed.opening)
 
-    async def plan(self, request: BatchRequest) -> Grant | None:
-        """Decide how many candidates each group of a batch gets that is divided among several servers.
+    async def plan(self, request: BatchRequest, servers: int) -> Grant | None:
+        """Decide how many candidates each group of a batch gets that is divided among so many ``servers``.
 
         ``None`` where each of them may decide for its part.
 
         Raises:
             InvalidRequest: names the field.
         """
-        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner)
+        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner, servers)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.

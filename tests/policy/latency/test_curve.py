@@ -47,6 +47,17 @@ def test_an_array_gives_the_values_of_its_elements() -> None:
     assert BENT.step_seconds_array(batches).tolist() == expected
 
 
+@pytest.mark.parametrize("curve", [FLAT, PROPORTIONAL, BENT])
+@pytest.mark.parametrize("servers", [1, 2, 5])
+def test_servers_that_share_sequences_evenly_take_the_time_of_one_with_its_share(
+    curve: LatencyCurve, servers: int
+) -> None:
+    shared, lengths = curve.shared_by(servers), np.repeat([7.0, 3.0, 40.0, 12.0, 1.0, 25.0], servers)[None]
+    for batch in (0.3, 1, 3, 4, 7, 8, 30):
+        assert shared.step_seconds(servers * batch) == pytest.approx(curve.step_seconds(batch))
+    assert shared.rollout_seconds_batch(lengths)[0] == pytest.approx(curve.rollout_seconds([7, 3, 40, 12, 1, 25]))
+
+
 def test_a_curve_survives_json() -> None:
     assert LatencyCurve(**json.loads(json.dumps(asdict(BENT)))) == BENT
 

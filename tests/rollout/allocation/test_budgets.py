@@ -23,6 +23,7 @@ ADAPTIVE = Shaping(adaptive=True, budget=BudgetKind.UTILITY)
 
 class KnownLatency(Latency):
     cost: float | None = None
+    curves = LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
 
     @property
     def start_seconds(self) -> float | None:
@@ -30,7 +31,7 @@ class KnownLatency(Latency):
 
     @property
     def curve(self) -> LatencyCurve:
-        return LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
+        return self.curves
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +79,34 @@ def test_with_a_deadline_no_prompt_is_saturated(budgets: Budgets) -> None:
     whole = budgets._workload(ADAPTIVE, SIZE, KEYS)
     assert whole is not None
     assert whole.saturated_at == 2 * SIZE
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_a_batch_that_is_divided_is_predicted_as_one_server_predicts_its_share(
+    budgets: Budgets, capacity: int | None
+) -> None:
+    latency = KnownLatency(Documents(), capacity)
+    latency.cost, latency.curves = 0.001, LatencyCurve((1.0, 64.0, 128.0), (0.02, 0.02, 0.04), 0.0005)
+    known = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
+    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED)
+    share, whole = KEYS[:16], [key for key in KEYS[:16] for _ in range(4)]
+    for shaping in (fixed, ADAPTIVE):
+        expected, found = known.decide(shaping, SIZE, share), known.decide(shaping, SIZE, whole, servers=4)
+        assert found.mean == pytest.approx(expected.mean, abs=1)
+        # The last of four times as many candidates is longer.
+        assert (expected.seconds or 0) < (found.seconds or 0) < 1.1 * (expected.seconds or 0)
+    alone = known.decide(ADAPTIVE, SIZE, whole)
+    assert alone.mean < expected.mean - 2
+    assert (alone.seconds or 0) > 2 * (expected.seconds or 0)
+
+
+def test_a_few_prompts_of_a_batch_that_is_divided_have_a_decision_of_their_own(budgets: Budgets) -> None:
+    latency = KnownLatency(Documents())
+    latency.curves = LatencyCurve((1.0, 64.0, 128.0), (0.02, 0.02, 0.04), 0.0005)
+    known = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
+    known.decide(ADAPTIVE, SIZE, KEYS)
+    for servers in (1, 16):
+        expected = known.decide(ADAPTIVE, SIZE, KEYS, servers=servers).mean
+        assert known.decide(ADAPTIVE, SIZE, KEYS[:2], servers=servers).mean == pytest.approx(expected, abs=0.5)
+    few = [known.decide(ADAPTIVE, SIZE, KEYS[:2], servers=servers).mean for servers in (1, 16)]
+    assert few[1] > few[0]
