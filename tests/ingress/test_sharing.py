@@ -1,8 +1,10 @@
 """Servers behind an ingress learn from each other's groups."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,14 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.http import errors
 from darts_server.http.resources import observations, state
 from darts_server.ingress.replicas import sharing
 from darts_server.ingress.replicas.feed import Feed
+from darts_server.rollout.allocation import auto
+from darts_server.rollout.exchange import positions
 from darts_server.rollout.learned import latency
 from darts_server.store import Store
 from tests.ingress.servers import OBSERVATIONS, FakeServer, RunningIngress, fake_servers, ingress, until
@@ -128,10 +133,13 @@ async def test_a_server_that_restarts_with_its_store_learns_nothing_twice() -> N
 
 
 async def test_a_server_that_restarts_without_a_store_gets_what_all_have_learned() -> None:
-    async with cluster(3) as (_, servers):
+    async with cluster(3) as (running, servers):
+        feeds = running.fleet.sharing._feeds
         for number, each in enumerate(servers):
             each.play(number)
             await until(lambda: are_equal(servers))
+            life = each.learner.exchange.log.life
+            feeds[life] = feeds.pop(life)  # sent in the order of their groups, by which the latest count more
         servers[1].start(Store())
         assert not servers[1].learned
         await until(lambda: are_equal(servers))
@@ -151,11 +159,14 @@ async def test_what_a_lost_server_had_learned_is_not_lost() -> None:
         await until(lambda: are_equal(servers[1:]))
 
 
-async def test_a_new_server_gets_the_state_of_another_one_but_not_its_step_times() -> None:
+async def test_a_new_server_gets_the_state_of_another_one_but_not_what_was_measured_there() -> None:
     async with fake_servers(2) as fakes:
         servers = [LearningServer(fake) for fake in fakes]
+        measured = [(latency.KIND, latency.KEY), (auto.KIND, "8")]
         for each in servers:
-            each.store.put(latency.KIND, latency.KEY, {"value": f'"{each.server.name}"'})
+            for name in measured:
+                each.store.put(*name, {"value": f'"{each.server.name}"'})
+        servers[0].store.put(auto.KIND, "4", {"value": "1"})
         servers[0].play(0)
         servers[0].learner.statistics.flush()
         restarted = Learner(servers[0].store)  # type: ignore[arg-type]
@@ -164,9 +175,107 @@ async def test_a_new_server_gets_the_state_of_another_one_but_not_its_step_times
         async with ingress(fakes):
             await until(lambda: are_equal(servers))
             for each in servers:
-                assert each.store.get(latency.KIND, latency.KEY) == {"value": f'"{each.server.name}"'}
+                for name in measured:
+                    assert each.store.get(*name) == {"value": f'"{each.server.name}"'}
+            assert servers[1].store.get(auto.KIND, "4") is None
             servers[1].play(1)
             await until(lambda: are_equal(servers))
+
+
+@asynccontextmanager
+async def with_new_server(count: int) -> AsyncIterator[tuple[list[FakeServer], list[LearningServer]]]:
+    """Run servers, of which all but the last have learned what no log has any more."""
+    async with fake_servers(count) as fakes:
+        servers = [LearningServer(fake) for fake in fakes]
+        servers[0].play(0)
+        servers[0].learner.statistics.flush()
+        for each in servers[:-1]:
+            each.store.restore(servers[0].store.export())
+            each.start(each.store)
+        yield fakes, servers
+
+
+def refusing(app: ASGIApp | None, method: str, path: str, status: int, times: float = inf) -> ASGIApp:
+    """Let an app refuse a route so often."""
+    assert app is not None
+    refused = 0
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal refused
+        refuses = (scope["method"], scope["path"]) == (method, path) and refused < times
+        refused += refuses
+        await (JSONResponse({"error": {"message": "not now"}}, status) if refuses else app)(scope, receive, send)
+
+    return refuse
+
+
+def got(server: FakeServer, method: str, path: str) -> int:
+    """How often a server got a request."""
+    return sum((each.method, each.path) == (method, path) for each in server.received)
+
+
+@pytest.mark.parametrize(("at", "method"), [(0, "GET"), (1, "PUT")])
+async def test_a_new_server_gets_the_state_however_often_that_has_failed(
+    at: int, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharing, "MAX_COPY_WAIT", 0.01)
+    monkeypatch.setattr(sharing, "RETRY_SECONDS", 0.01)
+    async with with_new_server(2) as (fakes, servers):
+        fakes[at].app = refusing(fakes[at].app, method, sharing.STATE, 503, times=5)
+        servers[0].play(1)
+        async with ingress(fakes):
+            await until(lambda: got(fakes[at], method, sharing.STATE) > 5)
+            await until(lambda: are_equal(servers))
+    assert caplog.text.count("has not got what others have learned") == 1
+    assert "does not learn from the others" not in caplog.text
+
+
+async def test_of_two_servers_that_one_can_get_its_state_from_one_that_fails_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with with_new_server(3) as (fakes, servers):
+        fakes[0].app = refusing(fakes[0].app, "GET", sharing.STATE, 500)
+        async with ingress(fakes):
+            await until(lambda: are_equal(servers))
+            servers[0].play(1)
+            await until(lambda: are_equal(servers))
+        assert (got(fakes[0], "GET", sharing.STATE), got(fakes[1], "GET", sharing.STATE)) == (1, 1)
+    assert "does not learn from the others" not in caplog.text
+
+
+async def test_a_server_whose_source_is_killed_gets_the_state_of_another_one() -> None:
+    async with with_new_server(3) as (fakes, servers):
+
+        async def die(_: Request) -> Response:
+            await fakes[0].kill()
+            return Response()
+
+        app = FastAPI()
+        app.add_api_route(sharing.STATE, die)
+        fakes[0].app = passing_on(fakes[0].app, sharing.STATE, app)
+        async with ingress(fakes):
+            await until(lambda: are_equal(servers[1:]))
+
+
+def passing_on(app: ASGIApp | None, path: str, other: ASGIApp) -> ASGIApp:
+    """Let another app answer a route."""
+    assert app is not None
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        await (other if scope["path"] == path else app)(scope, receive, send)
+
+    return choose
+
+
+async def test_a_server_that_does_not_take_the_state_learns_from_observations(caplog: pytest.LogCaptureFixture) -> None:
+    async with with_new_server(2) as (fakes, servers):
+        fakes[1].app = refusing(fakes[1].app, "PUT", sharing.STATE, 413)
+        servers[0].play(1)
+        async with ingress(fakes):
+            await until(lambda: bool(servers[1].learned))
+            await asyncio.sleep(0.2)
+        assert got(fakes[1], "PUT", sharing.STATE) == 1
+    assert caplog.text.count("did not get what others have learned") == 1
 
 
 async def test_another_ingress_repeats_nothing() -> None:
@@ -217,7 +326,8 @@ async def test_an_answer_that_is_not_understood_leaves_a_server_out(
             await until(lambda: "does not learn from the others" in caplog.text)
 
 
-async def test_what_a_server_refuses_is_not_sent_again() -> None:
+@pytest.mark.parametrize("groups", [3, 60])
+async def test_what_a_server_refuses_is_not_sent_again(groups: int, caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(2) as (running, servers):
 
         async def refuse(request: Request) -> Response:
@@ -228,12 +338,65 @@ async def test_what_a_server_refuses_is_not_sent_again() -> None:
         servers[1].server.app = None
         for method in ("GET", "POST"):
             servers[1].server.on(method, OBSERVATIONS, refuse)
-        servers[0].play(0, 3)
+        servers[0].play(0, groups)
         sent = servers[0].learner.exchange.log.last
-        await until(lambda: any(got.method == "POST" for got in servers[1].server.received))
+        while await counted(running, "refused") < sent:
+            await asyncio.sleep(0.01)
+        posts = got(servers[1].server, "POST", OBSERVATIONS)
         await asyncio.sleep(0.3)
-        assert sum(got.method == "POST" for got in servers[1].server.received) == 1
+        assert got(servers[1].server, "POST", OBSERVATIONS) == posts
         assert await counted(running, "refused") == sent
+        assert caplog.text.count("refused observations") == 1
+
+
+@pytest.mark.parametrize("status", [400, 413])
+async def test_of_many_observations_only_those_that_are_wrong_are_refused(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(2) as (running, servers):
+        wrong = {3, 60}
+        app = servers[1].server.app
+
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["method"] == "GET":
+                await app(scope, receive, send)  # type: ignore[misc]
+                return
+            message = await receive()
+            numbers = {each["number"] for each in json.loads(message["body"])["observations"]}
+
+            async def again() -> Message:
+                return message
+
+            await (JSONResponse({"error": {"message": "no"}}, status) if numbers & wrong else app)(scope, again, send)  # type: ignore[misc]
+
+        servers[1].server.app = refuse
+        servers[0].play(0, 80)
+        log = servers[0].learner.exchange.log
+        assert log.last > 100
+        await until(lambda: servers[1].learner.exchange.positions.of(log.life) == log.last)
+        await asyncio.sleep(0.2)
+        assert await counted(running, "learned") == log.last - 2
+        assert (await counted(running, "refused"), await counted(running, "missed")) == (2, 0)
+        assert caplog.text.count("refused observations") == 1
+
+
+async def test_a_server_that_has_dropped_the_position_of_another_one_learns_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(positions, "MAX_LIVES", 2)
+    async with cluster(2) as (running, servers):
+        servers[0].play(0)
+        await until(lambda: are_equal(servers))
+        turns = got(servers[1].server, "GET", OBSERVATIONS)
+        await until(lambda: got(servers[1].server, "GET", OBSERVATIONS) > turns + 1)
+        for life in ("other", "another"):
+            servers[1].learner.exchange.positions.set(life, 1)
+        assert servers[0].learner.exchange.log.life not in servers[1].learner.exchange.positions.all
+        sent = got(servers[1].server, "POST", OBSERVATIONS)
+        turns = got(servers[1].server, "GET", OBSERVATIONS)
+        await until(lambda: got(servers[1].server, "GET", OBSERVATIONS) > turns + 3)
+        assert got(servers[1].server, "POST", OBSERVATIONS) == sent
+        assert await counted(running, "repeated") == 0
 
 
 async def test_observations_go_with_the_ingresss_own_key() -> None:
@@ -242,8 +405,8 @@ async def test_observations_go_with_the_ingresss_own_key() -> None:
             each.server.needs_key = True
         servers[0].play(0)
         await until(lambda: are_equal(servers))
-        sent = [got for each in servers for got in each.server.received if got.path == OBSERVATIONS]
-        assert {got.headers.get("authorization") for got in sent} == {"Bearer secret"}
+        sent = [each for server in servers for each in server.server.received if each.path == OBSERVATIONS]
+        assert {each.headers.get("authorization") for each in sent} == {"Bearer secret"}
 
 
 async def test_without_a_key_that_it_needs_an_ingress_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from darts_server.exceptions import Conflict, InvalidRequest, StateDamaged, Stat
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
 from darts_server.http.resources.groups import StateAnswer
+from darts_server.rollout.allocation import auto
 from darts_server.rollout.learned import latency
 from darts_server.rollout.learned.prompts import KIND
 
@@ -30,10 +31,14 @@ class State(Protocol):
 
 
 class Learner(Protocol):
-    """Says whether this server has learned anything yet."""
+    """Says whether this server has learned anything yet, and writes what it has."""
 
     @property
     def is_new(self) -> bool: ...
+
+    def flush(self) -> None:
+        """Put all of it into the store."""
+        ...
 
 
 def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
@@ -49,6 +54,7 @@ def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> A
     async def save() -> Response:
         """Return learned state as one file."""
         async with exporting:
+            learner.flush()  # the file says which groups are in it
             data = await run_sync(state.export)
         return Response(
             data,
@@ -63,7 +69,7 @@ def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> A
             bool,
             Query(
                 description="For an ingress: the file is another server's. It is refused with a 409 if this one has "
-                "learned anything, and its step times are left out."
+                "learned anything, and its step times, and what `auto` has measured, are left out."
             ),
         ] = False,
     ) -> StateAnswer:
@@ -72,7 +78,7 @@ def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> A
             data = await read_body(request, max_bytes)
             if if_new and not learner.is_new:
                 raise Conflict("if_new", "this server has learned something already; it learns from observations")
-            keep = (latency.KIND,) if if_new else ()
+            keep = (latency.KIND, auto.KIND) if if_new else ()
             return StateAnswer(prompts=await run_sync(_restore, state, data, keep))
 
     return api

@@ -5,8 +5,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
@@ -31,13 +31,25 @@ STATE_SECONDS = 600.0
 RETRY_SECONDS = 30.0
 """After a refusal: a key is missing, or the server is of another version."""
 PER_REQUEST = 256
-MAX_COPIES = 3
-"""Attempts to copy state to a replica that is new."""
+PER_TURN = 32
+"""Observations that are read in one turn of the event loop, which takes one or two milliseconds."""
+REFUSALS = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""Statuses with which the same observations would be refused again."""
+MAX_SINGLE = 8
+"""Observations of a request that are found out one by one to be refused: more are due to the replica, not to them."""
+MAX_COPY_WAIT = 60.0
+"""Seconds between two attempts to copy state to a replica that is new; the first ones follow in seconds."""
+WARN_COPIES = 3
+"""Attempts that fail before that is a warning: servers start and stop."""
 KEY_REMEDY = "set DARTS_ADMIN_API_KEY for the ingress"
 
 
 class Refused(Exception):
     """A replica does not take part."""
+
+
+class NoState(Exception):
+    """A replica does not return its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +62,32 @@ class Status:
 
 
 @dataclass(slots=True)
+class Copies:
+    """The attempts to copy state to a replica in its present life. ``is_settled``: it has it, or does not take it."""
+
+    failed: int = 0
+    retry_at: float = 0.0
+    is_settled: bool = False
+
+    def fail(self, now: float) -> None:
+        """Count an attempt that failed; the next one is made later."""
+        self.failed += 1
+        self.retry_at = now + min(2.0 ** (self.failed - 1), MAX_COPY_WAIT)
+
+
+@dataclass(slots=True)
 class Participant:
-    """What is known of a replica. ``copies``: attempts to copy state to it in this life."""
+    """What is known of a replica. ``no_state_until``: when its state is read again, after that failed."""
 
     status: Status | None = None
-    copies: int = 0
+    copies: Copies = field(default_factory=Copies)
+    no_state_until: float = 0.0
     retry_at: float = 0.0
     refusal: str = ""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Numbers of observations that it refused, by life."""
+    """Numbers of the last observations that it refused, by life."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """How many it refused since it has learned from others of that life: it counts them as missing then."""
 
 
 class Sharing:
@@ -118,15 +147,20 @@ class Sharing:
             del self._running[name]
 
     async def _turn(self, member: Member, participant: Participant) -> None:
-        """Read what a replica has observed, and send it what it lacks."""
+        """Read what a replica has observed, and send it what it lacks.
+
+        One that is new gets nothing until it has another one's state: it takes none when it has learned anything.
+        """
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await self._read(member, participant)
-            if await self._copy_state(member, participant):
+            participant.refusal = ""
+            if (sources := self._sources_for(member, participant)) is not None:
+                if not await self._copy_state(member, participant, sources):
+                    return
                 async with asyncio.timeout(REQUEST_SECONDS):
                     await self._read(member, participant)
             await self._send(member, participant)
-            participant.refusal = ""
         except (ReplicaFailure, TimeoutError) as error:
             logger.debug("observations were not exchanged with %s: %s", member.name, error)
         except Refused as error:
@@ -146,12 +180,16 @@ class Sharing:
         while True:
             after = "" if feed is None else f"?after={feed.life}:{feed.last}"
             found = _json(await fetch(member.replica, Outgoing("GET", f"{PATH}{after}", self._headers)))
-            status = participant.status = _status(found)
+            status = _status(found)
             if before is not None and before.life != status.life:
-                participant.copies = 0
-            before = status
+                participant.copies = Copies()
+            elif before is not None:  # a server that has learned from many drops those that it has for the longest time
+                status = replace(status, learned={**before.learned, **status.learned})
+            before = participant.status = status
             feed = self._feeds.setdefault(status.life, Feed(status.life))
-            for each in found["observations"]:
+            for place, each in enumerate(found["observations"]):
+                if place % PER_TURN == PER_TURN - 1:
+                    await asyncio.sleep(0)
                 feed.add(each["number"], json.dumps(each, separators=(",", ":")))
             if len(found["observations"]) < PER_REQUEST:
                 self._drop_gone()
@@ -175,49 +213,92 @@ class Sharing:
             known = max(status.learned.get(feed.life, 0), participant.skipped.get(feed.life, 0))
             lacking = feed.after(known)
             while some := list(islice(lacking, PER_REQUEST)):
-                await self._post(member, participant, feed.life, some)
+                await self._send_some(member, participant, feed.life, some)
 
-    async def _post(
+    async def _send_some(
         self, member: Member, participant: Participant, life: str, observations: Sequence[tuple[int, str]]
     ) -> None:
+        """Send observations of a life in one request, and in smaller ones until only what is wrong is refused."""
+        parts, refusals, last = [observations], 0, ""
+        while parts:
+            part = parts.pop()
+            answer = await self._post(member, part)
+            if answer.status not in REFUSALS:
+                counts = _json(answer)
+                missed = max(0, counts.get("missed", 0) - participant.refused.pop(life, 0))
+                for outcome, count in {**counts, "missed": missed}.items():
+                    self.report(member.name, outcome, count)
+            elif len(part) > 1 and refusals < MAX_SINGLE:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]  # the first half next: they are learned from in order
+            else:
+                refusals += 1
+                last = _message(answer)
+                participant.skipped[life] = part[-1][0]
+                participant.refused[life] = participant.refused.get(life, 0) + len(part)
+                self.report(member.name, "refused", len(part))
+        if refusals:
+            logger.warning("replica %s refused observations: %s", member.name, last)
+
+    async def _post(self, member: Member, observations: Sequence[tuple[int, str]]) -> WholeAnswer:
         body = '{"observations":[' + ",".join(text for _, text in observations) + "]}"
         headers = [*self._headers, (b"content-type", b"application/json")]
         async with asyncio.timeout(REQUEST_SECONDS):
-            answer = await fetch(member.replica, Outgoing("POST", PATH, headers, body.encode()))
-        if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):  # and so it would be again
-            logger.warning("replica %s refused observations: %s", member.name, _message(answer))
-            participant.skipped[life] = observations[-1][0]
-            self.report(member.name, "refused", len(observations))
-            return
-        for outcome, count in _json(answer).items():
-            self.report(member.name, outcome, count)
+            return await fetch(member.replica, Outgoing("POST", PATH, headers, body.encode()))
 
     # --- replicas that are new ----------------------------------------------
 
-    async def _copy_state(self, member: Member, participant: Participant) -> bool:
-        """Copy what another replica has learned to one that has learned nothing, where observations are not enough.
-
-        Returns whether it was copied.
-        """
+    def _sources_for(self, member: Member, participant: Participant) -> list[Member] | None:
+        """Return the replicas whose state a new one should get; ``None`` if observations are enough for it."""
         assert participant.status is not None
-        if not participant.status.is_new or participant.copies >= MAX_COPIES:
+        if not participant.status.is_new or participant.copies.is_settled:
+            return None
+        return [each for each in self._members if each is not member and self._has_more(each)] or None
+
+    async def _copy_state(self, member: Member, participant: Participant, sources: Sequence[Member]) -> bool:
+        """Copy what another replica has learned to one that has learned nothing.
+
+        Returns whether this is settled. Otherwise it is tried again, with another source if that was the reason.
+        """
+        now, copies = time.monotonic(), participant.copies
+        source = next((each for each in sources if now >= self._participants[each.name].no_state_until), None)
+        if source is None or now < copies.retry_at:
             return False
-        source = next((each for each in self._members if each is not member and self._has_more(each)), None)
-        if source is None:
-            return False
-        participant.copies += 1
         logger.info("replica %s gets what %s has learned", member.name, source.name)
-        async with (
-            asyncio.timeout(STATE_SECONDS),
-            opened(source.replica, Outgoing("GET", STATE, self._headers)) as state,
-        ):
-            if state.status != HTTPStatus.OK:
-                raise Refused(f"{source.name} does not return its state: status {state.status}")
-            request = Outgoing("PUT", f"{STATE}?if_new=true", self._headers, state.chunks())
-            answer = await fetch(member.replica, request)
+        try:
+            answer = await self._copy(source, member)
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise ReplicaFailure(_message(answer))
+        except (ReplicaFailure, NoState, TimeoutError) as error:
+            if isinstance(error, NoState) and (giver := self._participants.get(source.name)) is not None:
+                giver.no_state_until = time.monotonic() + RETRY_SECONDS
+            copies.fail(time.monotonic())
+            level = logging.WARNING if copies.failed == WARN_COPIES else logging.DEBUG
+            why = str(error) or f"it was not copied within {STATE_SECONDS:.0f} s"
+            logger.log(
+                level, "replica %s has not got what others have learned, and is tried again: %s", member.name, why
+            )
+            return False
         if answer.status not in (HTTPStatus.OK, HTTPStatus.CONFLICT):
             logger.warning("replica %s did not get what others have learned: %s", member.name, _message(answer))
-        return answer.status == HTTPStatus.OK
+        copies.is_settled = True
+        return True
+
+    async def _copy(self, source: Member, member: Member) -> WholeAnswer:
+        """
+        Raises:
+            NoState: the source returns none.
+            ReplicaFailure, TimeoutError
+        """
+        async with asyncio.timeout(STATE_SECONDS), AsyncExitStack() as stack:
+            try:
+                state = await stack.enter_async_context(opened(source.replica, Outgoing("GET", STATE, self._headers)))
+            except ReplicaFailure as error:
+                raise NoState(str(error)) from error
+            if state.status != HTTPStatus.OK:
+                raise NoState(f"{source.name} does not return its state: status {state.status}")
+            request = Outgoing("PUT", f"{STATE}?if_new=true", self._headers, state.chunks())
+            return await fetch(member.replica, request)
 
     def _has_more(self, member: Member) -> bool:
         """Whether a replica has learned from more than the observations that are here."""

@@ -56,6 +56,11 @@ class Exchange(GroupObserver):
         """Whether this server has learned nothing about prompts and policies yet."""
         return not self.positions.all and not self._statistics.dataset.has_learned
 
+    def flush(self) -> None:
+        """Write everything that was learned; how far that is was written with each group."""
+        self.forget_replaced()
+        self._statistics.flush()
+
     # --- own observations ---------------------------------------------------
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -108,6 +113,7 @@ class Exchange(GroupObserver):
             self.forget_replaced()
             for each in observations[begin : begin + PER_TURN]:
                 self._learn_once(each, result)
+            self._statistics.dataset.flush()  # else a killed process would have the positions without this part
             self.positions.save()
             await asyncio.sleep(0)
         return result

@@ -60,7 +60,8 @@ class Positions:
         """Add what restored state has learned from. What was learned from before is not learned from again."""
         for life, number in (self._stored.load(KEY) or {}).items():
             self.set(life, max(number, self.of(life)))
-        self.save()
+        if self._numbers:
+            self.save()
 
     def save(self) -> None:
         self._stored.save(KEY, self._numbers)

@@ -50,6 +50,34 @@ async def test_each_observation_counts_once_also_if_it_comes_several_times_at_on
     assert one.learned == two.learned
 
 
+async def test_whatever_was_learned_from_others_is_written_with_how_far_that_is() -> None:
+    one, two = Learner(), Learner()
+    play(one, np.random.default_rng(0), 60)
+    await two.learn_from(one.sent())
+    written = dict(two.documents.kept)
+    two.statistics.flush()
+    assert two.documents.kept == written
+
+
+async def test_a_state_has_all_of_the_groups_that_it_says_are_in_it() -> None:
+    one, two = Learner(), Learner()
+    play(one, np.random.default_rng(0), 20)
+    one.exchange.flush()
+    two.documents.restore(one.documents.kept)
+    assert await two.learn_from(one.sent()) == (0, one.exchange.log.last, 0)
+    assert two.learned == one.learned
+
+
+async def test_a_state_that_was_restored_is_not_overwritten_by_what_was_learned_before() -> None:
+    one, two = Learner(), Learner()
+    for number, each in enumerate((one, two)):
+        play(each, np.random.default_rng(number), 20)
+    two.exchange.flush()
+    one.documents.restore(two.documents.kept)
+    one.exchange.flush()
+    assert one.learned == two.learned
+
+
 async def test_what_others_have_observed_is_not_passed_on() -> None:
     one, two = Learner(), Learner()
     play(one, np.random.default_rng(0), 20)
