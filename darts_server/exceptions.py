@@ -6,7 +6,8 @@
     ├── InvalidRequest         the caller's mistake: names the field and the remedy
     │   ├── NotFound           the requested resource does not exist
     │   ├── Conflict           contradicts an earlier request under the same name
-    │   └── TooLarge           the request's body exceeds the route's limit
+    │   ├── TooLarge           the request's body exceeds the route's limit
+    │   └── NotAcceptable      the answer has none of the forms that the request accepts
     ├── Unauthorized           no valid key for the route
     ├── Forbidden              the route is closed to this caller, with any key
     ├── Overloaded             too many requests are pending: retry later
@@ -66,6 +67,10 @@ class Conflict(InvalidRequest):
 
 class TooLarge(InvalidRequest):
     """The request's body is larger than the route's limit."""
+
+
+class NotAcceptable(InvalidRequest):
+    """The answer has none of the forms that the request accepts."""
 
 
 class Unauthorized(DartsError):

@@ -6,6 +6,8 @@ from typing import Any, Self
 from pydantic import BaseModel, Field
 
 from darts_server.http.body import Body
+from darts_server.http.json_encoding import encode_ascii
+from darts_server.http.resources.rollouts_encoding import group_fields
 from darts_server.http.resources.rollouts_models import MAX_PROMPTS, GroupOut, PromptIn
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.results import GroupResult
@@ -207,5 +209,4 @@ class DroppedOut(BaseModel):
 
 def encode_group(result: GroupResult) -> bytes:
     """Encode a group as consumers get it, in ASCII."""
-    text = GroupOut.of(result).model_dump_json()
-    return (text if text.isascii() else json.dumps(json.loads(text), separators=(",", ":"))).encode()
+    return encode_ascii(group_fields(result)).encode()

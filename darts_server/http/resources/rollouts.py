@@ -2,34 +2,33 @@
 
 import asyncio
 import hashlib
-from io import BytesIO
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import InvalidRequest, NotAcceptable
+from darts_server.http.accept import choose_media_type
 from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
+from darts_server.http.resources.rollouts_encoding import encode_answer, encode_tensors
 from darts_server.http.resources.rollouts_events import stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
     CohortIn,
     DeadlineIn,
     DeadlineOut,
-    GroupOut,
     PlanOut,
     RolloutsIn,
     RolloutsOut,
-    UnfinishedOut,
-    usage_of,
 )
 from darts_server.http.sse import MEDIA_TYPE
+from darts_server.http.token_tensors import MEDIA_TYPE as SAFETENSORS
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
 from darts_server.rollout.allocation.shared import CohortPart, Grant, SharedDeadline
-from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
@@ -58,7 +57,24 @@ LAST = Header(
     description="Of a stream: the number of the last event that was received.",
     json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
-ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
+JSON = "application/json"
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            MEDIA_TYPE: {"schema": {"type": "string"}},
+            SAFETENSORS: {
+                "schema": {
+                    "type": "string",
+                    "format": "binary",
+                    "description": "Without `stream`, for `Accept: application/vnd.safetensors`. Tensors: `offsets` "
+                    "(int64), `token_ids` (int32), `logprobs` (float32; left out if not requested), and `answer` "
+                    "(uint8): the JSON answer, with the number of a row in place of each list of `token_ids` and "
+                    "`logprobs`. Row i is from `offsets[i]` to `offsets[i + 1]`.",
+                }
+            },
+        }
+    }
+}
 
 
 def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
@@ -73,9 +89,11 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         raw = await read_body(request, MAX_BODY_BYTES)
         key = None if idempotency_key is None else await _idempotency_key(idempotency_key, raw)
         body = await parse_body(RolloutsIn, raw, "prompts")
+        answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
+        media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
         batch_request = await converted(_batch_request, body, raw)
-        batch = await batches.open(batch_request, AnswerFormat(StreamMode(body.stream), body.chunk_tokens), key)
-        return await _respond(request, batch, 0)
+        batch = await batches.open(batch_request, answer_format, key)
+        return await _respond(request, batch, 0, media_type)
 
     @api.post("/rollouts/plan", openapi_extra=json_body(RolloutsIn))
     async def plan(request: Request, servers: Annotated[int, SERVERS] = 1) -> PlanOut:
@@ -96,11 +114,13 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         """Reconnect to a batch that was sent with an Idempotency-Key, while it runs or is kept."""
         after = 0 if last_event_id is None else _event_number(last_event_id)
         batch = batches.find(batch_id)
-        if batch.answer_format.stream is not StreamMode.OFF and after > batch.feed.last_number:
+        streams = batch.answer_format.stream is not StreamMode.OFF
+        media_type = choose_form(request.headers, streams=streams)
+        if streams and after > batch.feed.last_number:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )
-        return await _respond(request, batch, after)
+        return await _respond(request, batch, after, media_type)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -120,40 +140,38 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     return api
 
 
-async def _respond(request: Request, batch: BatchRun, after: int) -> Response:
+def choose_form(headers: Headers, *, streams: bool) -> str:
+    """Return the media type of a batch's answer.
+
+    Raises:
+        NotAcceptable
+    """
+    # OpenAI's clients accept JSON alone, also of answers that they request as a stream.
+    if (found := choose_media_type(headers, (MEDIA_TYPE, JSON) if streams else (JSON, SAFETENSORS))) is None:
+        offers = MEDIA_TYPE if streams else f"{JSON} or {SAFETENSORS}"
+        other = "without" if streams else "with"
+        raise NotAcceptable(
+            "Accept", f'this answer can be {offers}; {other} "stream" in the request it has another form'
+        )
+    return found
+
+
+async def _respond(request: Request, batch: BatchRun, after: int, media_type: str) -> Response:
     if batch.answer_format.stream is not StreamMode.OFF:
         return stream_events(batch, after)
     with batch.listen():
-        return await while_connected(request, _answer(batch))
+        return await while_connected(request, _answer(batch, media_type))
 
 
-async def _answer(batch: BatchRun) -> Response:
+async def _answer(batch: BatchRun, media_type: str = JSON) -> Response:
     done = await batch.wait()
     errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
     if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
         raise errors[0]
-    # In a thread: a large answer takes seconds. The interpreter is free for the event loop between two trajectories.
-    return Response(await asyncio.to_thread(_encode, batch, done), media_type="application/json")
-
-
-def _encode(batch: BatchRun, done: BatchDone) -> bytes:
-    head = RolloutsOut(
-        id=batch.batch_id,
-        policy=batch.policy,
-        groups=[],  # the first field of that name in the text below: callers have no influence on those before it
-        survivors=batch.survivors,
-        sampling=dict(batch.sampling),
-        unfinished=[UnfinishedOut.of(prompt) for prompt in done.unfinished],
-        carried=done.carried,
-        usage=usage_of(done),
-    )
-    before, after = head.model_dump_json().encode().split(b'"groups":[]', 1)
-    answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
-    answer.write(before + b'"groups":[')
-    for place, group in enumerate(sorted(done.results, key=lambda result: result.number)):
-        answer.write(b"," * (place > 0) + GroupOut.of(group).model_dump_json().encode())
-    answer.write(b"]" + after)
-    return answer.getvalue()
+    # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
+    if media_type == SAFETENSORS:
+        return (await asyncio.to_thread(encode_tensors, batch, done)).response()
+    return Response(await asyncio.to_thread(encode_answer, batch, done), media_type=JSON)
 
 
 def _batch_request(body: RolloutsIn) -> BatchRequest:

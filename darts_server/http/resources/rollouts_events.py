@@ -3,8 +3,10 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from darts_server.http.resources.rollouts_models import CohortOut, GroupOut, UnfinishedOut, error_object, usage_of
-from darts_server.http.sse import EventStream, encode
+from darts_server.http.json_encoding import encode_ascii
+from darts_server.http.resources.rollouts_encoding import group_fields
+from darts_server.http.resources.rollouts_models import CohortOut, UnfinishedOut, error_object, usage_of
+from darts_server.http.sse import EventStream, encode, encode_text
 from darts_server.rollout.batches.events import (
     BatchDone,
     BatchFailed,
@@ -40,23 +42,26 @@ async def event_chunks(listener: Listener, stream: StreamMode) -> AsyncGenerator
 
 def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
     """Encode an event; ``number`` is its id, for Last-Event-ID."""
-    name, data = _name_and_data(event, stream)
+    match event:  # those with tokens: fast
+        case TokenDelta(name, group, start, token_ids, logprobs):
+            place = {"trajectory_id": name, "number": group, "start": start}
+            return encode_text("delta", encode_ascii({**place, "token_ids": token_ids, "logprobs": logprobs}), number)
+        case GroupEnded(result):
+            left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
+            return encode_text("group", encode_ascii(group_fields(result, left_out)), number)
+    name, data = _name_and_data(event)
     return encode(name, data, number)
 
 
-def _name_and_data(event: Event, stream: StreamMode) -> tuple[str, dict[str, Any]]:
+def _name_and_data(
+    event: BatchStarted | NeedsReported | TrajectorySelected | CandidateDiscarded | BatchDone | BatchFailed,
+) -> tuple[str, dict[str, Any]]:
     match event:
-        case TokenDelta(name, number, start, token_ids, logprobs):
-            place = {"trajectory_id": name, "number": number, "start": start}
-            return "delta", {**place, "token_ids": token_ids, "logprobs": logprobs}
         case TrajectorySelected(name, number, sample, cut):
             what = {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}
             return "trajectory", {"trajectory_id": name, "number": number, **what, "cut": cut}
         case CandidateDiscarded(name, number, length, reason):
             return "discard", {"trajectory_id": name, "number": number, "length": length, "reason": reason}
-        case GroupEnded(result):
-            left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-            return "group", GroupOut.of(result).model_dump(mode="json", exclude=left_out)
         case BatchStarted(batch_id, policy, groups, survivors, sampling, cohort):
             what = {"id": batch_id, "policy": policy, "groups": groups}
             of_part = {} if cohort is None else {"cohort": CohortOut.of(cohort).model_dump()}

@@ -23,12 +23,14 @@ from darts_server.http.resources.trajectories import (
     Cut,
     DiscardedOut,
     GeneratedOut,
+    Logprobs,
     NumShortest,
     Quality,
     SampledFrom,
     SampleOut,
     Sampling,
     SelectedAs,
+    TokenIds,
     TrajectoryId,
     UsageOut,
     Weight,
@@ -211,8 +213,8 @@ class PartialOut(BaseModel):
     """What a pruned candidate had generated, up to its last checkpoint."""
 
     trajectory_id: TrajectoryId
-    token_ids: list[int]
-    logprobs: list[float] | None = Field(description="Null unless sampling.logprobs requests them.")
+    token_ids: TokenIds
+    logprobs: Logprobs | None = Field(description="Null unless sampling.logprobs requests them.")
     survival: float = Field(description="Probability with which it would have passed all of its checkpoints.")
     checkpoints: list[CheckpointOut]
 
@@ -401,8 +403,8 @@ def _partial(result: GroupResult, candidate: CandidateRecord) -> PartialOut:
     prefix = (result.prefixes or {})[candidate.index]
     return PartialOut(
         trajectory_id=f"{result.group_id}:{candidate.index}",
-        token_ids=list(prefix.token_ids),
-        logprobs=None if prefix.logprobs is None else list(prefix.logprobs),
+        token_ids=prefix.token_ids,
+        logprobs=prefix.logprobs,
         survival=candidate.survival,
         checkpoints=_checkpoints(candidate),
     )

@@ -1,13 +1,32 @@
 """Fields of trajectories, candidates and token counts, shared by the answers of several routes."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PlainSerializer, SerializationInfo, SkipValidation, WithJsonSchema
 
 from darts_server.records import CandidateRecord
 from darts_server.types import DiscardReason, FinishReason, Sample
 from darts_server.types import SelectedAs as Selection
 
+
+def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any]:
+    return list(values) if info.mode_is_json() else values
+
+
+# Neither checked nor copied: arrays stay as the engine's side made them, until `encode_json` writes them.
+TokenIds = Annotated[
+    Sequence[int],
+    SkipValidation,
+    PlainSerializer(_dump_values),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
+]
+Logprobs = Annotated[
+    Sequence[float],
+    SkipValidation,
+    PlainSerializer(_dump_values),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}}),
+]
 TrajectoryId = Annotated[str, Field(description="The group's id, a colon, the candidate's index.")]
 SelectedAs = Annotated[
     Selection | None,
@@ -46,8 +65,8 @@ class GeneratedOut(BaseModel):
     """What a candidate has generated."""
 
     trajectory_id: TrajectoryId
-    token_ids: list[int]
-    logprobs: list[float] | None = Field(
+    token_ids: TokenIds
+    logprobs: Logprobs | None = Field(
         description="Log-probs of these tokens; null unless sampling.logprobs requests them."
     )
     text: str
@@ -100,8 +119,8 @@ def generated_fields(
     """Return the fields of `GeneratedOut`."""
     return {
         "trajectory_id": trajectory_id,
-        "token_ids": list(sample.token_ids),
-        "logprobs": None if sample.logprobs is None or not with_logprobs else list(sample.logprobs),
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs if with_logprobs else None,
         "text": sample.text,
         "length": len(sample.token_ids),
         "weight_version_start": None if candidate is None else candidate.weight_version_start,

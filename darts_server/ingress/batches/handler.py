@@ -5,13 +5,15 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from darts_server.exceptions import DartsError
+from darts_server.exceptions import DartsError, NotAcceptable
+from darts_server.http.accept import choose_media_type
 from darts_server.http.errors import body_of
-from darts_server.http.sse import EventStream, encode, encode_text
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode, encode_text
 from darts_server.ingress.batches.budget import Planner
 from darts_server.ingress.batches.events import GROUP, Event
 from darts_server.ingress.batches.request import Batch, read_batch
@@ -20,10 +22,12 @@ from darts_server.ingress.call import Call, to_response
 from darts_server.ingress.everyone.hold import Hold
 from darts_server.ingress.forwarding.forward import Forwarder
 from darts_server.ingress.replicas.fleet import Fleet
+from darts_server.ingress.replicas.replica import Outgoing
 from darts_server.ingress.routing.router import KeyedRequest, RoutedRequest, Router
 from darts_server.ingress.routing.terms import Terms
 
 KEY_HEADER = "idempotency-key"
+JSON = "application/json"
 _CARRIES = re.compile(rb'"carr(?:y|ied)"\s*:')
 _GROUP_SIZE = re.compile(rb'"group_size"\s*:\s*(\d{1,5})')
 
@@ -56,7 +60,9 @@ class Batches:
             candidates = (int(size[1]) if size else 1) * (1 if batch is None else len(batch.prompts))
             await self._forward(call, RoutedRequest(self._router, Terms(scope, max(1, candidates))))
             return None
-        divided = DividedBatch(batch, call.outgoing, scope, self._fleet, self._router, self._hold, self._planner)
+        _check_accept(call, bool(batch.stream))
+        part = _as_part(call.outgoing)
+        divided = DividedBatch(batch, part, scope, self._fleet, self._router, self._hold, self._planner)
         try:
             return await (_stream(divided) if batch.stream else _answer(divided))
         except PartRefused as refused:
@@ -64,6 +70,24 @@ class Batches:
 
     async def _forward(self, call: Call, placement: KeyedRequest | RoutedRequest) -> None:
         await self._forwarder.forward(call.outgoing, placement, call.reply, call.received_at)
+
+
+def _check_accept(call: Call, streams: bool) -> None:
+    """
+    Raises:
+        NotAcceptable: the caller does not accept the answer to a divided batch, which is merged from events.
+    """
+    if choose_media_type(call.request.headers, (MEDIA_TYPE, JSON) if streams else (JSON,)) is None:
+        raise NotAcceptable(
+            "Accept",
+            f"a batch that is divided among servers is answered as {MEDIA_TYPE if streams else JSON}; accept that, too"
+            + ("" if streams else ", or send the batch with an Idempotency-Key, with which it runs on one server"),
+        )
+
+
+def _as_part(outgoing: Outgoing) -> Outgoing:
+    """Leave out what the caller accepts: parts are streamed, whatever their caller gets."""
+    return replace(outgoing, headers=[(name, value) for name, value in outgoing.headers if name.lower() != b"accept"])
 
 
 async def _answer(divided: DividedBatch) -> Response:
@@ -79,7 +103,7 @@ async def _answer(divided: DividedBatch) -> Response:
     tail = {name: head.pop(name) for name in ("survivors", "sampling")} | _end(divided)
     texts = b",".join(groups[number].data for number in sorted(groups))
     body = json.dumps(head).encode()[:-1] + b', "groups": [' + texts + b"], " + json.dumps(tail).encode()[1:]
-    return Response(body, media_type="application/json")
+    return Response(body, media_type=JSON)
 
 
 async def _stream(divided: DividedBatch) -> Response:

@@ -1,0 +1,98 @@
+"""Tokens and log-probs of an answer as tensors, in the form of a safetensors file."""
+
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import StreamingResponse
+
+MEDIA_TYPE = "application/vnd.safetensors"
+CHUNK_BYTES = 256 * 1024
+CHUNK_ROWS = 1024
+"""Sent at a time, at most: converting them takes no more than some milliseconds, whatever they are made of."""
+ALIGNMENT = 8
+I64, I32, F32, U8 = (np.dtype(name) for name in ("<i8", "<i4", "<f4", "u1"))
+NAMES = {I64: "I64", I32: "I32", F32: "F32", U8: "U8"}
+
+
+class TokenTensors:
+    """Rows of tokens, of any lengths, and ``answer``: the rest of the answer, which refers to rows by their numbers.
+
+    The tensors are `offsets` (int64, [rows + 1]), `token_ids` (int32) and `logprobs` (float32), whose row i is from
+    offset i to offset i + 1, and `answer` (uint8): JSON. Rows without log-probs have NaN; `logprobs` is left out if
+    no row has any. Only references to the rows are kept, and they are converted while they are sent.
+    """
+
+    def __init__(self) -> None:
+        self.answer = b""
+        self._token_ids: list[Sequence[int]] = []
+        self._logprobs: list[Sequence[float] | None] = []
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> int:
+        """Add a row; return its number."""
+        self._token_ids.append(token_ids)
+        self._logprobs.append(logprobs)
+        return len(self._token_ids) - 1
+
+    def response(self) -> StreamingResponse:
+        """Create the response that sends them."""
+        header = self._header()
+        length = len(header) + sum(values * dtype.itemsize for _, dtype, values in self._layout())
+        return StreamingResponse(self._chunks(header), media_type=MEDIA_TYPE, headers={"Content-Length": str(length)})
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return any(row is not None for row in self._logprobs)
+
+    def _layout(self) -> list[tuple[str, np.dtype[Any], int]]:
+        """Name, type and number of values of each tensor, in the order of the file: those of large values first."""
+        tokens = sum(map(len, self._token_ids))
+        logprobs = [("logprobs", F32, tokens)] if self._has_logprobs else []
+        offsets = ("offsets", I64, len(self._token_ids) + 1)
+        return [offsets, ("token_ids", I32, tokens), *logprobs, ("answer", U8, len(self.answer))]
+
+    def _header(self) -> bytes:
+        fields: dict[str, Any] = {}
+        begin = 0
+        for name, dtype, values in self._layout():
+            end = begin + values * dtype.itemsize
+            fields[name] = {"dtype": NAMES[dtype], "shape": [values], "data_offsets": [begin, end]}
+            begin = end
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    async def _chunks(self, header: bytes) -> AsyncIterator[bytes]:
+        lengths = [len(row) for row in self._token_ids]
+        yield header + np.cumsum([0, *lengths], dtype=I64).tobytes()
+        for chunk in _joined(values for row in self._token_ids for values in _converted(row, I32)):
+            yield chunk
+        if self._has_logprobs:
+            rows = (
+                np.full(length, np.nan) if row is None else row
+                for row, length in zip(self._logprobs, lengths, strict=True)
+            )
+            for chunk in _joined(values for row in rows for values in _converted(row, F32)):
+                yield chunk
+        for start in range(0, len(self.answer), CHUNK_BYTES):
+            yield self.answer[start : start + CHUNK_BYTES]
+
+
+def _converted(row: Any, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    values = CHUNK_BYTES // dtype.itemsize
+    for start in range(0, len(row), values):
+        yield np.asarray(row[start : start + values], dtype).tobytes()
+
+
+def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    joined: list[bytes] = []
+    size = 0
+    for part in parts:
+        joined.append(part)
+        size += len(part)
+        if size >= CHUNK_BYTES or len(joined) >= CHUNK_ROWS:
+            yield b"".join(joined)
+            joined, size = [], 0
+    if joined:
+        yield b"".join(joined)
