@@ -11,6 +11,7 @@ with Client("http://localhost:8000") as client:
 
 from ._async_client import AsyncClient
 from ._async_rollouts import AsyncRollouts
+from ._batch import Batch
 from ._errors import (
     BadRequest,
     ConnectionFailed,
@@ -64,6 +65,7 @@ __all__ = [
     "AsyncClient",
     "AsyncRollouts",
     "BadRequest",
+    "Batch",
     "CandidateRecord",
     "Checkpoint",
     "Client",

@@ -12,6 +12,7 @@ from ._async_queue import AsyncQueueApi
 from ._async_resources import AsyncGroupsApi, AsyncPolicyApi, AsyncPromptsApi, AsyncStateApi, AsyncWeightsApi
 from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
+from ._batch import Batch, batch_options, batch_request, read_batch
 from ._completions import completion_request, first_model, parse_groups, parse_models
 from ._io import AsyncLock, as_completed, async_sleep
 from ._models import AbortedTrajectory, Event, Group, WireModel, parse_response
@@ -29,7 +30,7 @@ from ._requests import (
 )
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
-from ._stream import BatchReader, completed_group, every_event
+from ._stream import ROLLOUTS, BatchReader, completed_group, every_event
 from ._votes import Score, Vote, Weights, check_vote, vote_body
 
 ItemT = TypeVar("ItemT")
@@ -321,6 +322,40 @@ class AsyncClient:
         `prompts` may be an iterator without an end. See `queue.stream`, whose arguments these are.
         """
         return self.queue.stream(prompts, group_size=group_size, max_tokens=max_tokens, ahead=ahead, **options)
+
+    async def batch(
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int,
+        durable: bool = True,
+        idempotency_key: str | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Batch:
+        """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
+
+        ```python
+        batch = await client.batch(prompts, group_size=8, max_tokens=512)
+        batch.groups, batch.usage
+        ```
+
+        The arguments are those of `rollouts`. `timeout`, by default the client's, bounds the seconds of one request. A
+        durable batch whose connection is lost is sent again, and found by its key; if its caller is cancelled, it is
+        cancelled on the server a minute later. If all groups fail, the first error is raised.
+        """
+        request = batch_request(
+            prompts,
+            group_size=group_size,
+            max_tokens=max_tokens,
+            durable=durable,
+            idempotency_key=idempotency_key,
+            **options,
+        )
+        limit = self._transport.options.request_timeout(timeout)
+        response = await self._transport.request("POST", ROLLOUTS, timeout=limit, **batch_options(request))
+        return read_batch(request, response)
 
     async def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""

@@ -1,11 +1,11 @@
 """What a caller gets: groups of trajectories, and the events of a stream."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, ValidationInfo, WrapValidator
 
 from ._errors import ProtocolError, StatusError
 
@@ -21,10 +21,21 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def parse(model: type[ModelT], content: str | bytes, source: str) -> ModelT:
-    """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model."""
+class Rows(Protocol):
+    """Tokens that an answer has outside of its JSON, by the numbers of their rows."""
+
+    def token_ids(self, row: int) -> tuple[int, ...]: ...
+
+    def logprobs(self, row: int) -> tuple[float, ...]: ...
+
+
+def parse(model: type[ModelT], content: str | bytes, source: str, rows: Rows | None = None) -> ModelT:
+    """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
+
+    With `rows` it has the number of a row in place of each list of tokens, and of log-probs.
+    """
     try:
-        return model.model_validate_json(content)
+        return model.model_validate_json(content, context=rows)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"]) or "body"
@@ -34,6 +45,22 @@ def parse(model: type[ModelT], content: str | bytes, source: str) -> ModelT:
 def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     """Parse the body of a response, as `parse` does."""
     return parse(model, response.content, response.url.path)
+
+
+def _read_token_ids(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    return _read_list(value, handler) if info.context is None else info.context.token_ids(value)
+
+
+def _read_logprobs(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    return _read_list(value, handler) if info.context is None else info.context.logprobs(value)
+
+
+def _read_list(value: Any, handler: Callable[[Any], Any]) -> Any:
+    return handler(tuple(value) if isinstance(value, list) else value)  # parsed already: a list is not strictly a tuple
+
+
+TokenIds = Annotated[tuple[int, ...], WrapValidator(_read_token_ids)]
+Logprobs = Annotated[tuple[FiniteFloat, ...], WrapValidator(_read_logprobs)]
 
 
 class Checkpoint(WireModel):
@@ -94,8 +121,8 @@ class PartialTrajectory(WireModel):
     """
 
     trajectory_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[FiniteFloat, ...] | None
+    token_ids: TokenIds
+    logprobs: Logprobs | None
     survival: FiniteFloat
     checkpoints: tuple[Checkpoint, ...]
 
@@ -108,8 +135,8 @@ class AbortedTrajectory(WireModel):
     """
 
     trajectory_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[FiniteFloat, ...] | None
+    token_ids: TokenIds
+    logprobs: Logprobs | None
     text: str
     finish_reason: Literal["abort", "stop", "length"]
     weight_version_start: int | None = None
@@ -202,8 +229,8 @@ class Delta(WireModel):
     trajectory_id: str
     number: int
     start: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[FiniteFloat, ...] | None
+    token_ids: TokenIds
+    logprobs: Logprobs | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,12 @@ class TransportOptions:
         if self.retries < 0:
             raise ValueError(f"retries must be at least 0, got {self.retries}")
 
-    def request_timeout(self) -> httpx.Timeout:
-        """Return httpx's timeouts for a response that is not streamed: the server is silent while it generates."""
-        return httpx.Timeout(self.timeout, connect=self.connect_timeout)
+    def request_timeout(self, timeout: float | None = None) -> httpx.Timeout:
+        """Return httpx's timeouts for a response that is not streamed: the server is silent while it generates.
+
+        `timeout`: of this request, instead of the client's.
+        """
+        return httpx.Timeout(self.timeout if timeout is None else timeout, connect=self.connect_timeout)
 
     def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:
         """Return httpx's timeouts for a stream: a silent one is a lost connection."""

@@ -15,12 +15,16 @@ from ._models import (
     Discarded,
     FinishReason,
     Group,
+    Logprobs,
     PartialTrajectory,
+    TokenIds,
     Trajectory,
     WireModel,
 )
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
+Stream = Literal["groups", "tokens"] | None
+"""How a batch is answered; None for one answer."""
 Carry = Literal["drop", "restart", "resume"]
 """What happens to prompts that are not decided when `num_groups` others are."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
@@ -39,7 +43,7 @@ class RolloutsRequest:
     num_groups: int
     group_size: int
     logprobs: bool
-    stream: Literal["groups", "tokens"]
+    stream: Stream
     content: bytes
     idempotency_key: str | None
     carried: bool = False
@@ -49,8 +53,8 @@ class TrajectoryPayload(WireModel):
     """A trajectory in a `group` event; in a token stream its tokens came before, in `delta` events."""
 
     trajectory_id: str
-    token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[FiniteFloat, ...] | None = None
+    token_ids: TokenIds | None = None
+    logprobs: Logprobs | None = None
     text: str
     finish_reason: FinishReason
     length: int
@@ -105,14 +109,18 @@ def rollouts_request(
     chunk_tokens: int | None,
     durable: bool,
     idempotency_key: str | None,
+    at_once: bool = False,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts`: a stream of tokens if `chunk_tokens` is given, else of groups."""
+    """Build one request for all of `prompts`: a stream of tokens if `chunk_tokens` is given, else of groups.
+
+    `at_once`: it is not streamed.
+    """
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
     prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
-    stream: Literal["groups", "tokens"] = "groups" if chunk_tokens is None else "tokens"
+    stream: Stream = None if at_once else "groups" if chunk_tokens is None else "tokens"
     own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "policy": {"name": policy} if isinstance(policy, str) else policy,
@@ -128,8 +136,7 @@ def rollouts_request(
         "prompts": prompt_list,
         "group_size": group_size,
         "sampling": drop_none(own_sampling) | dict(sampling),
-        "stream": stream,
-        **drop_none(options),
+        **drop_none({"stream": stream, **options}),
     }
     return RolloutsRequest(
         token_ids=tuple(tuple(p["token_ids"]) if "token_ids" in p else None for p in prompt_list),

@@ -1,0 +1,181 @@
+"""A batch that is answered at once: the request, and its answer, as tensors or as JSON. No I/O."""
+
+import json
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import httpx
+
+from ._errors import ProtocolError
+from ._models import Group, Unfinished, Usage, WireModel, parse
+from ._prompts import RolloutPrompts
+from ._rollouts import Carry, GroupPayload, RolloutsRequest, build_group, rollouts_request, tokens_in_payload
+
+TENSORS = "application/vnd.safetensors"
+ACCEPT = f"{TENSORS}, application/json;q=0.9"
+"""An ingress that divides the batch, and an earlier server, answer as JSON."""
+HEADER_LENGTH = 8
+TYPES = {"I64": "q", "I32": "i", "F32": "f", "U8": "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The answer to a batch. `groups` are in the order of the prompts, without those that failed, see `failed`.
+
+    `sampling`: the sampling parameters in force. `unfinished`: prompts whose groups were not needed, since `num_groups`
+    others came first. `carried`: number of prompts that the server keeps for later batches of this API key.
+    """
+
+    id: str
+    policy: str
+    sampling: Mapping[str, Any]
+    groups: tuple[Group, ...]
+    failed: tuple[Group, ...]
+    unfinished: tuple[Unfinished, ...]
+    carried: int
+    usage: Usage
+
+
+class _Answer(WireModel):
+    id: str
+    policy: str
+    survivors: bool = False
+    sampling: dict[str, Any] | None = None
+    groups: tuple[GroupPayload, ...]
+    unfinished: tuple[Unfinished, ...] = ()
+    carried: int = 0
+    usage: Usage
+
+
+class TokenRows:
+    """The tokens of an answer: rows of tensors, by their numbers."""
+
+    def __init__(self, offsets: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        self._offsets = offsets
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+
+    def token_ids(self, row: int) -> tuple[int, ...]:
+        """Return the token ids of a row; raise ValueError if there is none."""
+        return tuple(self._token_ids[self._place(row)])
+
+    def logprobs(self, row: int) -> tuple[float, ...]:
+        """Return the log-probs of a row; raise ValueError if there are none, or one is no number."""
+        if self._logprobs is None:
+            raise ValueError("there are no log-probs")
+        values = tuple(self._logprobs[self._place(row)])
+        if not isfinite(sum(values)):
+            raise ValueError(f"row {row} has a log-prob that is not finite")
+        return values
+
+    def _place(self, row: int) -> slice:
+        if type(row) is not int or not 0 <= row < len(self._offsets) - 1:
+            raise ValueError(f"there is no row {row!r}")
+        return slice(self._offsets[row], self._offsets[row + 1])
+
+
+def batch_request(
+    prompts: RolloutPrompts,
+    *,
+    group_size: int,
+    max_tokens: int,
+    durable: bool,
+    idempotency_key: str | None,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    policy: str | Mapping[str, Any] | None = None,
+    budget: int | None = None,
+    num_groups: int | None = None,
+    survivors: bool | None = None,
+    partial: bool = False,
+    carry: Carry | None = None,
+    carried: bool = False,
+    logprobs: bool = True,
+    **sampling: Any,
+) -> RolloutsRequest:
+    """Build a request that is answered at once. The arguments are those of the clients' `rollouts`."""
+    return rollouts_request(
+        prompts,
+        group_size=group_size,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        logprobs=logprobs,
+        sampling=sampling,
+        policy=policy,
+        budget=budget,
+        num_groups=num_groups,
+        survivors=survivors,
+        partial=partial,
+        carry=carry,
+        carried=carried,
+        chunk_tokens=None,
+        durable=durable,
+        idempotency_key=idempotency_key,
+        at_once=True,
+    )
+
+
+def batch_options(request: RolloutsRequest) -> dict[str, Any]:
+    """Return the transport's options for the request: a durable batch is found by its key when it is sent again."""
+    headers = {"Accept": ACCEPT, "Content-Type": "application/json"}
+    if request.idempotency_key is not None:
+        headers["Idempotency-Key"] = request.idempotency_key
+    return {"headers": headers, "content": request.content, "idempotent": request.idempotency_key is not None}
+
+
+def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
+    """Read the answer to a batch; raise ProtocolError if it does not have the groups that were requested."""
+    source = response.url.path
+    if response.headers.get("content-type") == TENSORS:
+        content, rows = _read_tensors(response.content, source)
+        answer = parse(_Answer, content, source, rows)
+    else:
+        answer = parse(_Answer, response.content, source)
+    prompts = len(answer.groups) + len(answer.unfinished)
+    numbers = sorted([*(group.number for group in answer.groups), *(prompt.number for prompt in answer.unfinished)])
+    if numbers != list(range(prompts)) or not _matches(prompts, request):
+        raise ProtocolError(f"{source}: {len(request.token_ids)} prompt(s) were sent, but the answer has {numbers}")
+    groups = [build_group(group, request, tokens_in_payload, answer.survivors) for group in answer.groups]
+    return Batch(
+        id=answer.id,
+        policy=answer.policy,
+        sampling=answer.sampling or {},
+        groups=tuple(group for group in groups if group.error is None),
+        failed=tuple(group for group in groups if group.error is not None),
+        unfinished=answer.unfinished,
+        carried=answer.carried,
+        usage=answer.usage,
+    )
+
+
+def _matches(prompts: int, request: RolloutsRequest) -> bool:
+    return prompts >= len(request.token_ids) if request.carried else prompts == len(request.token_ids)
+
+
+def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
+    """Read the answer's JSON and its rows from a safetensors file."""
+    try:
+        start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
+        fields: dict[str, Any] = json.loads(content[HEADER_LENGTH:start])
+        view = memoryview(content)[start:]
+        found = {name: _array(field, view) for name, field in fields.items() if name != "__metadata__"}
+        rows = TokenRows(found["offsets"], found["token_ids"], found.get("logprobs"))
+        return found["answer"].tobytes(), rows
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ProtocolError(f"{source}: the answer is not a file of the expected tensors: {exc!r}") from exc
+
+
+def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":  # 3.11 has no array[Any]
+    begin, end = field["data_offsets"]
+    values = array(TYPES[field["dtype"]])
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError(f"a tensor ends at {end} of {len(data)} bytes")
+    values.frombytes(data[begin:end])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
