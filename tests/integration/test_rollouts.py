@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import safetensors.numpy
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import Server
@@ -105,6 +106,26 @@ def test_streamed_groups_equal_those_of_one_answer(server: Server) -> None:
     streamed = sorted((data for name, data in events if name == "group"), key=lambda group: group["number"])
     tokens = [[t["token_ids"] for t in group["trajectories"]] for group in streamed]
     assert tokens == [[t["token_ids"] for t in group["trajectories"]] for group in whole]
+
+
+def test_tensors_have_exactly_the_numbers_of_the_json_answer(server: Server) -> None:
+    sampling = {"max_tokens": 200, "seed": 3, "logprobs": True}
+    body = {"prompts": [{"text": text} for text in prompts(6)], "group_size": SIZE, "sampling": sampling}
+    headers = {"Idempotency-Key": "both forms"}
+    url = f"{server.url}/darts/v1/rollouts"
+    answer = httpx.post(url, json=body, headers=headers, timeout=240).json()
+    again = httpx.post(url, json=body, headers={**headers, "Accept": "application/vnd.safetensors"}, timeout=240)
+    tensors = safetensors.numpy.load(again.content)
+    rest = json.loads(tensors["answer"].tobytes())
+    for group, expected in zip(rest["groups"], answer["groups"], strict=True):
+        for trajectory, whole in zip(group["trajectories"], expected["trajectories"], strict=True):
+            row = trajectory["token_ids"]
+            place = slice(*tensors["offsets"][row : row + 2])
+            trajectory["token_ids"] = tensors["token_ids"][place].tolist()
+            assert trajectory["logprobs"] == row
+            trajectory["logprobs"] = tensors["logprobs"][place].tolist()
+            assert trajectory == whole
+    assert rest == answer
 
 
 def test_a_batch_takes_chats_token_ids_keys_a_budget_and_policy_overrides(server: Server) -> None:
