@@ -198,7 +198,8 @@ class Control:
         measured = self._core.measured
         body = {name: getattr(measured, name) for name in Measured.__slots__}
         body |= {"ended": time.monotonic(), "running": self._core.running}
-        self._core.rate = float(scope["query_string"].decode() or self._core.rate)
+        if rate := scope["query_string"].decode().removeprefix("rate="):
+            self._core.rate = float(rate)
         self._core.measured = Measured()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
@@ -281,7 +282,7 @@ async def measure(server: Server, options: argparse.Namespace) -> list[tuple[flo
             while (await client.get(CONTROL)).json()["running"] < len(calling) * CANDIDATES:
                 await asyncio.sleep(SETTLE_SECONDS)
             for rate in options.rates:
-                await client.get(CONTROL, params=str(rate))
+                (await client.get(CONTROL, params={"rate": rate})).raise_for_status()
                 await asyncio.sleep(SETTLE_SECONDS)
                 await client.get(CONTROL)
                 cpu = cpu_seconds(process)

@@ -1,5 +1,6 @@
 """Tokens and log-probs of an answer as tensors, in the form of a safetensors file."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
@@ -37,9 +38,27 @@ class TokenTensors:
 
     def response(self) -> StreamingResponse:
         """Create the response that sends them."""
-        header = self._header()
-        length = len(header) + sum(values * dtype.itemsize for _, dtype, values in self._layout())
-        return StreamingResponse(self._chunks(header), media_type=MEDIA_TYPE, headers={"Content-Length": str(length)})
+        length = len(self._header()) + sum(values * dtype.itemsize for _, dtype, values in self._layout())
+        return StreamingResponse(self._sent(), media_type=MEDIA_TYPE, headers={"Content-Length": str(length)})
+
+    async def _sent(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks():  # in the event loop: a thread for each would take longer than it
+            yield chunk
+            await asyncio.sleep(0)  # sending yields to other tasks only once the socket's buffer is full
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the file in parts."""
+        lengths = [len(row) for row in self._token_ids]
+        yield self._header() + np.cumsum([0, *lengths], dtype=I64).tobytes()
+        yield from _joined(values for row in self._token_ids for values in _converted(row, I32))
+        if self._has_logprobs:
+            rows = (
+                np.full(length, np.nan) if row is None else row
+                for row, length in zip(self._logprobs, lengths, strict=True)
+            )
+            yield from _joined(values for row in rows for values in _converted(row, F32))
+        for start in range(0, len(self.answer), CHUNK_BYTES):
+            yield self.answer[start : start + CHUNK_BYTES]
 
     @property
     def _has_logprobs(self) -> bool:
@@ -62,21 +81,6 @@ class TokenTensors:
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
-
-    async def _chunks(self, header: bytes) -> AsyncIterator[bytes]:
-        lengths = [len(row) for row in self._token_ids]
-        yield header + np.cumsum([0, *lengths], dtype=I64).tobytes()
-        for chunk in _joined(values for row in self._token_ids for values in _converted(row, I32)):
-            yield chunk
-        if self._has_logprobs:
-            rows = (
-                np.full(length, np.nan) if row is None else row
-                for row, length in zip(self._logprobs, lengths, strict=True)
-            )
-            for chunk in _joined(values for row in rows for values in _converted(row, F32)):
-                yield chunk
-        for start in range(0, len(self.answer), CHUNK_BYTES):
-            yield self.answer[start : start + CHUNK_BYTES]
 
 
 def _converted(row: Any, dtype: np.dtype[Any]) -> Iterator[bytes]:

@@ -66,12 +66,13 @@ def _write_list(answer: BytesIO, items: Iterable[dict[str, Any]], tensors: Token
     answer.write(b"[")
     for place, fields in enumerate(items):
         if tensors is not None:
-            _take_tokens(fields, tensors)
+            take_tokens(fields, tensors)
         answer.write(b"," * (place > 0) + encode_json(fields))
     answer.write(b"]")
 
 
-def _take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
+def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
+    """Put the tokens of a group or an unfinished prompt into rows, and the rows' numbers in their places."""
     for name in TOKEN_LISTS:
         for item in fields.get(name) or ():
             row = tensors.add(item["token_ids"], item["logprobs"])
