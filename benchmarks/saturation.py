@@ -118,6 +118,14 @@ class ScriptedCore:
             self.measured.answers.append(time.monotonic() - at)
 
     async def run(self) -> None:
+        """Send messages; a failure is the engine's death."""
+        try:
+            await self._send()
+        except Exception as error:
+            self._core.outputs_queue.put_nowait(error)
+            raise
+
+    async def _send(self) -> None:
         """Send a message for each step when it is due, whether or not the earlier ones have been processed."""
         due = time.monotonic()
         while True:
@@ -134,15 +142,15 @@ class ScriptedCore:
 
     def _next_message(self, now: float) -> bytearray:
         self._step += 1
-        for name in self._ends.pop(self._step, ()):
-            if name in self._running:
-                self._running[name] = _named(name, self._last)
-                self._finished_at[self._groups[name]] = now
+        ended = [name for name in self._ends.pop(self._step, ()) if name in self._running]
+        for name in ended:
+            self._running[name] = _named(name, self._last)
+            self._finished_at[self._groups[name]] = now
         self.measured.sent += len(self._running)
         outputs = list(self._running.values())
         head = b"\x94\x00\xdd" + len(outputs).to_bytes(4, "big")  # engine 0, a list of outputs, no statistics, the time
         message = bytearray(b"".join([head, *outputs, b"\xc0\xcb", struct.pack(">d", now)]))
-        for name in [name for name, output in self._running.items() if output.endswith(self._last)]:
+        for name in ended:
             del self._running[name], self._groups[name]
         return message
 
@@ -166,8 +174,8 @@ class ScriptedCore:
             self.measured.lags.append(time.monotonic() - due)
 
 
-def _encoded_output(*, finished: bool) -> bytes:
-    """Encode a candidate's output of one token with its log-prob, behind its name."""
+def _encoded_output(*, finished: bool) -> tuple[bytes, bytes]:
+    """Encode a candidate's output of one token with its log-prob: what is before its name, and what is behind it."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import MsgpackEncoder
@@ -176,12 +184,13 @@ def _encoded_output(*, finished: bool) -> bytes:
     logprobs = LogprobsLists(one, np.array([[-0.5]], np.float32), np.array([1], np.int32))
     output = EngineCoreOutput("", [5], logprobs, finish_reason=FinishReason.STOP if finished else None)
     [frame] = MsgpackEncoder().encode(output)
-    return bytes(frame)
+    before, behind = bytes(frame).split(b"\xa0", 1)  # the empty name
+    return before, behind
 
 
-def _named(name: str, output: bytes) -> bytes:
-    text = name.encode()
-    return output[:1] + b"\xd9" + len(text).to_bytes(1, "big") + text + output[2:]
+def _named(name: str, output: tuple[bytes, bytes]) -> bytes:
+    text, (before, behind) = name.encode(), output
+    return before + b"\xd9" + len(text).to_bytes(1, "big") + text + behind
 
 
 class Control:
