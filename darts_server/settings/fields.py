@@ -218,13 +218,15 @@ class Settings(BaseSettings):
         ge=0,
         le=10_000_000,
         description="Maximum prompts in the queue that have not been acknowledged, for each API key; requests with "
-        "more get status 429.",
+        "more get status 429. Jobs that have few may have a quarter more together, so that one job does not stop the "
+        "others.",
     )
     queue_bytes: int = Field(
         1 << 30,
         ge=0,
         description="Maximum size of prompts and ready groups in the queue, half of it for each API key. Beyond it "
-        "requests with more prompts get status 429, and no group starts until others were acknowledged.",
+        "requests with more prompts get status 429, and no group starts until others were acknowledged. Jobs that have "
+        "little may have a quarter more together, so that one job does not stop the others.",
     )
     queue_lease_seconds: float = Field(
         600.0,

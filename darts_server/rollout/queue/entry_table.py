@@ -1,9 +1,9 @@
-"""All entries of the queue, with what they take: of their owner's quota, of the terms, and of the disk."""
+"""All entries of the queue, with what they take: of their job's quota, of the terms, and of the disk."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from darts_server.rollout.queue.entries import ENTRY, GROUP, PROMPT, TERMS, Entry, Terms
+from darts_server.rollout.queue.entries import ENTRY, GROUP, PROMPT, TERMS, Entry, JobId, Terms
 from darts_server.rollout.queue.history import Changes
 from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.queue.new_entries import NewEntries
@@ -30,12 +30,12 @@ class EntryTable:
         for entry in sorted((Entry.decode(value) for _, value in items(ENTRY)), key=lambda entry: entry.number):
             self.by_number[entry.number] = entry
             self.terms.count_loaded(entry.terms)
-            self._owners.add(entry.owner, prompts=1, prompt_bytes=entry.prompt_bytes, group_bytes=entry.group_bytes)
+            self._owners.add(entry.job, prompts=1, prompt_bytes=entry.prompt_bytes, group_bytes=entry.group_bytes)
 
-    def add(self, owner: str, new: NewEntries) -> None:
+    def add(self, job_id: JobId, new: NewEntries) -> None:
         """Add new entries, whose terms are counted already."""
         self.by_number.update((entry.number, entry) for entry in new.entries.values())
-        self._owners.add(owner, prompts=len(new.entries), prompt_bytes=new.size)
+        self._owners.add(job_id, prompts=len(new.entries), prompt_bytes=new.size)
         self._changes.update(new.changes)
 
     def save(self, entry: Entry) -> None:
@@ -44,14 +44,14 @@ class EntryTable:
     def set_group(self, entry: Entry, group: bytes | None) -> None:
         """Set an entry's group, encoded, or delete it."""
         size = 0 if group is None else len(group)
-        self._owners.add(entry.owner, group_bytes=size - entry.group_bytes)
+        self._owners.add(entry.job, group_bytes=size - entry.group_bytes)
         entry.group_bytes = size
         self._changes[GROUP, str(entry.number)] = group
 
     def remove(self, entry: Entry) -> None:
         """Delete an entry."""
         del self.by_number[entry.number]
-        self._owners.add(entry.owner, prompts=-1, prompt_bytes=-entry.prompt_bytes, group_bytes=-entry.group_bytes)
+        self._owners.add(entry.job, prompts=-1, prompt_bytes=-entry.prompt_bytes, group_bytes=-entry.group_bytes)
         for kind in (ENTRY, PROMPT, GROUP):
             self._changes[kind, str(entry.number)] = None
         self.terms.release(entry.terms)
@@ -66,7 +66,7 @@ class EntryTable:
         self._changes.update(dict.fromkeys((GROUP, str(number)) for number in (*each.ready, *each.leased)))
         prompt_bytes = sum(entry.prompt_bytes for entry in entries)
         self._owners.add(
-            each.job.id[0],
+            each.job.id,
             prompts=-len(entries),
             prompt_bytes=-prompt_bytes,
             group_bytes=prompt_bytes - each.bytes,

@@ -15,7 +15,7 @@ from darts_server.rollout.queue.jobs import Jobs
 from darts_server.rollout.queue.leases import Leases
 from darts_server.rollout.queue.new_entries import NewEntries, Numbers, conflict
 from darts_server.rollout.queue.owners import Owners, QueueLimits
-from darts_server.rollout.queue.shares import Shares
+from darts_server.rollout.queue.shares import AbleJobs, Shares
 
 MOVED_AT_ONCE = 100
 """Ready groups that start again in one turn of the event loop: some milliseconds."""
@@ -171,7 +171,7 @@ class Ledger:
             return PutResult(known.names, 0)
         self._remove_known(job_id, new)
         if new.entries or job_id not in self.jobs:
-            self._owners.check_room(job_id[0], len(new.entries), new.size)
+            self._owners.check_room(job_id, len(new.entries), new.size)
         if (empty := self.jobs.find_replaceable(job_id)) is not None:
             self.drop_unused(empty)
         if job_id not in self.jobs:
@@ -184,7 +184,7 @@ class Ledger:
             self._reset_taken(each, taken)
         if new.entries:
             self.entries.terms.use(new.terms, job_id, terms, len(new.entries))
-            self.entries.add(job_id[0], new)
+            self.entries.add(job_id, new)
             each.extend(new.entries)
         self.counts.put += len(new.entries)
         result = PutResult(new.names, len(new.entries))
@@ -204,19 +204,19 @@ class Ledger:
         """Start prompts while there is room, each of the owner, and of its job, that got least.
 
         ``expected``: returns how many tokens a group will take. ``size``: how much of the room. ``may_start``: whether
-        the owner of a prompt may start it now; if not, the others go on.
+        the owner of a prompt may start it now; if not, other jobs go on, see `Shares.pass_over`.
         """
-        able: dict[str, dict[JobId, None]] = {}
+        able = AbleJobs()
         for each in self.jobs:
-            if len(each.order) and self.waits_for(each) is None:
-                able.setdefault(each.job.id[0], {})[each.job.id] = None
+            if self._is_able(each):
+                able.add(each.job.id)
         started: list[Entry] = []
-        while room > 0 and able:
-            each = self.jobs[self._shares.choose(able)]
-            owner, most = each.job.id[0], each.startable(self.version)
+        while room > 0 and (chosen := self._shares.choose(able)) is not None:
+            each = self.jobs[chosen]
+            most = each.startable(self.version)
             entry = self.entries.by_number[each.order.peek(most, self.entries.by_number, expected)]
             if not may_start(entry):
-                del able[owner]
+                self._shares.pass_over(able, entry, expected(entry), each.job.options.weight)
                 continue
             each.remove(entry)
             entry.version = self.version
@@ -224,15 +224,13 @@ class Ledger:
             self._shares.start(entry, expected(entry), each.job.options.weight)
             started.append(entry)
             room -= size(entry)
-            if not len(each.order) or self.waits_for(each) is not None:
-                del able[owner][each.job.id]
-                if not able[owner]:
-                    del able[owner]
+            if not self._is_able(each):
+                able.remove(each.job.id)
         return started
 
     def waits_for(self, each: JobEntries) -> WaitsFor | None:
         """Return why no prompt of a job may start: ``weights`` or ``consumer``; ``None`` if one may."""
-        if self._owners.must_take_groups(each.job.id[0]):
+        if self._owners.must_take_groups(each.job.id):
             return "consumer"
         if each.startable(self.version) > 0:
             return None
@@ -319,6 +317,10 @@ class Ledger:
         return len(each.names)
 
     # --- helpers ------------------------------------------------------------
+
+    def _is_able(self, each: JobEntries) -> bool:
+        """Return whether a prompt of a job may start."""
+        return len(each.order) > 0 and self.waits_for(each) is None
 
     def _remove_known(self, job_id: JobId, new: NewEntries) -> None:
         """Remove the entries whose name the job has, or had.

@@ -28,15 +28,22 @@ class FairShare(Generic[T]):
         self._active: set[T] = set()
         self._now = 0.0
 
-    def choose(self, users: Collection[T]) -> T:
-        """Return who goes next; at least one of them has something to do, and no other has."""
-        able = set(users)
-        for user in able - self._active:
+    def choose(self, users: Collection[T], waiting: Collection[T] = ()) -> T:
+        """Return which of ``users``, at least one, goes next.
+
+        ``waiting``: who has something to do too, and cannot now; they keep their times. No other has.
+        """
+        active = {*users, *waiting}
+        for user in active - self._active:
             self._times[user] = max(self._times.get(user, 0.0), self._now)
-        self._active = able
+        self._active = active
         chosen = min(users, key=self._times.__getitem__)
         self._now = max(self._now, self._times[chosen])
         return chosen
+
+    def time(self, user: T) -> float:
+        """Return what a user got, divided by its weight, on the scale of all who have something to do."""
+        return self._times[user]
 
     def charge(self, user: T, amount: float, weight: float = 1.0) -> None:
         """Count an amount that a user got, or less than none to correct an earlier one."""

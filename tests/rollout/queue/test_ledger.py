@@ -1,10 +1,11 @@
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from darts_server.exceptions import Conflict, NotFound, QuotaReached, TooLarge
-from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState
+from darts_server.rollout.queue.entries import AckOutcome, Entry, EntryState, JobId
 from darts_server.rollout.queue.leases import EXPIRED_AT_ONCE
 from darts_server.rollout.queue.ledger import MOVED_AT_ONCE
 from darts_server.rollout.queue.new_entries import NewPrompt
@@ -370,6 +371,108 @@ def test_no_prompt_starts_while_groups_that_nobody_takes_have_too_many_bytes() -
     assert world.ledger.waits_for(world.ledger.jobs[JOB]) == "consumer"
     world.acknowledge(world.take()[0].lease or "")
     assert [entry.name for entry in world.start()] == ["b"]
+
+
+def finish(world: World, *entries: Entry, size: int = 100) -> None:
+    for entry in entries:
+        world.ledger.end(entry.number, b"x" * size, None, 1, failed=False)
+
+
+def take_all(world: World, job: JobId) -> list[str]:
+    """Take and acknowledge what is ready of a job."""
+    entries = world.ledger.leases.take(job, 1000, 1, world.now, LEASE)
+    names = [entry.name for entry in entries]
+    world.acknowledge(*(entry.lease or "" for entry in entries))
+    return names
+
+
+@pytest.mark.parametrize("overshoot", [1, 30])
+def test_a_job_whose_consumer_has_stalled_stops_no_other_job_of_its_owner(overshoot: int) -> None:
+    """Also if the groups that were running when the limit was reached exceed it by far."""
+    world = World(limits=QueueLimits(bytes=3200))
+    stalled = [("", "stalled"), ("", "stalled too")]
+    working = ("", "working")
+    names = [str(number) for number in range(100)]
+    for job in stalled:
+        world.put_to(job, prompts(*names))
+        while world.ledger.waits_for(world.ledger.jobs[job]) is None:
+            finish(world, *world.ledger.start(overshoot, lambda _: 1.0))
+    done: list[str] = []
+    for start in range(0, 100, 5):
+        world.put_to(working, prompts(*names[start : start + 5]))
+        while len(done) < start + 5:
+            started = world.ledger.start(2, lambda _: 1.0)
+            assert {entry.job for entry in started} == {working}
+            finish(world, *started)
+            done += take_all(world, working)
+    assert sorted(done) == sorted(names)
+    assert [world.ledger.waits_for(world.ledger.jobs[job]) for job in stalled] == ["consumer"] * 2
+
+
+def test_a_job_with_all_prompts_of_its_key_leaves_a_share_to_each_other_job() -> None:
+    world = World(limits=QueueLimits(prompts=160))
+    world.put_to(("", "all"), prompts(*map(str, range(160))))
+    with pytest.raises(QuotaReached, match=r"share of 10 beside"):
+        world.put_to(("", "all"), prompts("160"))
+    with pytest.raises(QuotaReached, match="share of 10 beside"):
+        world.put_to(("", "second"), prompts(*map(str, range(11))))
+    world.put_to(("", "second"), prompts(*map(str, range(8))))
+    with pytest.raises(QuotaReached):
+        world.put_to(("", "second"), prompts("8"))
+    world.put_to(("", "third"), prompts("0", "1"))
+    world.ledger.drop(("", "second"))
+    world.put_to(("", "third"), prompts(*map(str, range(2, 8))))
+    with pytest.raises(QuotaReached):
+        world.put_to(("", "all"), prompts("160"))
+    world.ledger.drop(("", "all"))
+    world.put_to(("", "third"), prompts(*map(str, range(152))))
+
+
+def test_many_jobs_of_an_owner_have_at_most_a_quarter_more_than_its_limit() -> None:
+    limits = QueueLimits(prompts=1000)
+    world = World(limits=limits)
+    put = [0] * 100
+    for job in range(100):
+        for number in range(1000):
+            try:
+                world.put_to(("", str(job)), prompts(str(number)))
+            except QuotaReached:
+                break
+            put[job] += 1
+    assert put[:3] == [1000, 50, 40]
+    assert 1200 <= sum(put) <= 1250
+
+
+def test_a_prompt_that_has_no_room_yet_delays_no_other_job_of_its_owner_and_starts_in_the_end() -> None:
+    """A key may have eight candidates: groups of eight need all of them, groups of one leave always some to others."""
+    world = World()
+    sizes = {("a", "large"): 8, ("a", "small"): 1}
+    for job in sizes:
+        world.put_to(job, prompts(*map(str, range(2000))))
+    running: list[Entry] = []
+    tokens = Counter[str]()
+    first: list[str] = []
+
+    def may_start(entry: Entry) -> bool:
+        if sum(sizes[each.job] for each in running) + sizes[entry.job] > 8:
+            return False
+        running.append(entry)
+        return True
+
+    def size(entry: Entry) -> float:
+        return 10.0 * sizes[entry.job]
+
+    [entry] = world.ledger.start(1, size, may_start=lambda entry: entry.job[1] == "small")
+    running.append(entry)
+    rng = random.Random(0)
+    for _ in range(1000):
+        world.ledger.start(100, size, may_start=may_start)
+        first = first or [entry.job[1] for entry in running]
+        ended = running.pop(rng.randrange(len(running)))
+        world.ledger.end(ended.number, b"", None, int(size(ended)), failed=False)
+        tokens[ended.job[1]] += int(size(ended))
+    assert first == ["small"] * 8, "the large one waits alone"
+    assert tokens["large"] == pytest.approx(tokens["small"], rel=0.1)
 
 
 def test_a_deleted_job_is_gone_from_the_disk_too() -> None:

@@ -275,6 +275,44 @@ async def test_prompts_that_a_key_may_not_have_in_flight_together_run_one_after_
         assert [json.loads(group.group)["error"] for group in await taking] == [None] * 5
 
 
+async def test_a_job_whose_consumer_has_stalled_stops_no_other_job_of_callers_without_a_key() -> None:
+    harness, nobody = Harness(script), Caller(None)
+    async with opened(harness, limits=QueueLimits(bytes=4000)) as queue:
+        await queue.put(nobody, put(*["10"] * 40, job="stalled"))
+        await run(harness)
+        while queue.waits_for(queue.jobs(nobody)[0]) is None:
+            await queue.put(nobody, put(*["10"] * 10, job="stalled"))
+            await run(harness)
+        for _ in range(3):
+            await queue.put(nobody, put("11", "12", job="other"))
+            taking = asyncio.create_task(queue.take(nobody, "other", 2, 30, 60))
+            await run(harness)
+            groups = await taking
+            assert content(groups) == ["11", "12"]
+            await queue.acknowledge(nobody, [group.lease for group in groups])
+        assert queue.waits_for(queue.jobs(nobody)[0]) == "consumer"
+
+
+async def test_a_prompt_that_waits_for_candidates_of_its_key_does_not_stop_its_other_jobs() -> None:
+    harness = Harness(script)
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, None, Bounds(None, max_per_caller=12))
+    async with opened(harness) as queue:
+        await queue.put(ME, put("5000", job="slow"))
+        await wait_for(queue, running=1)
+        large = Put("large", [PromptSpec(text="20")], [None], terms_of(8, {}, {}))
+        await queue.put(ME, large)
+        await queue.put(ME, put("10", job="small"))
+        taking = asyncio.create_task(queue.take(ME, "small", 1, 30, 60))
+        while not taking.done():
+            await harness.engine.step()
+            await asyncio.sleep(0.01)
+        assert content(await taking) == ["10"]
+        assert queue.meter.totals()[EntryState.RUNNING] == 1, "the slow one still runs"
+        taking = asyncio.create_task(queue.take(ME, "large", 1, 30, 60))
+        await run(harness)
+        assert json.loads((await taking)[0].group)["samples"] == 8
+
+
 def updated(harness: Harness, queue: Queue) -> None:
     harness.engine.weight_version += 1
     queue.update_ended(
