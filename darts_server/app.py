@@ -78,7 +78,7 @@ from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmQue
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.pull import AllowedHosts
-from darts_server.weights.rules import Rule, UpdateSettings
+from darts_server.weights.rules import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
@@ -265,7 +265,7 @@ def make_rooms(
 
     aborter: VllmAborter = TrajectoryAborter(rollouts, engine.renderer, provenance)
 
-    limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
+    limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log, queue)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)

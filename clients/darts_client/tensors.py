@@ -28,6 +28,8 @@ class Tensors:
     `prompt_ids`, `prompt_mask`: (N, P) int64 and bool, padded on the left; None unless all prompts have token ids.
     `completion_ids`, `completion_mask`: (N, C) int64 and bool, padded on the right.
     `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have them.
+    `weight_versions`: (N, C) int64, of the weights that sampled each token, 0 in the padding; None unless all
+    trajectories have `version_spans`.
     `rewards`, `advantages`: (N,) float32; None without rewards.
     `weights`: (N,) float32, 1 / (probability to be returned); None unless all trajectories have one.
     `group`: (N,) int64, the index of each trajectory's group.
@@ -38,6 +40,7 @@ class Tensors:
     completion_ids: Tensor
     completion_mask: Tensor
     logprobs: Tensor | None
+    weight_versions: Tensor | None
     rewards: Tensor | None
     advantages: Tensor | None
     weights: Tensor | None
@@ -83,6 +86,7 @@ def to_tensors(
         completion_ids=completion_ids,
         completion_mask=completion_mask,
         logprobs=_pad_logprobs([t for _, _, t in members], completion_mask),
+        weight_versions=_pad_versions([t for _, _, t in members], completion_mask),
         rewards=None if rows is None else torch.cat(rows),
         advantages=None if values is None else torch.cat(list(map(compute, groups, values))),
         weights=torch.tensor(weights) if len(weights) == len(members) else None,
@@ -108,6 +112,15 @@ def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | 
         return None
     padded = torch.zeros(mask.shape)
     padded[mask] = torch.tensor([value for row in rows for value in row])
+    return padded
+
+
+def _pad_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
+    if any(sum(tokens for _, tokens in t.version_spans) != t.length for t in trajectories):
+        return None
+    padded = torch.zeros(mask.shape, dtype=torch.int64)
+    versions = [version for t in trajectories for version, tokens in t.version_spans for _ in range(tokens)]
+    padded[mask] = torch.tensor(versions, dtype=torch.int64)
     return padded
 
 

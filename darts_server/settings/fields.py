@@ -249,11 +249,11 @@ class Settings(BaseSettings):
         description="Hosts from which new weights may be pulled over HTTP: HOST or HOST:PORT, separated by commas. "
         "Default: none.",
     )
-    weights_rule: Literal["finish", "keep", "restart"] = Field(
+    weights_rule: Literal["finish", "keep", "resume", "restart"] = Field(
         "finish",
         description="What happens to running groups when new weights arrive. finish: the update waits for them, and "
         "new groups wait for the update. keep: they pause and continue with the new weights, marked as mixed. restart: "
-        "they are stopped and restarted with the new weights.",
+        "they are stopped and restarted with the new weights. resume: another name of keep.",
     )
     weights_wait: float = Field(
         600.0, ge=0.001, le=86400, description="finish: timeout of that wait in seconds; then the old weights stay."

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 STEP_TIMEOUT = 300.0
 
@@ -15,6 +16,14 @@ class Rule(StrEnum):
     """Pause them, and continue with the new weights. Their trajectories are marked as mixed."""
     RESTART = "restart"
     """Stop them, and restart them with the new weights. Groups that were partly returned already are waited for."""
+
+
+RuleName = Literal["finish", "keep", "resume", "restart"]
+"""What callers may write: ``resume`` is another name of ``keep``."""
+
+
+def find_rule(name: RuleName) -> Rule:
+    return Rule.KEEP if name == "resume" else Rule(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,25 @@ def test_tensors_hold_all_tokens_and_logprobs_between_the_padding(batch: list[li
         assert (tensors.prompt_ids[n][~tensors.prompt_mask[n]] == pad_id).all()
 
 
+spans = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 5)), max_size=4)
+
+
+@given(st.lists(spans, min_size=1, max_size=5))
+def test_each_token_has_the_version_of_the_weights_that_sampled_it(members: list[list[tuple[int, int]]]) -> None:
+    expected = [[version for version, tokens in each for _ in range(tokens)] for each in members]
+    trajectories = tuple(
+        Trajectory(index, "", (1,) * len(row), None, "stop", version_spans=tuple(each))
+        for index, (each, row) in enumerate(zip(members, expected, strict=True))
+    )
+    tensors = to_tensors([Group("g", None, trajectories)])
+    assert tensors.weight_versions is not None
+    assert tensors.weight_versions.dtype == torch.int64
+    assert tensors.weight_versions.shape == tensors.completion_ids.shape
+    for versions, mask, row in zip(tensors.weight_versions, tensors.completion_mask, expected, strict=True):
+        assert versions[mask].tolist() == row
+        assert (versions[~mask] == 0).all()
+
+
 @given(st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_advantages_are_relative_to_their_group(rewards: list[list[float]]) -> None:
     groups = [group(*[([1], [0.0])] * len(row)) for row in rewards]
@@ -71,6 +90,7 @@ def test_fields_that_some_trajectories_lack_are_none() -> None:
     plain = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
     tensors = to_tensors([group(([1, 2], [0.0, -1.0])), plain])
     assert (tensors.prompt_ids, tensors.prompt_mask, tensors.logprobs) == (None, None, None)
+    assert tensors.weight_versions is None
     assert (tensors.rewards, tensors.advantages) == (None, None)
     assert tensors.completion_ids.tolist() == [[1, 2], [1, 0]]
 

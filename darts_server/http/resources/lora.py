@@ -1,6 +1,6 @@
 """``/darts/v1/weights/lora``: LoRA adapters for the model, pushed or read from a folder of the server's machine."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
@@ -23,6 +23,7 @@ from darts_server.http.resources.weights import (
     stage_seconds,
 )
 from darts_server.identifiers import LORA_NAME
+from darts_server.weights.rules import RuleName
 from darts_server.weights.updates import Updates
 
 MAX_CONFIG_CHARS = 4096
@@ -36,7 +37,7 @@ class LoraIn(Body):
     """A LoRA adapter on the server's machine."""
 
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
-    rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
+    rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
     stage: bool = Field(False, description=STAGE)
     expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
@@ -55,7 +56,7 @@ def routes(updates: Updates) -> APIRouter:
                 max_length=MAX_CONFIG_CHARS, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
             ),
         ],
-        rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
+        rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         stage: Annotated[bool, Query(description=STAGE)] = False,
         expires_after: ExpiresAfter = None,

@@ -1,10 +1,11 @@
 """``/darts/v1/weights/staged``: switch to weights that were staged, or drop them."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
 from darts_server.http.resources.weights import MAX_VERSION, RULE, WeightsAnswer, answer, rule_of
+from darts_server.weights.rules import RuleName
 from darts_server.weights.updates import Updates
 
 Id = Annotated[str, Path(description="`staged.id` of the weights.")]
@@ -17,7 +18,7 @@ def routes(updates: Updates) -> APIRouter:
     async def switch(
         staged_id: Id,
         rule: Annotated[
-            Literal["finish", "keep", "restart"] | None, Query(description=f"{RULE} Overrides that of the staging.")
+            RuleName | None, Query(description=f"{RULE} Overrides that of the staging.")
         ] = None,
         version: Annotated[
             int | None,

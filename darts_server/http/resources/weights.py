@@ -11,7 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.records import UpdateRecord
-from darts_server.weights.rules import Rule
+from darts_server.weights.rules import Rule, RuleName, find_rule
 from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates
 
@@ -21,7 +21,7 @@ MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
 MEDIA_TYPE = "application/octet-stream"
 VERSION_HEADER = "X-Darts-Weight-Version"
-RULE = "What happens to running groups; --weights-rule by default."
+RULE = "What happens to running groups; --weights-rule by default. `resume` is another name of `keep`."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
 STAGE = "Only check and keep the weights, until `/darts/v1/weights/staged/ID:switch` serves them."
@@ -39,7 +39,7 @@ class WeightsIn(Body):
 
     path: str = Field("", description="Safetensors file, or a folder of them, under --weights-root.")
     url: str = Field("", description="Safetensors file to pull over HTTP from one of --weights-hosts.")
-    rule: Literal["finish", "keep", "restart"] | None = Field(None, description=RULE)
+    rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
     partial: bool = Field(False, description=PARTIAL)
     stage: bool = Field(False, description=STAGE)
@@ -154,7 +154,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
         request: Request,
-        rule: Annotated[Literal["finish", "keep", "restart"] | None, Query(description=RULE)] = None,
+        rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
         stage: Annotated[bool, Query(description=STAGE)] = False,
@@ -186,8 +186,8 @@ def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
     return lambda limit: chunks_of(request, limit)
 
 
-def rule_of(rule: str | None) -> Rule | None:
-    return None if rule is None else Rule(rule)
+def rule_of(rule: RuleName | None) -> Rule | None:
+    return None if rule is None else find_rule(rule)
 
 
 def stage_seconds(stage: bool, expires_after: float | None) -> float | None:

@@ -48,6 +48,17 @@ def test_the_switch_takes_a_rule_and_a_version_and_keeps_the_weights_before(
     assert model.values == dict.fromkeys(SHAPES, 0)
 
 
+def test_resume_is_another_name_of_keep(here: TestClient, tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", 6, "layers.0.weight")
+    answers = [
+        here.put(f"{URL}?rule=resume", content=save(tensors(5))),
+        here.post(URL, json={"path": "one.safetensors", "partial": True, "rule": "resume"}),
+    ]
+    staged = here.put(f"{URL}?stage=true", content=save(tensors(7))).json()["staged"]
+    answers.append(here.post(f"{URL}/staged/{staged['id']}:switch?rule=resume"))
+    assert [(answer.status_code, answer.json()["last"]["rule"]) for answer in answers] == [(200, "keep")] * 3
+
+
 def test_staged_weights_are_dropped(here: TestClient, tmp_path: Path) -> None:
     staged = here.put(f"{URL}?stage=true", content=save(tensors(5))).json()["staged"]
     second = here.put(f"{URL}?stage=true", content=save(tensors(6)))
