@@ -1,6 +1,11 @@
 """Train the tiny task by GRPO with darts-server; about two minutes on two CPU cores.
 
     python -m examples.tiny_rl.train --policy darts_cut
+    python -m examples.tiny_rl.train --policy off --prompts-ahead 0.5
+    python -m examples.tiny_rl.train --policy off --max-staleness 1
+
+The second is tail batching: half as many prompts more are started in each step, and those that are not among the first
+to be complete start again in the next one. The third samples each batch while the one before is trained on.
 
 Each step requests a group of trajectories for each of 16 prompts, computes rewards, updates the policy, reports the
 rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the
@@ -300,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             log = stack.enter_context((options.out / "log.jsonl").open("w"))
             learner, recipe = Learner(options.model), Recipe(options.steps)
-            steps = train(client, Method(options.policy), learner, recipe, options.seed)
+            steps = train(client, options.method, learner, recipe, options.seed)
             entries = run(steps, options.steps, log)
         picture(entries, options.policy, options.out / "training.png")
         print(f"Log: {options.out / 'log.jsonl'}\nPicture: {options.out / 'training.png'}")
@@ -329,6 +334,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
+    add("--prompts-ahead", type=float, default=0.0, metavar="SHARE", help="prompts started in addition (default: none)")
+    add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
     add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the shipped model)")
@@ -343,6 +350,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    if not options.prompts_ahead >= 0:
+        parser.error("--prompts-ahead must be at least 0")
+    if options.prompts_ahead and options.max_staleness:
+        parser.error("--max-staleness 1 does not go with --prompts-ahead")
+    options.method = Method(options.policy, started=1 + options.prompts_ahead, staleness=options.max_staleness)
     return options
 
 

@@ -1,6 +1,10 @@
 """Train the tiny task by TRL's GRPOTrainer with darts-server; a few minutes on two CPU cores.
 
     python -m examples.tiny_rl.train_trl --policy darts_cut
+    python -m examples.tiny_rl.train_trl --policy off --prompts-ahead 0.5
+    python -m examples.tiny_rl.train_trl --policy off --max-staleness 1
+
+The second and the third are tail batching and one-step-off training, see `DartsGRPOTrainer`.
 
 Task, rewards, recipe and the evaluation at the end are those of `train.py`; loop, loss and optimizer are TRL's. Every
 entry that TRL logs is a line in log.jsonl; those of its own evaluation (unshaped, like the one at the end) have the
@@ -156,8 +160,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             kind: Literal["group", "unbiased"] = "unbiased" if options.unbiased else "group"
+            ahead = {"prompts_ahead": options.prompts_ahead, "max_staleness": options.max_staleness}
             trainer = make_trainer(
-                url, options.policy, recipe, options.seed, options.out, options.model, options.lora, kind
+                url, options.policy, recipe, options.seed, options.out, options.model, options.lora, kind, ahead
             )
             before = held_out_score(trainer, client, recipe)
             start = time.perf_counter()
@@ -179,6 +184,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train_trl", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
+    add("--prompts-ahead", type=float, default=0.0, metavar="SHARE", help="prompts started in addition (default: none)")
+    add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
     add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the shipped model)")
@@ -197,6 +204,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--steps must be at least 1")
     if options.lora is not None and options.lora < 1:
         parser.error("--lora must be at least 1")
+    if not options.prompts_ahead >= 0:
+        parser.error("--prompts-ahead must be at least 0")
+    if options.unbiased and (options.prompts_ahead or options.max_staleness):
+        parser.error("--unbiased does not go with --prompts-ahead and --max-staleness")
     return options
 
 

@@ -253,7 +253,28 @@ def test_picture_is_a_png_however_short_the_run_was(tmp_path: Path, steps: int) 
     assert len(data) > 20_000
 
 
-@pytest.mark.parametrize("argv", [["--steps", "0"], ["--seed", "x"]])
+@pytest.mark.parametrize(
+    ("argv", "method"),
+    [
+        ([], Method("darts_cut")),
+        (["--policy", "off", "--prompts-ahead", "0.5"], Method("off", started=1.5)),
+        (["--policy", "off", "--max-staleness", "1"], Method("off", staleness=1)),
+    ],
+)
+def test_the_flags_choose_the_method(argv: Sequence[str], method: Method) -> None:
+    assert train.arguments(argv).method == method
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--steps", "0"],
+        ["--seed", "x"],
+        ["--prompts-ahead", "-1"],
+        ["--max-staleness", "2"],
+        ["--max-staleness", "1", "--prompts-ahead", "0.5"],
+    ],
+)
 def test_invalid_options_are_rejected(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         train.arguments(argv)

@@ -41,7 +41,23 @@ def test_the_summary_has_both_evaluations_and_the_counts_of_rewards() -> None:
     assert "75 reached their trajectory, 5 did not" in text
 
 
-def test_there_is_at_least_one_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_ahead_and_staleness_are_those_of_the_trainer() -> None:
+    options = arguments(["--prompts-ahead", "0.5", "--max-staleness", "1"])
+    assert (options.prompts_ahead, options.max_staleness) == (0.5, 1)
+    assert (arguments([]).prompts_ahead, arguments([]).max_staleness) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--prompts-ahead", "-1"], "--prompts-ahead must be at least 0"),
+        (["--max-staleness", "2"], "--max-staleness"),
+        (["--unbiased", "--max-staleness", "1"], "--unbiased does not go with"),
+        (["--unbiased", "--prompts-ahead", "1"], "--unbiased does not go with"),
+    ],
+)
+def test_invalid_options_are_rejected(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments(["--steps", "0"])
-    assert "--steps must be at least 1" in capsys.readouterr().err
+        arguments(argv)
+    assert message in capsys.readouterr().err
