@@ -115,7 +115,8 @@ class AsyncWeightsApi:
 
         `rule`: what happens to running groups. "finish" waits for them, "keep" continues them with the new weights,
         "restart" starts them again with the new weights; the default is the server's setting. "resume" is another name
-        of "keep". `version` defaults to the one after the version that is served. With `partial` tensors may be missing, and keep their values.
+        of "keep". `version` defaults to the one after the version that is served. With `partial` tensors may be
+        missing, and keep their values.
         """
         body = await async_run_blocking(AsyncBody, source)
         return await self.push_stream(body, body.size, rule=rule, version=version, partial=partial)

@@ -17,9 +17,7 @@ def routes(updates: Updates) -> APIRouter:
     @api.post("/weights/staged/{staged_id}:switch")
     async def switch(
         staged_id: Id,
-        rule: Annotated[
-            RuleName | None, Query(description=f"{RULE} Overrides that of the staging.")
-        ] = None,
+        rule: Annotated[RuleName | None, Query(description=f"{RULE} Overrides that of the staging.")] = None,
         version: Annotated[
             int | None,
             Query(ge=0, le=MAX_VERSION, description="Version of the new weights; `staged.version` by default."),
