@@ -166,7 +166,15 @@ class AsyncQueueApi:
         `error` is set. `options` are those of `put`, but for `job`, `ids` and `idempotency_key`. At the end, whatever
         its cause, the job is deleted; after a `break` at once under `aclosing`. That of a process that is killed is
         deleted after `expires_after` seconds, six hours by default.
+
+        There is no `carry`, as no prompt is left undecided: with `max_staleness=0`, `groups_per_version` and
+        `groups_ahead` the slow ones start again under the next weights, as with `carry="restart"`.
         """
+        if "carry" in options:
+            raise TypeError(
+                "a stream has no carry: it yields a group for every prompt; max_staleness=0 with groups_per_version "
+                "and groups_ahead starts slow ones again under the next weights"
+            )
         if own := options.keys() & {"job", "ids", "idempotency_key"}:
             raise TypeError(
                 f"a stream has its own {', '.join(sorted(own))}; use queue.put and queue.take to choose them"

@@ -204,6 +204,11 @@ def test_what_a_stream_chooses_is_no_option(client: Client, option: str) -> None
         next(client.stream(["a"], **(SIZES | {option: "x"})))
 
 
+def test_a_stream_has_no_carry_and_says_what_does_the_same(client: Client) -> None:
+    with pytest.raises(TypeError, match=r"no carry.*groups_ahead"):
+        next(client.stream(["a"], carry="restart", **SIZES))
+
+
 def test_each_put_of_a_stream_has_a_key_of_its_own(queue: FakeQueue, client: Client) -> None:
     queue.lose_puts = 1
     assert len(list(client.stream(iter(names("p", 5)), ahead=2, **SIZES))) == 5
