@@ -17,6 +17,8 @@ from darts_client.integrations._sampling import Sampler
 
 pytestmark = pytest.mark.anyio
 URL = "http://darts"
+PROMPT_TOKENS = 2
+"""Of every prompt, as the server counts."""
 Choice = dict[str, Any]
 
 
@@ -44,7 +46,8 @@ class Served:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}, {"id": "tiny:raw"}]})
             case "/v1/completions":
-                return httpx.Response(200, json={"id": "cmpl-1", "choices": [self.choices.pop(0)]})
+                answer = {"id": "cmpl-1", "choices": [self.choices.pop(0)]}
+                return httpx.Response(200, json=answer | {"usage": {"prompt_tokens": PROMPT_TOKENS}})
         return httpx.Response(200, json={"version": 7})
 
     @property
@@ -256,6 +259,22 @@ async def test_slime_and_miles_get_what_they_append_to_a_sample(reason: str) -> 
 async def test_an_aborted_sample_without_tokens_is_one_too() -> None:
     answer = await call(Served(choice(reason="abort")), "/generate", SLIME)
     assert answer.json()["meta_info"]["output_token_logprobs"] == []
+
+
+async def test_slimes_samples_say_which_weights_made_them() -> None:
+    """slime's rollout appends it to `Sample.weight_versions`, where it is in the answer."""
+    served = Served(choice(5), choice(6))
+    versions = [(await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"]]
+    served.failing["/darts/v1/weights"] = httpx.Response(200, json={"version": 8})
+    versions.append((await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"])
+    assert versions == ["7", "8"]
+
+
+async def test_a_text_of_slimes_has_as_many_tokens_as_the_server_counts() -> None:
+    served = Served(choice(5))
+    body = {name: value for name, value in SLIME.items() if name != "input_ids"} | {"text": "a much longer text"}
+    assert (await call(served, "/generate", body)).json()["meta_info"]["prompt_tokens"] == PROMPT_TOKENS
+    assert served.completions[0][0]["prompt"] == "a much longer text"
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,16 @@ class _Logprobs(WireModel):
 
 
 class Sampled(WireModel):
-    """An answer. `finish_reason`: `stop`, `length`, or `abort` for the tokens so far of an aborted request."""
+    """An answer. `finish_reason`: `stop`, `length`, or `abort` for the tokens so far of an aborted request.
+
+    `prompt_tokens`: as the server counts them, also those of a text.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: _Logprobs | None = None
+    prompt_tokens: int = 0
 
     @property
     def token_logprobs(self) -> list[float]:
@@ -47,8 +51,13 @@ class Sampled(WireModel):
             raise ProtocolError(f"the answer has finish reason {self.finish_reason!r}, not stop or length")
 
 
+class _Usage(WireModel):
+    prompt_tokens: int
+
+
 class _Completion(WireModel):
     choices: list[Sampled]
+    usage: _Usage
 
 
 @dataclass
@@ -104,14 +113,15 @@ class Sampler:
         body |= {} if request_id is None else {"request_id": request_id}
         headers = {} if session is None else {"X-Session-ID": session}
         response = await self.request("POST", "/v1/completions", json=body, headers=headers)
-        choices = parse_response(_Completion, response).choices
+        completion = parse_response(_Completion, response)
+        choices = completion.choices
         if len(choices) != 1:
             raise ProtocolError(f"expected one choice, got {len(choices)}")
         if logprobs and len(choices[0].token_logprobs) != len(choices[0].token_ids):
             raise ProtocolError(
                 f"the answer has {len(choices[0].token_ids)} tokens but {len(choices[0].token_logprobs)} log-probs"
             )
-        return choices[0]
+        return choices[0].model_copy(update={"prompt_tokens": completion.usage.prompt_tokens})
 
     async def aclose(self) -> None:
         """Close the connections. The next request opens others."""

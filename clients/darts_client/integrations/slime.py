@@ -69,7 +69,8 @@ class Facade(JsonApp):
             self._running -= 1
         logprobs = zip(answer.token_logprobs, answer.token_ids, strict=True)
         meta = {"id": body.get("rid"), "finish_reason": {"type": answer.finish_reason}}
-        meta |= {"prompt_tokens": len(prompt), "completion_tokens": len(answer.token_ids), "cached_tokens": 0}
+        meta |= {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.token_ids), "cached_tokens": 0}
+        meta |= await self._version()  # of the end of the answer, as SGLang's
         meta["output_token_logprobs"] = [[value, token, None] for value, token in logprobs]
         return {"text": answer.text, "output_ids": list(answer.token_ids), "meta_info": meta}
 
