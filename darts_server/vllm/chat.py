@@ -1,6 +1,6 @@
 """Read the chat of vLLM's requests, and the messages of its answers."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
@@ -14,9 +14,10 @@ def is_response_request(request: Any) -> bool:
 def read_history(request: Any, caller: str = "") -> ChatHistory | None:
     """Read the chat of a request; ``None`` without one. ``caller``: the key's name."""
     if is_response_request(request):
-        items = request.input
-        opening = [{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items)
-        return ChatHistory(opening, caller)
+        earlier, items = getattr(request, "previous_input_messages", None), request.input
+        messages = list(_from_harmony(earlier or ()))
+        messages += [{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items)
+        return ChatHistory(messages, caller, follows=request.previous_response_id is not None)
     messages = getattr(request, "messages", None)
     if not isinstance(messages, list) or not all(isinstance(message, MutableMapping) for message in messages):
         return None
@@ -46,6 +47,23 @@ def _to_messages(items: Iterable[Any]) -> Iterator[Message]:
                 if isinstance(fields, MutableMapping):
                     _make_lists(fields)
                 yield fields
+
+
+def _from_harmony(messages: Iterable[Any]) -> Iterator[Message]:
+    """Convert the earlier messages of a request for a Harmony model. Reasoning is left out here too.
+
+    vLLM takes none of those with instructions, but for the request's own.
+    """
+    for message in messages:
+        fields = message.model_dump() if hasattr(message, "model_dump") else message
+        author = fields.get("author")
+        role = author.get("role") if isinstance(author, Mapping) else fields.get("role")
+        if role not in ("system", "developer") and fields.get("channel") != "analysis":
+            yield {
+                "role": getattr(role, "value", role),
+                "content": fields.get("content"),
+                "tool_calls": fields.get("tool_calls"),
+            }
 
 
 def _make_lists(message: MutableMapping[str, object]) -> None:

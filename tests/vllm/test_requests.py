@@ -176,6 +176,31 @@ ITEMS = [
 CALL = {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c"}
 
 
+def test_a_response_that_goes_on_from_a_stored_one_follows_an_answer() -> None:
+    for earlier, follows in ((None, False), ("resp_1", True)):
+        history = read_history(SimpleNamespace(input="And 3 + 3?", previous_response_id=earlier))
+        assert history is not None
+        assert history.follows == follows
+
+
+def harmony(role: str, text: str, channel: str | None = None, *, is_nested: bool) -> dict[str, Any]:
+    who: dict[str, Any] = {"author": {"role": role}} if is_nested else {"role": role}
+    return who | {"content": [{"type": "text", "text": text}], "channel": channel}
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_an_answer_is_found_again_in_the_earlier_messages_of_a_request(is_nested: bool) -> None:
+    opening = read_history(SimpleNamespace(input="2 + 2?", previous_response_id=None))
+    assert opening is not None
+    [message] = answered_messages(SimpleNamespace(output=ITEMS))
+    roles = (("system", "Be brief.", None), ("user", "2 + 2?", None), ("assistant", "2, 3, 4", "analysis"))
+    earlier = [harmony(*each, is_nested=is_nested) for each in (*roles, ("assistant", "4", "final"))]
+    later = SimpleNamespace(input="And 3 + 3?", previous_response_id=None, previous_input_messages=earlier)
+    found = read_history(later)
+    assert found is not None
+    assert opening.key_of(message) in found.answers
+
+
 @pytest.mark.parametrize("items", [ITEMS, [CALL], [*ITEMS, CALL]])
 def test_a_response_is_found_again_in_the_items_of_a_later_request(items: list[dict[str, Any]]) -> None:
     opening = SimpleNamespace(input="2 + 2?", previous_response_id=None)
