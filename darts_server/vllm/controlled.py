@@ -12,6 +12,7 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.control_routes import abort_route, note_own_errors
 from darts_server.vllm.engine_pause import EnginePause
 from darts_server.vllm.lora import VllmLoras
+from darts_server.vllm.ranks import Ranks
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
 
@@ -27,6 +28,11 @@ class ControlledLLM(AsyncLLM):
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Which data-parallel engine runs what."""
+        return Ranks(self.vllm_config.parallel_config.data_parallel_size)
 
     @cached_property
     def engine_pause(self) -> EnginePause:

@@ -42,10 +42,9 @@ from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import Ranks
+from darts_server.vllm.ranks import on_rank
 from darts_server.vllm.resume import Resumption, begin_with, check_resumable
 
-RANK = "data_parallel_rank"
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 UNUSABLE_GRAMMAR = (
@@ -148,7 +147,6 @@ class VllmEngine:
         self._aborts = Aborts(llm)
         change_new_states(llm.output_processor)
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
-        self._ranks = Ranks(llm.vllm_config.parallel_config.data_parallel_size)
 
     @property
     def weight_version(self) -> int:
@@ -219,8 +217,10 @@ class VllmEngine:
         deferred: Deferred | None = None,
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
-        rank = self._ranks.enter(request.request_id)
-        cleanup.callback(self._ranks.leave, request.request_id)
+        ranks = self._llm.ranks
+        group = ranks.group_of(request.request_id)
+        rank = ranks.enter(group)
+        cleanup.callback(ranks.leave, group)
         try:
             collector = await self._llm.add_request(
                 _child_id(request, index), prompt, params, **self._options(request, rank, order)
@@ -245,9 +245,7 @@ class VllmEngine:
         return request.probed_params_of(index, probe, number)
 
     def _options(self, request: PromptRequest, rank: int, order: float) -> Mapping[str, Any]:
-        options = request.options
-        if self._llm.vllm_config.parallel_config.data_parallel_size > 1 and options.get(RANK) is None:
-            options = {**options, RANK: rank}
+        options = on_rank(self._llm, request.options, rank)
         if self.has_priorities:
             options = {**options, FIELD: combined(options.get(FIELD, 0), order)}
         return options

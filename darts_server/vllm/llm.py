@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns.chat_history import ChatHistory, Message
+from darts_server.rollout.turns.turns import Turn
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
@@ -28,6 +29,7 @@ from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
 from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.ranks import on_rank, rank_of
 from darts_server.vllm.requests import (
     current_beam_search,
     current_history,
@@ -93,28 +95,31 @@ class ShapingLLM(ControlledLLM):
             self.rollouts.joiner.note_activity()
         if shaping.group_id is None:
             shaping = replace(shaping, group_id=self.rollouts.planner.limits.group_name(turn.session))
-        outputs, ticket = self._admit(plan, request, shaping)
+        outputs, ticket = self._admit(plan, request, shaping, turn)
         return _releasing(remember_answers(self.rollouts.turns, turn, request, outputs), ticket)
 
     def _admit(
-        self, plan: Plan | None, request: PromptRequest, shaping: RequestOptions
+        self, plan: Plan | None, request: PromptRequest, shaping: RequestOptions, turn: Turn
     ) -> tuple[AsyncGenerator[RequestOutput, None], Ticket]:
-        """Admit a request under its plan. Returns its outputs, and what holds its candidates."""
+        """Admit a request under its plan. Returns its outputs, and what holds its candidates.
+
+        ``turn``: gets the rank of the engine that runs it, before its first output.
+        """
         if plan is None:
             ticket = self._admit_unshaped(request.params.n)
-            return self._generate_unshaped(
-                request.prompt, request.params, request.request_id, request.options, ticket
-            ), ticket
+            return self._generate_turn(request, turn, ticket), ticket
         check_group(self, request)
         prompt_key = self._prompt_key(request, shaping)
         assert self.rollouts is not None
         if plan.single:
             ticket = self.admission.admit(1)
             joining = _join_request(plan, request, prompt_key, shaping.group_id, ticket)
-            return self._generate_joined(joining), ticket
+            turn.group_size = plan.size
+            return self._generate_joined(joining, turn), ticket
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
         note_shaped(request.request_id)
-        return self._generate_group(plan, request, prompt_key, ticket), ticket
+        outputs = self._generate_group(plan, request, prompt_key, ticket)
+        return self._note_rank(turn, request, outputs), ticket
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Check the options of a request for one trajectory that is not rendered yet.
@@ -151,6 +156,27 @@ class ShapingLLM(ControlledLLM):
             search.ticket = self.admission.admit(search.beams)
             search.ticket.mark_started()
         return search.ticket.split(0)
+
+    async def _generate_turn(
+        self, request: PromptRequest, turn: Turn, ticket: Ticket
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate unshaped, a later turn on the engine that has its prefix."""
+        options = on_rank(self, request.options, turn.rank)
+        turn.rank = rank_of(options)
+        outputs = self._generate_unshaped(request.prompt, request.params, request.request_id, options, ticket)
+        with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    async def _note_rank(
+        self, turn: Turn, request: PromptRequest, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Note which engine runs a group."""
+        async with aclosing(outputs):
+            async for output in outputs:
+                turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
+                yield output
 
     async def _generate_unshaped(
         self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
@@ -216,13 +242,22 @@ class ShapingLLM(ControlledLLM):
                 finally:
                     run.leave()
 
-    async def _generate_joined(self, request: JoinRequest[PromptRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def _generate_joined(
+        self, request: JoinRequest[PromptRequest], turn: Turn
+    ) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        with request.ticket, raise_vllm_errors():
+        with request.ticket, raise_vllm_errors(), ExitStack() as joined:
+
+            def join(group_id: str) -> None:
+                """Called before the request's candidate starts."""
+                note_shaped(group_id)
+                joined.enter_context(self.ranks.joined(request.request_id, group_id))
+
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
-                output = await joiner.join(request, note_shaped)
+                output = await joiner.join(request, join)
+            turn.rank = rank_of(request.request.options, self.ranks.of(self.ranks.group_of(request.request_id)))
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 

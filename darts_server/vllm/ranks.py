@@ -1,18 +1,29 @@
 """Assigns groups to data-parallel engines."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+RANK = "data_parallel_rank"
+"""vLLM's option of ``generate()``, which callers set by its header."""
+KEPT_GROUPS = 4096
+"""Groups that have ended, and whose callers may not have their answers yet."""
 
 
 class Ranks:
     """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A new group gets the engine with the fewest running candidates; of equals the first.
+    A new group gets the engine with the fewest running candidates and later turns; of equals the first.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, kept: int = KEPT_GROUPS) -> None:
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
+        self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest `kept` groups
+        self._joined: dict[str, str] = {}
+        self._kept = kept
 
     def enter(self, group: str) -> int:
         """Assign one more candidate of a group. Returns the engine's rank."""
@@ -22,8 +33,54 @@ class Ranks:
         return rank
 
     def leave(self, group: str) -> None:
-        """Record that a candidate of the group has ended; with the last one the group is forgotten."""
+        """Record that a candidate of the group has ended; with the last one the group has."""
         self._running[self._rank_of[group]] -= 1
         self._candidates[group] -= 1
         if not self._candidates[group]:
-            del self._candidates[group], self._rank_of[group]
+            del self._candidates[group]
+            self._ended[group] = self._rank_of.pop(group)
+            self._ended.move_to_end(group)
+            if len(self._ended) > self._kept:
+                self._ended.popitem(last=False)
+
+    @contextmanager
+    def joined(self, request: str, group: str) -> Iterator[None]:
+        """Count the candidates of a single request as its group's."""
+        self._joined[request] = group
+        try:
+            yield
+        finally:
+            self._joined.pop(request, None)  # callers choose ids, and may have chosen this one twice
+
+    def group_of(self, request: str) -> str:
+        """Return the group that a request's candidates belong to: that of its own id, unless it was joined to one."""
+        return self._joined.get(request, request)
+
+    def of(self, group: str) -> int | None:
+        """Return the rank of a group that runs or has just ended; ``None`` if it is not known."""
+        return self._rank_of.get(group, self._ended.get(group))
+
+    @contextmanager
+    def running_on(self, rank: int) -> Iterator[None]:
+        """Count a request that is no group's on an engine, if there is one of that rank: callers may choose it."""
+        if not 0 <= rank < len(self._running):
+            yield
+            return
+        self._running[rank] += 1
+        try:
+            yield
+        finally:
+            self._running[rank] -= 1
+
+
+def rank_of(options: Mapping[str, Any], otherwise: int | None = None) -> int | None:
+    """Return the rank of the engine that a request's caller has chosen, or ``otherwise`` if it has not."""
+    chosen = options.get(RANK)
+    return otherwise if chosen is None else chosen
+
+
+def on_rank(llm: Any, options: Mapping[str, Any], rank: int | None) -> Mapping[str, Any]:
+    """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one."""
+    if rank is None or options.get(RANK) is not None or llm.vllm_config.parallel_config.data_parallel_size == 1:
+        return options
+    return {**options, RANK: rank}

@@ -56,8 +56,8 @@ async def remember_answers(
                 tokens, texts = earlier.pop(completion.index, ([], [])) if is_delta else ([], [])
                 tokens.extend(completion.token_ids)
                 texts.append(completion.text)
-                if completion.finish_reason is not None:
-                    turns.add_answer(turn, tokens, "".join(texts))
+                if (reason := completion.finish_reason) is not None:
+                    turns.add_answer(turn, tokens, "".join(texts), aborted=reason == "abort")
                 else:
                     earlier[completion.index] = tokens, texts
             yield output

@@ -21,6 +21,8 @@ from tests.integration.weights import ORIGINAL, max_difference, perturbed, statu
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE, TOKENS = 4, 40
+RUNNING = 3
+"""At once on the server with dialects: fewer than a group."""
 TRAINERS = ("verl", "openrlhf", "slime")
 Sampled = tuple[list[int], list[float]]
 
@@ -97,7 +99,7 @@ def backend_flags() -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dialect", "nemo-rl,skyrl", "--group-size", str(SIZE), *backend_flags())
+    flags = ("--dialect", "nemo-rl,skyrl", "--group-size", str(SIZE), "--max-num-seqs", str(RUNNING), *backend_flags())
     log = tmp_path_factory.mktemp("dialects") / "log"
     with serve(DARTS, log, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
@@ -108,14 +110,17 @@ async def test_slimes_partial_rollout_gets_what_was_generated_and_goes_on_from_i
     prompt, seeded = [7, 8, 9, 10], {"ignore_eos": True, "sampling_seed": 5, "temperature": 0}
     async with Trainer("slime", own.url) as trainer:
         whole = (await trainer.generate("whole", prompt, 200, **seeded))["output_ids"]
-        running = [asyncio.create_task(trainer.generate(f"s-{i}", prompt, 200, ignore_eos=True)) for i in range(SIZE)]
         greedy = asyncio.create_task(trainer.generate("greedy", prompt, 200, **seeded))
-        while own.metric("vllm:num_requests_running") < SIZE + 1:
+        while own.metric("vllm:num_requests_running") < 1:
+            await asyncio.sleep(0.01)
+        running = [asyncio.create_task(trainer.generate(f"s-{i}", prompt, 200, ignore_eos=True)) for i in range(SIZE)]
+        while own.metric("vllm:num_requests_running") < RUNNING or own.metric("vllm:num_requests_waiting") < 2:
             await asyncio.sleep(0.01)
         await trainer.facade.post("/abort_request", json={"abort_all": True})
         samples = await asyncio.gather(*running)
         assert {each["meta_info"]["finish_reason"]["type"] for each in samples} == {"abort"}
         assert all(len(read_slime(each)[0]) == len(each["output_ids"]) < 200 for each in samples)
+        assert sorted(bool(each["output_ids"]) for each in samples) == [False, False, True, True], "two had to wait"
         partial = (await greedy)["output_ids"]
         assert partial == whole[: len(partial)]
         assert (await trainer.facade.get("/v1/loads")).json() == {"loads": [{"num_reqs": 0}]}

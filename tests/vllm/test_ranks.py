@@ -1,7 +1,24 @@
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.vllm.ranks import Ranks
+from darts_server.rollout.turns.turns import Turn
+from darts_server.serving.admission import Admission
+from darts_server.serving.gate import Gate
+from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.ranks import RANK, Ranks
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
@@ -26,3 +43,62 @@ def test_running_candidates_are_counted_and_ended_groups_forgotten(moves: list[t
         elif running.get(group):
             running[group].pop()
             ranks.leave(group)
+
+
+def test_single_requests_of_a_group_share_its_engine() -> None:
+    ranks = Ranks(2)
+    assert ranks.enter("other") == 0
+    with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
+        groups = [ranks.group_of(f"request {number}") for number in (1, 2, 3)]
+        assert groups == ["group", "group", "request 3"]
+        assert [ranks.enter(group) for group in groups] == [1, 1, 0]
+    assert ranks.group_of("request 1") == "request 1"
+
+
+def test_the_rank_of_a_group_is_known_for_a_while_after_its_end() -> None:
+    ranks = Ranks(2, kept=2)
+    for number in range(4):
+        ranks.enter("running")
+        assert ranks.enter(str(number)) == 1
+        assert ranks.of(str(number)) == 1
+        ranks.leave(str(number))
+    assert [ranks.of(group) for group in ("0", "1", "2", "3", "running", "none")] == [None, None, 1, 1, 0, None]
+    assert len(ranks._ended) == 2
+
+
+class Engines(ShapingLLM):
+    """Two data-parallel engines that note the options of what they run."""
+
+    def __init__(self, count: int) -> None:
+        self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=count))
+        self.gate = Gate()
+        self.seen: list[Any] = []
+
+
+def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[str, None]:
+    async def outputs() -> AsyncGenerator[str, None]:
+        llm.seen.append((options.get(RANK), list(llm.ranks._running)))
+        yield "output"
+
+    return outputs()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("count", "known", "chosen", "expected"),
+    [(2, 1, None, 1), (2, None, None, None), (2, 1, 0, 0), (1, 0, None, None), (2, None, 7, 7)],
+)
+async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
+    count: int, known: int | None, chosen: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where its caller has chosen one, right or wrong, and where there is only one."""
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    llm, turn = Engines(count), Turn([1, 2], rank=known)
+    options = {} if chosen is None else {RANK: chosen}
+    request = PromptRequest({"prompt_token_ids": [1, 2]}, SamplingParams(), "a", options)
+    ticket = Admission(lambda: 0, None).admit(1)
+    assert [output async for output in llm._generate_turn(request, turn, ticket)] == ["output"]  # type: ignore[comparison-overlap]  # the fake's
+    [(rank, running)] = llm.seen
+    assert (rank, turn.rank) == (expected, expected)
+    assert running == [int(rank == each) for each in range(count)], "later turns count where they run"
+    assert llm.ranks._running == [0] * count
