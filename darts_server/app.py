@@ -206,7 +206,7 @@ def make_rooms(
         port,
         control.planner,
         statistics,
-        Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait),
+        Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait, settings.group_name_wait),
         gate=gate,
         admission=Admission(lambda: port.unfinished, port.capacity, bounds),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0, settings.brownout),

@@ -13,7 +13,6 @@ caller, so that the order of callers says nothing about lengths.
 """
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,9 +28,6 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.short_groups import ShortGroups
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import Ticket
-
-NAMED_TIMEOUTS = 12
-"""A minute, by default."""
 
 
 class Groups(Protocol[RequestT, OutputT]):
@@ -77,22 +73,18 @@ class _Seat(Generic[RequestT, OutputT]):
 class GroupJoiner(Generic[RequestT, OutputT]):
     """Find a group for each single request.
 
-    ``timeout``: seconds without a further request after which a group is closed short. One that has a name waits while
-    other single requests come, at most `NAMED_TIMEOUTS` times as long: in a pool of trajectories, a request of the
-    group may come only when another trajectory has ended.
+    ``timeout``: seconds without a further request of the group after which it is closed short. ``named_timeout``: the
+    same for a group that has a name. In a pool of trajectories a request of it may come only when another trajectory
+    has ended, and no server knows of trajectories that are in their environments: silence does not mean that none is.
     """
 
-    def __init__(self, groups: Groups[RequestT, OutputT], timeout: float) -> None:
+    def __init__(self, groups: Groups[RequestT, OutputT], timeout: float, named_timeout: float) -> None:
         self._runner = groups
         self._timeout = timeout
+        self._named_timeout = max(timeout, named_timeout)
         self._groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         self._draining = False
-        self._last_activity = -math.inf
         self._short = ShortGroups()
-
-    def note_activity(self) -> None:
-        """Record that a single request came, joined or not."""
-        self._last_activity = asyncio.get_running_loop().time()
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
         """Wait for the trajectory of one request; ``on_join`` is called with its group's id.
@@ -149,9 +141,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         group = _JoinedGroup(
             self._runner,
             request,
-            self._timeout,
+            self._timeout if request.name is None else self._named_timeout,
             lambda: self._remove(request.join_key, group),
-            lambda: self._last_activity,
             self._short,
         )
         groups.append(group)
@@ -175,12 +166,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         first: JoinRequest[RequestT],
         timeout: float,
         on_end: Callable[[], None],
-        last_activity: Callable[[], float],
         short: "ShortGroups",
     ) -> None:
         self._observer = groups.observers
-        self._is_named = first.name is not None
-        self._last_activity = last_activity
         self._short = short
         self.group_id = f"group-{first.request_id}"
         self._allocator = groups.allocator
@@ -227,20 +215,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         if len(self._seats) == self._plan.size:
             self._closed.set()
         else:
-            self._wait_for_more(asyncio.get_running_loop().time())
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._closed.set)
         return seat
-
-    def _wait_for_more(self, since: float) -> None:
-        """Close the group when no request has come since that time for as long as it is waited for."""
-        loop = asyncio.get_running_loop()
-        end, now = since + self._timeout, loop.time()
-        if self._is_named:
-            end = min(self._last_activity() + self._timeout, since + NAMED_TIMEOUTS * self._timeout)
-            end = max(end, since + self._timeout)
-        if end <= now:
-            self._closed.set()
-        else:
-            self._timer = loop.call_at(end, self._wait_for_more, since)
 
     def close_short(self) -> None:
         """Wait for no further request, and start no extra candidates. Harmless if the group is closed already."""

@@ -39,12 +39,14 @@ class Intervals:
     """Seconds.
 
     ``poll``: between two polls of token counts. ``allocation``: within which groups are allocated together.
-    ``join``: without a further request, after which a group of single requests is closed.
+    ``join``: without a further request, after which a group of single requests is closed. ``join_named``: the same
+    for one that has a name; at least ``join``.
     """
 
     poll: float = 0.02
     allocation: float = 0.02
     join: float = 5.0
+    join_named: float = 60.0
 
 
 class Rollouts(Generic[RequestT, OutputT]):
@@ -95,7 +97,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.exchange = Exchange(statistics, self.allocator)
         self.observers.add(self.allocator, self.exchange)
-        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join)
+        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join, intervals.join_named)
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)

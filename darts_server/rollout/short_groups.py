@@ -24,9 +24,9 @@ class ShortGroups:
         if len(self._newest) == WINDOW and count >= OFTEN * WINDOW and not self._is_logged:
             self._is_logged = True
             logger.warning(
-                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait: send "
-                "all requests of a prompt at once, name groups (X-Darts-Group: id=NAME, or sessions that match "
-                "--group-pattern), raise --group-wait, or lower --group-size",
+                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
+                "--group-name-wait for those with names: send all requests of a prompt at once, name groups "
+                "(X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these, or lower --group-size",
                 count,
                 WINDOW,
                 planned,

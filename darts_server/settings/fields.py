@@ -149,8 +149,14 @@ class Settings(BaseSettings):
         5.0,
         ge=0,
         le=600,
-        description="Seconds without another request after which single requests form a group even if it is not full. "
-        "A group with a name waits up to twelve times as long, as long as others send single requests.",
+        description="Seconds without another request after which single requests form a group even if it is not full.",
+    )
+    group_name_wait: float = Field(
+        60.0,
+        ge=0,
+        le=600,
+        description="The same for a group that has a name, at least --group-wait. Requests of it may come late: when "
+        "others of a pool of trajectories have ended, or have left their environments.",
     )
     group_pattern: GroupPattern = Field(
         "",

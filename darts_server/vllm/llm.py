@@ -91,8 +91,6 @@ class ShapingLLM(ControlledLLM):
             return _releasing(self._generate_unshaped(prompt, sampling_params, request_id, options, ticket), ticket)
         turn = make_turn(request, current_history(), shaping, current_session(), caller.get().name)
         plan = self.rollouts.plan(sampling_params.n, shaping, turn)
-        if sampling_params.n == 1:
-            self.rollouts.joiner.note_activity()
         if shaping.group_id is None:
             shaping = replace(shaping, group_id=self.rollouts.planner.limits.group_name(turn.session))
         outputs, ticket = self._admit(plan, request, shaping, turn)

@@ -35,7 +35,7 @@ from tests.integration.fork_server import Forks, ForkServer, can_fork
 WEIGHTS_SECONDS = "1"
 """Timeouts of updates: a sequence may leave one unfinished."""
 FLAGS = (
-    *("--enable-scale-out", "--group-wait", "0.2", "--weights-wait", WEIGHTS_SECONDS),
+    *("--enable-scale-out", "--group-wait", "0.2", "--group-name-wait", "1", "--weights-wait", WEIGHTS_SECONDS),
     *("--resume-seconds", "2", "--weights-timeout", WEIGHTS_SECONDS),
     *("--max-model-len", "160"),  # the longest request takes that many steps of the engine, and others wait for it
     *("--worker-extension-cls", "tests.integration.backend.Extension"),

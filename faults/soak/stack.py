@@ -95,7 +95,7 @@ class Stack:
             self.engine,
             control.planner,
             Statistics(store, CAPACITY),
-            Intervals(join=0.5),
+            Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
             admission=admission,
             brownout=Brownout.for_queue(MAX_WAITING, CAPACITY, 0.5),

@@ -16,7 +16,8 @@ REQUESTS = 500
 @pytest.fixture(scope="module")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server on which single requests wait only shortly for others of their group."""
-    with serve(DARTS, tmp_path_factory.mktemp("fuzz") / "log", "--enable-scale-out", "--group-wait", "0.2") as running:
+    waits = ("--group-wait", "0.2", "--group-name-wait", "1")
+    with serve(DARTS, tmp_path_factory.mktemp("fuzz") / "log", "--enable-scale-out", *waits) as running:
         yield running
 
 

@@ -35,7 +35,7 @@ def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     (folder / "admin").write_text(f"{ADMIN}\n")
     flags = (
         *("--api-key-file", str(folder / "use"), "--admin-api-key-file", str(folder / "admin")),
-        *("--max-candidates-per-key", str(SHARE)),
+        *("--max-candidates-per-key", str(SHARE), "--group-name-wait", "5"),
     )
     with serve(DARTS, folder / "log", *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:  # has /pause
         yield running

@@ -21,8 +21,8 @@ from darts_server.types import FinishReason, RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
-WAIT = 5.0
-"""Seconds without a further request after which a group is closed short."""
+WAIT, NAMED_WAIT = 5.0, 60.0
+"""Seconds without a further request after which a group is closed short, and one with a name."""
 SHORTEST = Shaping(redundancy=1.5, num_longest=0)
 SAMPLED = Shaping(redundancy=1.5, num_longest=1)
 POLICIES = {
@@ -198,7 +198,7 @@ class JoiningHarness:
             tail_seed,
             Planner({"shaped": shaping}, "shaped", Limits(64)),
             Statistics(self.store, self.engine.capacity),
-            Intervals(poll=0, allocation=window, join=wait),
+            Intervals(poll=0, allocation=window, join=wait, join_named=NAMED_WAIT),
             clock=lambda: self.engine.now,
         )
         self.rollouts.observe(self.recorder)

@@ -7,11 +7,10 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.observers import GroupObserver
-from darts_server.rollout.joining import NAMED_TIMEOUTS
 from darts_server.rollout.plan import Limits
 from darts_server.rollout.short_groups import WINDOW, ShortGroups
 from tests.rollout.helpers import lengths
-from tests.rollout.joining.joining import SAMPLED, WAIT, JoiningHarness, SteppedLoop
+from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness, SteppedLoop
 
 pytestmark = pytest.mark.anyio
 
@@ -36,34 +35,47 @@ def observed(harness: JoiningHarness) -> Sealed:
 
 
 @pytest.mark.parametrize("name", [None, "uid"])
-async def test_a_named_group_waits_while_others_send_requests(name: str | None) -> None:
+async def test_a_named_group_is_not_sealed_by_silence(name: str | None) -> None:
+    """Its trajectories may all be in their environments."""
     harness = JoiningHarness(lengths(9), SAMPLED)
     sealed = observed(harness)
     for number in range(4):
         harness.send(f"c{number}", name=name)
-        for _ in range(3):
-            harness.rollouts.joiner.note_activity()
-            await harness.advance_clock(0.8 * WAIT)
+        await settle()
+        await harness.advance_clock(0.9 * NAMED_WAIT)
     await harness.engine.run()
     assert len({caller.group_id for caller in harness.callers}) == (4 if name is None else 1)
     assert sealed.full == ([False] * 4 if name is None else [True])
 
 
-async def test_a_named_group_is_sealed_when_nobody_sends_anything_and_does_not_wait_for_ever() -> None:
-    """The first holds where the pool is smaller than the group: its others come only after an answer."""
+async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> None:
+    """As where the pool is smaller than the group: the others come only after an answer."""
     harness = JoiningHarness(lengths(9), SAMPLED)
     sealed = observed(harness)
     harness.send("c0", name="uid")
+    harness.send("c1", name="uid")
     await settle()
-    await harness.advance_clock()
+    for others in range(6):
+        assert sealed.full == [False] * others
+        harness.send(f"other {others}", prompt=f"p{others}")
+        await settle()
+        await harness.advance_clock(NAMED_WAIT / 6)
+    assert sealed.full == [False] * 7
+    assert harness.callers[0].group_id == harness.callers[1].group_id
+    await harness.engine.run()
+    assert all(caller.is_answered for caller in harness.callers)
+    await harness.assert_empty()
+
+
+async def test_a_named_group_waits_at_least_as_long_as_another() -> None:
+    harness = JoiningHarness(lengths(9), SAMPLED, wait=2 * NAMED_WAIT)
+    sealed = observed(harness)
+    harness.send("c0", name="uid")
+    await settle()
+    await harness.advance_clock(1.9 * NAMED_WAIT)
+    assert sealed.full == []
+    await harness.advance_clock(0.1 * NAMED_WAIT)
     assert sealed.full == [False]
-    harness.send("c1", name="other")
-    await settle()
-    for step in range(2 * NAMED_TIMEOUTS):
-        assert len(sealed.full) == 1, step
-        harness.rollouts.joiner.note_activity()
-        await harness.advance_clock(WAIT / 2)
-    assert sealed.full == [False, False]
     await harness.engine.run()
     await harness.assert_empty()
 
