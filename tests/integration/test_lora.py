@@ -53,6 +53,14 @@ FULL_CONFIG = {
 }
 
 
+DIALECTS = {
+    "prime-rl": ("/load_lora_adapter", "lora_path"),
+    "skyrl": ("/skyrl/v1/load_lora_adapter", "lora_path"),
+    "areal": ("/areal_update_weights_lora", "lora_model_path"),
+}
+"""Each trainer's route for an adapter, and its field for the folder."""
+
+
 def lora(seed: int, *kinds: str, rank: int = RANK) -> Weights:
     """Return random matrices for all layers, or for those of some kinds."""
     random = torch.Generator().manual_seed(seed)
@@ -117,6 +125,7 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(serve: Serve, root: Path, staging: Path) -> Iterator[Server]:
     flags = ("--enable-lora", "--max-lora-rank", "8", "--weights-root", str(root), "--weights-staging", str(staging))
+    flags += ("--dialect", ",".join(DIALECTS))
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serve(DARTS, root.parent / "lora.log", *flags, env=env) as running:
         yield running
@@ -241,6 +250,26 @@ def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, root: 
     assert (after["version"], after["loras"]) == (earlier["version"], earlier["loras"])
     (ours,) = staging.iterdir()
     assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".lora"]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_trainer_brings_adapters_by_its_own_route_and_the_next_replaces_it(
+    server: Server, root: Path, dialect: str
+) -> None:
+    route, field = DIALECTS[dialect]
+    version = status(server)["version"]
+    for step in (1, 2):
+        tensors, folder = lora(40 + step), root / f"{dialect}-{step}"
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
+        body = {"lora_name": dialect, field: str(folder)}
+        answer = httpx.post(f"{server.url}{route}", json=body, timeout=240)
+        assert answer.status_code == 200, answer.text
+        assert lora_difference(server, merged(tensors), f"{dialect}:raw") < ROUNDING
+        assert status(server)["version"] == version + step
+    assert len(sample(server, dialect)) == 4
+    assert delete(server, dialect).status_code == 200
 
 
 def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, tmp_path: Path) -> None:

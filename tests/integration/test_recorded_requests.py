@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
+from tests.integration.fields import read_fields
 from tests.integration.weights import ORIGINAL, put, status
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
@@ -141,27 +142,16 @@ async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields
         answer = await send(client, one, GROUP, **evaluation)
         assert GROUP_ID not in answer.headers
         assert server.metric("darts_groups_total") == before
-        raw = fields_of(answer.json())
+        raw = read_fields(answer)
 
         single = [Trajectory(recorded, f"f{seed}", rep, seed) for rep in range(SIZE)]
         answers = await asyncio.gather(*(send(client, each, GROUP) for each in single))
-        assert [fields_of(each.json()) for each in answers] == [raw] * SIZE
+        assert [read_fields(each) for each in answers] == [raw] * SIZE
         if "input" not in body and recorded["prompt"] != "input":  # the Responses API has no n
             whole = {"n": SIZE} if sampling is None else {"sampling_params": sampling | {"n": SIZE}}
             answer = await send(client, Trajectory(recorded, f"w{seed}", 0, seed + 100), {}, **whole)
             assert answer.headers.get(GROUP_ID)
-            assert fields_of(answer.json()) == raw
+            assert read_fields(answer) == raw
             off = await send(client, Trajectory(recorded, f"o{seed}", 0, seed + 200), RAW, **whole)
             assert GROUP_ID not in off.headers
-            assert fields_of(off.json()) == raw
-
-
-def fields_of(value: object) -> object:
-    """The names of all fields of an answer; of lists, those of the first item.
-
-    Names that are tokens do not count, nor do the details that only a trajectory cut by its limit has.
-    """
-    if isinstance(value, dict):
-        without = ("top_logprobs", "incomplete_details")
-        return {name: None if name in without else fields_of(each) for name, each in value.items()}
-    return [fields_of(value[0])] if isinstance(value, list) and value else None
+            assert read_fields(off) == raw

@@ -104,30 +104,3 @@ async def test_sessions_of_skyrl_name_their_groups_also_if_two_have_the_same_pro
             assert len(ids) == 1
             [group] = (await client.get(f"/darts/v1/groups/{uid}")).json()["groups"]
             assert (group["group_id"], group["group_size"]) == (ids.pop(), SIZE)
-
-
-def fields_of(value: object) -> object:
-    """The names of all fields of an answer; of lists, those of the first item. Tokens are names too, in some."""
-    if isinstance(value, dict):
-        return {name.partition(":")[0]: fields_of(each) for name, each in value.items()}
-    return [fields_of(value[0])] if isinstance(value, list) and value else None
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("streamed")])
-async def test_answers_have_the_same_fields_for_one_request_for_single_ones_and_raw(server: Server, form: str) -> None:
-    trajectory = Trajectory(f"{form}-fields", 1, PROMPT, [7, 8, 9, 10, 14], [{"role": "user", "content": "5a+3b>"}])
-    path, body, headers = FORMS[form](trajectory)
-    where = body.get("sampling_params", body)
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-
-        async def fields(n: int, more: dict[str, str]) -> object:
-            where["n"] = n
-            answer = await client.post(f"/{path}", json=body, headers=headers | more)
-            assert answer.status_code == 200, answer.text
-            assert ("X-Darts-Group-Id" in answer.headers) == ("X-Darts-Policy" not in more)
-            return fields_of(answer.json())
-
-        raw = await fields(SIZE, {"X-Darts-Policy": "off"})
-        assert await fields(1, {"X-Darts-Policy": "off"}) == raw
-        assert await fields(SIZE, {}) == raw
-        assert await asyncio.gather(*(fields(1, GROUP) for _ in range(SIZE))) == [raw] * SIZE

@@ -329,6 +329,61 @@ async def test_aborted_callers_get_what_was_generated_for_them(
     waiting.wait_idle(server)  # also until each candidate has ended
 
 
+CHAT = [{"role": "user", "content": PROMPT}]
+WHOLE = {"model": "tiny", "ignore_eos": True, "seed": SEEDS[0]}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", WHOLE | {"messages": CHAT, "n": 4, "max_completion_tokens": 250}),
+    "responses": ("/v1/responses", WHOLE | {"input": PROMPT, "max_output_tokens": 250, "vllm_xargs": ONE_OF_FOUR}),
+    "streamed group": ("/v1/completions", WHOLE | {"prompt": PROMPT, "n": 4, "max_tokens": 250, "stream": True}),
+}
+"""`/v1/messages` has neither `seed` nor `ignore_eos`."""
+
+
+def texts(answer: httpx.Response) -> dict[int, str]:
+    """Of all choices of an answer, by index."""
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        return {c["index"]: "".join(d["text"] for d in choices if d["index"] == c["index"]) for c in choices}
+    body = answer.json()
+    if "output" in body:
+        return {0: "".join(part["text"] for item in body["output"] for part in item.get("content") or ())}
+    return {choice["index"]: choice["message"]["content"] or "" for choice in body["choices"]}
+
+
+@pytest.mark.parametrize("form", OTHERS)
+async def test_what_aborted_callers_get_begins_the_seeded_answer_on_every_route(
+    server: Server, trainer: Trainer, form: str
+) -> None:
+    route, body = OTHERS[form]
+    bodies = [body] if "n" in body else [body | {"seed": seed} for seed in SEEDS]
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        # A streamed group's choices are shuffled, and may be of its extra candidates.
+        raw = body | {"model": "tiny:raw", "seed": SEEDS[0], "stream": False, "n": 6}
+        single = {name: value for name, value in raw.items() if name != "n"}
+        every = [raw] if "n" in body else [single | {"seed": seed} for seed in SEEDS]
+        raws = await asyncio.gather(*(client.post(route, json=each) for each in every))
+        whole = [text for answer in raws for text in texts_of_whole(answer)]
+        generated = server.metric(GENERATED)
+        posts = [asyncio.create_task(client.post(route, json=each)) for each in bodies]
+        await asyncio.to_thread(waiting.wait_counted, server, GENERATED, generated + 40)
+        assert (await asyncio.to_thread(trainer.post, "/abort_requests")).status_code == 200
+        answers = await asyncio.gather(*posts)
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    parts = [text for answer in answers for text in texts(answer).values()]
+    assert len(parts) == 4
+    assert any(parts)
+    for part in parts:
+        assert any(text.startswith(part) and len(part) < len(text) for text in whole), (part, whole)
+    waiting.wait_idle(server)
+
+
+def texts_of_whole(answer: httpx.Response) -> list[str]:
+    if "text" in (answer.json().get("choices") or [{}])[0]:
+        return [choice["text"] for choice in answer.json()["choices"]]
+    return list(texts(answer).values())
+
+
 async def test_aborts_at_random_moments_leave_nothing_running(server: Server, trainer: Trainer) -> None:
     rng = Random(3)
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
