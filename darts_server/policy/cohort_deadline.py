@@ -38,6 +38,7 @@ class CohortDeadline:
         self._needs: dict[object, int] = {}
         self._lengths: list[int] = []  # the needs, sorted: a report of one of thousands of groups must not sort them
         self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
+        self._determine()
 
     @property
     def is_awaited(self) -> bool:
@@ -94,7 +95,8 @@ class CohortDeadline:
             return
         self.waits_beyond = None
         known = len(self._lengths)
-        if known + 1 < min(rule.quantile, MIN_KNOWN) * self._reporting:  # one more for rounding
+        is_too_few = known + 1 < min(rule.quantile, MIN_KNOWN) * self._reporting  # one more for rounding
+        if is_too_few and rule.recent is None:
             return
         others = self._reporting - known
         minimums = [*self._minimums.values(), *[0] * (others - len(self._minimums))]

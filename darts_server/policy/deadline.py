@@ -5,7 +5,6 @@ shortest trajectory, when it could be complete without its tail. So most groups 
 longer. Groups that come one at a time use the completion lengths of the groups before them.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, log
@@ -18,8 +17,6 @@ from darts_server.types import MaxLost
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
-WINDOW = 256
-"""Groups that stand in for the cohort when they come one at a time: a usual number of prompts a step."""
 ROUNDING = 1e-9
 """Taken off a rank before rounding up: in floating point 0.55 * 100 is 55 and a little."""
 MEMORY = 5_000
@@ -49,8 +46,13 @@ LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
 """Of answers beyond `MAX_STRETCH`. The bin before it contains `MAX_STRETCH`."""
 BOUND = 2.0
 MIN_KNOWN = 0.75
-"""Share of a cohort's groups without which their deadline is not determined. Of DeepCoder-14B's prompts 19 % have too
-few answers that end before the length limit."""
+"""Share of a cohort's groups without which they do not determine their deadline alone. Of DeepCoder-14B's prompts 19 %
+have too few answers that end before the length limit."""
+PATIENCE = 3
+"""Power of how far the share of groups with a completion length is below `MIN_KNOWN`, by which the deadline is later.
+With half of them it is 3.4 times as long: the fewer there are, the likelier the others need long answers."""
+MAX_PATIENCE = 4.0
+"""So that a batch of nothing but runaways is cut at eight times the deadline of those before it."""
 MIN_GROUPS = 8
 """Groups below which a quantile over them means nothing."""
 
@@ -64,6 +66,7 @@ class Deadline:
     tails run past the deadline, to see what it takes away. ``max_lost``: what that may be. ``stretch``: factor on the
     deadline, at least 1. ``bound``: how many times as long as the deadline a trajectory may become, at least 1.
     ``tokens``: the deadline itself, before it is stretched, where it does not depend on the lengths of its cohort.
+    ``recent``: the one of earlier groups, before it is stretched, for a cohort in which too few determine their own.
     """
 
     quantile: float = QUANTILE
@@ -74,6 +77,7 @@ class Deadline:
     stretch: float = 1.0
     bound: float = BOUND
     tokens: int | None = None
+    recent: int | None = None
 
     @property
     def fixed(self) -> int | None:
@@ -86,9 +90,14 @@ class Deadline:
         Lengths that are not known yet count as longer than all known ones, so more of them cannot change the result.
         ``None`` while too few are known.
         """
+        tokens = self.quantile_of(completion_lengths, groups)
+        return None if tokens is None else self.clip(ceil(self.stretch * tokens))
+
+    def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
+        """Return the quantile that the deadline is, before it is stretched; see `from_lengths`."""
         rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(completion_lengths)
-        return self.clip(ceil(self.stretch * known[rank - 1])) if 0 < rank <= len(known) else None
+        return known[rank - 1] if 0 < rank <= len(known) else None
 
     def of_cohort(self, completion_lengths: Collection[int], minimums: Collection[int | None]) -> int | None:
         """Compute the deadline in tokens of a cohort, or ``None`` while it is not known.
@@ -97,8 +106,8 @@ class Deadline:
         at least, or ``None`` if it can have none any more.
 
         A group that could only be complete beyond the bound will be cut there, so it counts as one without a completion
-        length, as soon as nothing that runs in it is shorter. So the deadline becomes known although some groups wait
-        for runaways.
+        length, as soon as nothing that runs in it is shorter. So the deadline becomes known although some groups, or
+        with a deadline of earlier groups most of them, wait for runaways.
         """
         known = self.from_lengths(completion_lengths, len(completion_lengths) + len(minimums))
         if known is not None:
@@ -108,9 +117,18 @@ class Deadline:
         return tokens if beyond else None
 
     def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
-        """Return the deadline if the ``others`` have no completion length; ``None`` if they are too many for that."""
+        """Return the deadline if the ``others`` have no completion length; ``None`` if they are too many for that.
+
+        If they are more than a quarter, it is that of earlier groups or, if these are longer, of those that have one,
+        and later the more they are. They may be runaways, but also prompts that need long answers.
+        """
         known = len(completion_lengths)
-        return self.from_lengths(completion_lengths, known) if known >= MIN_KNOWN * (known + others) else None
+        if known >= MIN_KNOWN * (known + others):
+            return self.from_lengths(completion_lengths, known)
+        if self.recent is None:
+            return None
+        tokens = max(self.recent, self.quantile_of(completion_lengths, known) or 0)
+        return self.clip(ceil(self.stretch * patience(known / (known + others)) * tokens))
 
     def bound_of(self, tokens: int) -> int:
         """Return the length at which every candidate is cut, for a deadline of ``tokens``."""
@@ -125,6 +143,12 @@ class Deadline:
 
     def clip(self, tokens: int) -> int:
         return max(self.floor, tokens if self.ceiling is None else min(tokens, self.ceiling))
+
+
+def patience(share: float) -> float:
+    """Return by which factor the deadline is later if a ``share`` of the groups has a completion length."""
+    least = MIN_KNOWN / MAX_PATIENCE ** (1 / PATIENCE)
+    return max(1.0, (MIN_KNOWN / max(share, least)) ** PATIENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,34 +392,3 @@ def _bin(overrun: float) -> int:
 def _nearest_edge(overrun: float) -> int:
     """Return the bin whose upper end is nearest: what was cut there is longer than that, but for rounding."""
     return 0 if overrun <= 1 else min(round(log(overrun) / log(RATIO_STEP)), LAST_BIN - 1)
-
-
-class RecentCompletionLengths:
-    """Completion lengths of the last `WINDOW` groups, in tokens, for groups that come one at a time.
-
-    0 stands for a group that was cut at the bound before it had one. Such groups count as longer than the others. If
-    they are too many, there is no deadline until groups without one have shown their lengths.
-    """
-
-    def __init__(self, lengths: Iterable[int] = ()) -> None:
-        """
-        Raises:
-            ValueError: a length is no whole number of at least 0.
-        """
-        self._lengths: deque[int] = deque(lengths, maxlen=WINDOW)
-        for tokens in self._lengths:
-            check_count("lengths", tokens)
-
-    @property
-    def state(self) -> list[int]:
-        """Argument of the constructor that restores it, oldest first."""
-        return list(self._lengths)
-
-    def add(self, tokens: int) -> None:
-        self._lengths.append(tokens)
-
-    def deadline(self, rule: Deadline) -> int | None:
-        """Return the deadline of the next group; ``None`` while fewer than `MIN_GROUPS` are known."""
-        known = [tokens for tokens in self._lengths if tokens]
-        cut = len(self._lengths) - len(known)
-        return rule.of_cohort(known, [None] * cut) if len(self._lengths) >= MIN_GROUPS else None

@@ -354,6 +354,14 @@ def test_a_part_with_a_deadline_of_its_own_has_no_terms() -> None:
     assert deadline.choose_leader(), "there may be one in the next round"
 
 
+def test_a_batch_of_nothing_but_runaways_has_a_deadline_from_earlier_groups() -> None:
+    deadline = BatchDeadline(12)
+    deadline.start_part({**TERMS, "rule": asdict(Deadline(recent=10))}, leads=True)
+    assert deadline.known == SharedDeadline(None, 80, explored=False, bound=2.0)
+    deadline.report([], [(number, 81) for number in range(12)])
+    assert (deadline.known or SharedDeadline()).tokens == 40
+
+
 def test_groups_that_were_lost_count_again_when_they_start_again() -> None:
     deadline = BatchDeadline(12)
     deadline.start_part(TERMS, leads=True)

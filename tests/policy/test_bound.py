@@ -12,7 +12,7 @@ import pytest
 from numpy.random import Generator, default_rng
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline, RecentCompletionLengths
+from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline
 from darts_server.policy.events import Finished, Progress, Started
 from darts_server.policy.group import Group
 from darts_server.policy.named_policies import build_policies
@@ -59,11 +59,12 @@ def completion_length(rule: SelectionRule, candidates: Sequence[Candidate]) -> i
     return valid[rule.completion_place - 1] if len(valid) >= rule.completion_place else None
 
 
-def deadline_of(rule: SelectionRule, groups: Cohort, bound: float) -> tuple[int, int] | None:
+def deadline_of(rule: SelectionRule, groups: Cohort, how: Deadline) -> tuple[int, int] | None:
     """The deadline and the step in which it becomes known: the first in which what has happened determines it."""
-    how = replace(RULE, bound=bound)
     lengths = [completion_length(rule, candidates) for candidates in groups]
-    ends = sorted({*(length for length in lengths if length), CAP, *(how.bound_of(n) for n in lengths if n)})
+    needs = sorted(length for length in lengths if length is not None)
+    reported = [how.without_others(needs[:count], len(groups) - count) for count in range(len(needs) + 1)]
+    ends = sorted({*needs, CAP, *(how.bound_of(tokens) for tokens in reported if tokens is not None)})
     for step in ends:
         known = [length for length in lengths if length is not None and length <= step]
         others = len(lengths) - len(known) if step < CAP else 0  # those that have ended without one do not count
@@ -85,14 +86,14 @@ def unshaped(groups: Cohort, max_tokens: int = CAP) -> Step:
     return Step(max(map(max, lengths)), sum(map(sum, lengths)))
 
 
-def run(policy: str, groups: Cohort, bound: float = RULE.bound) -> Step:
+def run(policy: str, groups: Cohort, how: Deadline = RULE) -> Step:
     """As if the deadline had been known from the start: it comes in time for all that is longer than the bound."""
     rule = POLICIES[policy].selection_rule(SIZE)
     started = [candidates[: POLICIES[policy].candidates(SIZE)] for candidates in groups]
-    found = deadline_of(rule, started, bound)
+    found = deadline_of(rule, started, how)
     assert found is not None
     tokens, known_at = found
-    limit = ceil(bound * tokens)
+    limit = how.bound_of(tokens)
     assert known_at <= limit
     played = [replay(rule, candidates, tokens, limit) for candidates in started]
     assert all(is_bounded(result, limit) for result in played)
@@ -172,12 +173,45 @@ def test_the_figures_of_a_fixed_limit_beside_them(runaways: list[float], tokens:
     assert sum(length > 1024 for length in ends) < 0.01 * len(ends)
 
 
-def test_with_more_than_a_quarter_without_one_there_is_no_deadline() -> None:
+def test_with_more_than_a_quarter_without_one_there_is_no_deadline_in_the_first_cohort() -> None:
     groups = cohort([1.0] * 17 + [0.0] * 47, 0)
-    found = deadline_of(POLICIES["darts_cut"].selection_rule(SIZE), groups, RULE.bound)
+    found = deadline_of(POLICIES["darts_cut"].selection_rule(SIZE), groups, RULE)
     assert found is not None
     assert found[1] == CAP, "known when those groups have ended"
     assert MIN_KNOWN * 64 > 47
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize(("without", "most"), [(17, 0.3), (32, 0.8), (64, 0.9)])
+def test_with_more_than_a_quarter_without_one_later_cohorts_are_bounded(policy: str, without: int, most: float) -> None:
+    """By what those before them needed, and the later the more groups have no completion length."""
+    how = replace(RULE, recent=400)
+    step = run(policy, cohort([1.0] * without + [0.0] * (64 - without), 0), how)
+    assert step.steps < most * CAP
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_half_the_prompts_may_need_answers_several_times_as_long(policy: str) -> None:
+    """With a deadline from a time when none did, and no rewards: all that end do."""
+    rng = default_rng(0)
+    groups = [group((m * rng.lognormal(0, 0.3, 12)).astype(int), rng) for m in [300] * 32 + [1500] * 32]
+    rule = POLICIES[policy].selection_rule(SIZE)
+    started = [candidates[: POLICIES[policy].candidates(SIZE)] for candidates in groups]
+    found = deadline_of(rule, started, replace(RULE, recent=400))
+    assert found is not None
+    longest = max(n for c in started if (n := completion_length(rule, c)) is not None)
+    assert RULE.bound_of(found[0]) > longest
+
+
+@pytest.mark.parametrize(("known", "factor"), [(8, 1.0), (6, 1.0), (4, 1.5**3), (3, 4.0), (0, 4.0)])
+def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completion_length(
+    known: int, factor: float
+) -> None:
+    rule = replace(RULE, recent=100, stretch=2.0)
+    assert rule.without_others([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
+    assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
+    assert replace(rule, ceiling=120).without_others([], 8) == 120
+    assert RULE.without_others([50] * 5, 3) is None
 
 
 def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> None:
@@ -192,13 +226,6 @@ def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> Non
 )
 def test_it_is_known_once_all_other_groups_are_beyond_the_bound(minimums: list[int | None], known: bool) -> None:
     assert RULE.of_cohort([10, 20, 30, 30, 30, 30], minimums) == (30 if known else None)
-
-
-def test_recent_groups_that_were_cut_count_as_longer_until_they_are_too_many() -> None:
-
-    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0]).deadline(RULE) == 40
-    assert RecentCompletionLengths([10] * 6 + [0] * 2).deadline(RULE) == 10
-    assert RecentCompletionLengths([10] * 6 + [0] * 3).deadline(RULE) is None
 
 
 def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:

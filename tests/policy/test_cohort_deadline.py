@@ -37,6 +37,25 @@ def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
     assert cohort.tokens == 20
 
 
+def test_a_deadline_of_earlier_groups_bounds_a_cohort_in_which_no_group_has_a_need() -> None:
+    cohort = CohortDeadline(Deadline(recent=20), 10)
+    assert cohort.waits_beyond == 160
+    for group in range(10):
+        assert cohort.tokens is None
+        cohort.report_minimum(group, 161 if group % 2 else None)
+    assert [cohort.tokens, cohort.waits_beyond] == [80, None]
+
+
+def test_the_more_groups_have_a_need_the_less_the_others_are_waited_for() -> None:
+    cohort = CohortDeadline(Deadline(recent=20), 16)
+    limits = []
+    for group in range(12):
+        limits.append(cohort.waits_beyond)
+        cohort.report_need(group, 5)
+    assert limits == [160] * 8 + [136, 96, 70, 52]
+    assert cohort.waits_beyond == 10, "they are enough without earlier groups"
+
+
 def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_does() -> None:
     cohort = CohortDeadline(Deadline(), 10)
     for group in range(8):
@@ -96,9 +115,12 @@ def test_a_group_that_starts_again_counts_again_and_with_its_last_need() -> None
         max_size=60,
     ),
     st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
+    st.sampled_from([None, 4]),
 )
-def test_what_is_known_follows_from_the_reports(reports: list[tuple[str, int, int]], quantile: float) -> None:
-    rule = Deadline(quantile)
+def test_what_is_known_follows_from_the_reports(
+    reports: list[tuple[str, int, int]], quantile: float, recent: int | None
+) -> None:
+    rule = Deadline(quantile, recent=recent)
     cohort = CohortDeadline(rule, 10)
     needs: dict[int, int] = {}
     minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)

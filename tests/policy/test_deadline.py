@@ -16,16 +16,13 @@ from darts_server.policy.deadline import (
     MAX_FIRST_GROUPS,
     MAX_STRETCH,
     MEMORY,
-    MIN_GROUPS,
     MIN_RIGHT,
     MIN_RIGHT_GROUPS,
     RATIO_STEP,
-    WINDOW,
     Answer,
     Deadline,
     DeadlineLosses,
     GroupLosses,
-    RecentCompletionLengths,
 )
 
 
@@ -58,19 +55,6 @@ def test_the_deadline_is_stretched_then_clipped_to_floor_and_ceiling() -> None:
     assert Deadline(stretch=1.5).from_lengths(needed, 10) == 150
     assert Deadline(stretch=1.5, ceiling=120).from_lengths(needed, 10) == 120
     assert Deadline().from_lengths([], 0) is None
-
-
-def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
-    needs = RecentCompletionLengths()
-    for tokens in range(1, MIN_GROUPS):
-        needs.add(tokens)
-    assert needs.deadline(Deadline()) is None
-    needs.add(MIN_GROUPS)
-    assert needs.deadline(Deadline(quantile=1.0)) == MIN_GROUPS
-    for _ in range(WINDOW):
-        needs.add(7)
-    assert needs.deadline(Deadline(quantile=1.0)) == 7, "older ones are forgotten"
-    assert RecentCompletionLengths(needs.state).deadline(Deadline()) == 7
 
 
 SHARE = 0.02

@@ -76,6 +76,34 @@ async def test_every_group_ends_at_the_bound(policy: str, seed: int) -> None:
     assert any(harness.record(name).completion_length is None for name in GROUPS)
 
 
+@pytest.mark.parametrize("policy", BOUNDED)
+async def test_a_cohort_of_which_half_run_away_is_bounded_by_what_the_one_before_needed(policy: str) -> None:
+    def script(prompt: str, index: int) -> Script:
+        random = Random(f"{prompt} {index}")
+        runs_away = int(prompt[1:]) % 2 == 1
+        return Script(CAP, finish_reason=FinishReason.LENGTH) if runs_away else Script(random.randint(10, 40))
+
+    harness = Harness(script, POLICIES)
+    took = []
+    for cohort in "abc":
+        names = [f"{cohort}{number}" for number in range(16)]
+        runs = await harness.start_cohort(SIZE, policy, names)
+        before = harness.engine.now
+        tasks = [asyncio.create_task(collect(run)) for run in runs]
+        await settle()
+        await harness.engine.run()
+        await asyncio.gather(*tasks)
+        took.append(harness.engine.now - before)
+        deadline = harness.recorder.cohorts[-1].deadline
+        if cohort != "a":
+            assert deadline is not None
+            records = [harness.record(name) for name in names]
+            assert all(c.tokens <= 2 * deadline + 1 for r in records for c in r.candidates)
+            assert [r.all_truncated for r in records] == [False, True] * 8
+    assert took[0] == CAP, "nothing was known before"
+    assert max(took[1:]) <= 2 * 1.5**3 * 40 + 2
+
+
 def runaways(harness: Harness, name: str) -> list[int]:
     return [i for i in range(16) if harness.script(name, i).finish_reason is FinishReason.LENGTH]
 

@@ -233,6 +233,8 @@ class Allocator(GroupObserver):
         # A few groups alone say little about how many tokens groups need.
         all_groups = groups if part is None else part.groups
         few, decides = all_groups < MIN_COHORT, part is None or part.leads
+        if rule is not None and not few:
+            rule = self.deadlines.with_recent(rule, _name(*kind))
         terms = CohortTerms(
             policy=kind[0],
             groups=groups,

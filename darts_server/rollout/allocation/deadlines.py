@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 
 from darts_server.policy.checks import LARGEST
-from darts_server.policy.deadline import (
-    Answer,
-    Deadline,
-    DeadlineLosses,
-    GroupLosses,
-    RecentCompletionLengths,
-)
+from darts_server.policy.deadline import Answer, Deadline, DeadlineLosses, GroupLosses
+from darts_server.policy.recent_lengths import RecentCompletionLengths
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
@@ -82,7 +77,15 @@ class Deadlines:
 
     def recent_deadline(self, rule: Deadline, name: str) -> int | None:
         """The deadline from recent groups, for a cohort of a few; ``None`` while there are too few of them."""
-        return (self._lengths.load(name) or RecentCompletionLengths()).deadline(rule)
+        return self._recent_lengths(name).deadline(rule)
+
+    def with_recent(self, rule: Deadline, name: str) -> Deadline:
+        """Add what recent groups needed, for a cohort in which too few determine a deadline."""
+        return replace(rule, recent=self._recent_lengths(name).quantile(rule))
+
+    def _recent_lengths(self, name: str) -> RecentCompletionLengths:
+        lengths: RecentCompletionLengths | None = self._lengths.load(name)
+        return lengths or RecentCompletionLengths()
 
     def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
         """Decide whether a cohort of ``groups`` runs past its deadline: at random, and once rewards are reported.
@@ -106,7 +109,7 @@ class Deadlines:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
         was_cut = any(c.cut for c in record.candidates)
         if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
-            lengths = self._lengths.load(name) or RecentCompletionLengths()
+            lengths = self._recent_lengths(name)
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 

@@ -175,6 +175,23 @@ def test_whether_groups_are_few_is_said_of_the_whole_cohort(groups: int, few: bo
     assert (terms.groups, terms.few, terms.part) == (3, few, CohortPart(groups))
 
 
+@pytest.mark.parametrize("part", [None, CohortPart(99)])
+def test_a_cohort_has_what_recent_groups_needed_and_a_few_groups_have_it_as_their_deadline(
+    part: CohortPart | None,
+) -> None:
+    documents = prompts()
+    documents.put("deadline", f"cut/{SIZE}", {"value": "[30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0]"})
+    allocator, plan = new_allocator(documents), Plan("cut", EXPLORING, SIZE)
+    [first, *_] = allocator.allocate_cohort(plan, [f"p{i}" for i in range(MIN_COHORT)], part=part)
+    assert first.cohort is not None
+    assert first.cohort.rule == replace(EXPLORING.deadline or Deadline(), recent=30)
+    assert first.cohort.terms.tokens is None
+    [alone] = allocator.allocate_cohort(plan, ["p0"])
+    assert alone.cohort is not None
+    assert alone.cohort.rule == EXPLORING.deadline
+    assert alone.cohort.terms.tokens == 43, "a third of them was cut"
+
+
 @pytest.mark.parametrize(("part", "explored"), [(None, True), (CohortPart(9, True), True), (CohortPart(9), False)])
 def test_of_a_cohorts_parts_only_the_one_that_leads_decides_to_explore(part: CohortPart | None, explored: bool) -> None:
     assert terms_of(EXPLORING, 4, part).explored is explored
