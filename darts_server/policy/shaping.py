@@ -46,7 +46,8 @@ class Shaping:
       candidates that are no longer count.
     * ``completion_share``: returns all candidates, cut at the deadline, which is at least the length of the shortest at
       this share of them; ``None`` returns some, with a deadline of at least the M-th shortest length.
-    * ``finish_order``: saturated prompts take the order of finishing for that of lengths, like the paper's public code.
+    * ``finish_order``: saturated prompts take the order of finishing for that of lengths, as the paper's public code
+      does for all prompts.
     * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
       lengths. ``None`` selects by length.
     * ``sample_survivors``: returns M of the candidates that are not pruned, all with the same probability.

@@ -210,9 +210,9 @@ class Shortest(SizedRule):
 class FirstFinish(SizedRule):
     """Select the first ``size`` valid candidates to finish, and fill up with the first invalid ones.
 
-    A baseline: the paper's public code treats saturated prompts so, taking the order of finishing for the order of
-    lengths. Where candidates start at different times, a short one that started late loses to a long one that started
-    early.
+    A baseline for saturated prompts, near what the paper's public code does. That takes the order of finishing for the
+    order of lengths too, but for all prompts, and counts truncated candidates like valid ones. Where candidates start
+    at different times, a short one that started late loses to a long one that started early.
     """
 
     def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
