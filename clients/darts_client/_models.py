@@ -165,8 +165,10 @@ class Group:
     `metadata` what the caller sent with it. `candidates` is how many were started, `counted` how many of
     them the weights stand for (N: not those that failed, or ran before a restart). `num_shortest` is how many places
     went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
-    that were not pruned the trajectories are a sample, else None; `deadline` is the length in tokens at which the tail
-    was cut. `partial` holds what pruned candidates had generated, if that was requested. `seconds` is the duration.
+    that were not pruned the trajectories are a sample, else None; `earlier_pass_rate` is the share of right ones among
+    the prompt's trajectories that had rewards when the group started, None without any; `deadline` is the length in
+    tokens at which the tail was cut. `partial` holds what pruned candidates had generated, if that was requested.
+    `seconds` is the duration.
     `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, or that ran when
     the server stopped, what its candidates had generated; they are no group, as none of them was selected.
     """
@@ -181,6 +183,7 @@ class Group:
     counted: int | None = None
     num_shortest: int | None = None
     sampled_from: int | None = None
+    earlier_pass_rate: float | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     discarded: tuple[Discarded, ...] = ()

@@ -45,7 +45,8 @@ class ShadowRecord(WireModel):
 class GroupRecord(WireModel):
     """Provenance of one group. `duration` and `tail_wait` are seconds, `generated` and `returned` tokens.
 
-    `zero_variance`: whether all its trajectories have the same reward; None until all have one.
+    `zero_variance`: whether all its trajectories have the same reward; None until all have one. `earlier_pass_rate`:
+    the share of right ones among the prompt's trajectories that had rewards when the group started; None without any.
     """
 
     group_id: str
@@ -67,6 +68,7 @@ class GroupRecord(WireModel):
     counted: int | None = None
     num_shortest: int | None = None
     sampled_from: int | None = None
+    earlier_pass_rate: float | None = None
     zero_variance: bool | None = None
 
     @property

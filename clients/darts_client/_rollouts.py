@@ -80,6 +80,7 @@ class GroupPayload(WireModel):
     counted: int | None = None
     num_shortest: int | None = None
     sampled_from: int | None = None
+    earlier_pass_rate: FiniteFloat | None = None
     deadline: int | None = None
     mixed_versions: bool = False
     aborted: tuple[AbortedTrajectory, ...] | None = None
@@ -185,6 +186,7 @@ def build_group(
         counted=payload.counted,
         num_shortest=payload.num_shortest,
         sampled_from=payload.sampled_from,
+        earlier_pass_rate=payload.earlier_pass_rate,
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,
         discarded=payload.discarded,

@@ -55,16 +55,24 @@ def to_tensors(
     advantages: Literal["grpo", "unbiased"] = "grpo",
     scale: bool = True,
     eps: float = 1e-6,
+    baselines: Sequence[float | None] | None = None,
 ) -> Tensors:
     """Return the trajectories of all groups as tensors on the CPU.
 
     `rewards` holds a list for each group. With "grpo", an advantage is relative to its group (GRPO, arXiv 2402.03300,
     section 4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr.
     GRPO, arXiv 2503.20783). With "unbiased" it is that of `advantages.unbiased_advantages`, without `scale` and `eps`.
+    Then `baselines` may hold a baseline for each group that was known before it, for example its `earlier_pass_rate` if
+    rewards are 1 for right and 0 for wrong; None for the one of the group's own rewards.
 
     Raises:
-        ValueError: there is no trajectory, or not one reward for each; or "unbiased", and a group has no weights.
+        ValueError: there is no trajectory, or not one reward for each; "unbiased", and a group has no weights; or not
+            one baseline for each group, or baselines without "unbiased".
     """
+    if baselines is not None and advantages != "unbiased":
+        raise ValueError(f'baselines need advantages="unbiased", got {advantages!r}')
+    if baselines is not None and len(baselines) != len(groups):
+        raise ValueError(f"baselines must be {len(groups)} numbers, one for each group, got {len(baselines)}")
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     if not members:
         raise ValueError("the groups have no trajectories")
@@ -74,10 +82,11 @@ def to_tensors(
     values = None if rewards is None else values_by_group(groups, rewards)
     rows = None if values is None else [torch.tensor(row) for row in values]
     weights = [t.weight for _, _, t in members if t.weight is not None]
+    baselines = baselines or [None] * len(groups)
 
-    def compute(group: Group, row: Sequence[float]) -> Tensor:
+    def compute(group: Group, row: Sequence[float], baseline: float | None) -> Tensor:
         if advantages == "unbiased":
-            return torch.tensor(unbiased_advantages(group, row))
+            return torch.tensor(unbiased_advantages(group, row, baseline))
         return _advantages(torch.tensor(row), scale, eps)
 
     return Tensors(
@@ -88,7 +97,7 @@ def to_tensors(
         logprobs=_pad_logprobs([t for _, _, t in members], completion_mask),
         weight_versions=_pad_versions([t for _, _, t in members], completion_mask),
         rewards=None if rows is None else torch.cat(rows),
-        advantages=None if values is None else torch.cat(list(map(compute, groups, values))),
+        advantages=None if values is None else torch.cat(list(map(compute, groups, values, baselines))),
         weights=torch.tensor(weights) if len(weights) == len(members) else None,
         group=torch.tensor([index for index, _, _ in members]),
     )

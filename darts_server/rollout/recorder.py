@@ -37,6 +37,8 @@ class GroupRecorder:
     def __init__(self, group_id: str, policy: str, clock: Callable[[], float], prompt_key: str | None = None) -> None:
         self.group_id = group_id
         self.prompt_key = prompt_key
+        self.earlier_pass_rate: float | None = None
+        """See `GroupRecord.earlier_pass_rate`."""
         self.closed = False
         self.request_ids: tuple[str, ...] = ()
         self.policy = policy
@@ -137,6 +139,7 @@ class GroupRecorder:
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
             sampled_from=sampled_from(group),
+            earlier_pass_rate=self.earlier_pass_rate,
             explored=would_be is not None,
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,

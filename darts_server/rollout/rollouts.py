@@ -228,6 +228,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
         order = self.starting_order(spec.prompt_key)
         run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried, order)
+        run.recorder.earlier_pass_rate = self._pass_rate(spec.prompt_key)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)
@@ -240,6 +241,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         if not self._engine.has_priorities:
             return NO_ORDER
         return starting_order(self.statistics, self._context.clock, prompt_key)
+
+    def _pass_rate(self, prompt_key: str | None) -> float | None:
+        """Return the pass rate of a prompt by the rewards until now: none of a group that only starts."""
+        stats = None if prompt_key is None else self.statistics.rewards.of_prompt(prompt_key)
+        return None if stats is None else stats.pass_rate
 
     @property
     def running(self) -> int:

@@ -349,3 +349,15 @@ def test_tensors_have_weights_and_unbiased_advantages() -> None:
     assert tensors.weights.tolist() == [1.0, 1.0]
     assert tensors.advantages.tolist() == [1.0, -1.0]
     assert to_tensors([group([1.0, None])], [[1.0, 0.0]]).weights is None
+
+
+def test_a_group_may_have_a_baseline_that_was_known_before() -> None:
+    groups = [group([1.0, 1.0], earlier_pass_rate=0.25), group([1.0, 1.0])]
+    baselines = [each.earlier_pass_rate for each in groups]
+    tensors = to_tensors(groups, [[1.0, 0.0]] * 2, advantages="unbiased", baselines=baselines)
+    assert tensors.advantages is not None
+    assert tensors.advantages.tolist() == [0.75, -0.25, 1.0, -1.0]
+    with pytest.raises(ValueError, match="baselines must be 2 numbers, one for each group, got 1"):
+        to_tensors(groups, [[1.0, 0.0]] * 2, advantages="unbiased", baselines=[0.5])
+    with pytest.raises(ValueError, match="baselines need"):
+        to_tensors(groups, [[1.0, 0.0]] * 2, baselines=baselines)

@@ -287,6 +287,9 @@ def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
     assert [c.weight for c in record.candidates if c.selected_as is not None] == weights
     assert record.num_shortest == group.num_shortest == SIZE - 1
     assert statistics.pass_rate == pytest.approx((weights[0] + weights[3]) / sum(weights))
+    assert (group.earlier_pass_rate, record.earlier_pass_rate) == (None, None)
+    [later] = client.rollouts(PromptSpec("5", key="rewarded"), **SIZES)
+    assert later.earlier_pass_rate == statistics.pass_rate
 
 
 def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, tmp_path: Path) -> None:

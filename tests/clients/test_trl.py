@@ -211,6 +211,16 @@ def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_where_not
     assert batch["advantages"].tolist() == pytest.approx([0.0] * GROUP + [value / size for value in EXPECTED])
 
 
+def test_unbiased_advantages_may_have_the_pass_rate_of_earlier_groups_as_their_baseline(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    server.groups = [group_record(0, earlier_pass_rate=0.5), group_record(1)]
+    more = {**UNBIASED, "baseline": "pass_rate"}
+    batch = score(build_trainer(server, tmp_path, more=more, scale_rewards="none"))
+    by_pass_rate = [0.8 * weight * (reward - 0.5) for reward, weight in enumerate((1, 1, 1, 2))]
+    assert batch["advantages"].tolist() == pytest.approx(by_pass_rate + EXPECTED)
+
+
 def test_without_rewards_that_differ_unbiased_advantages_are_zero(server: FakeVllm, tmp_path: Path) -> None:
     server.groups = [group_record(0), group_record(1)]
     trainer = build_trainer(server, tmp_path, lambda completions, **_: [1.0] * len(completions), UNBIASED)
@@ -262,6 +272,10 @@ def test_arguments_that_make_unbiased_advantages_biased_are_refused(
         build_trainer(server, tmp_path, more=UNBIASED, **changes)
     with pytest.raises(ValueError, match="'group' or 'unbiased', got 'grpo'"):
         build_trainer(server, tmp_path, more={"advantages": "grpo"})
+    with pytest.raises(ValueError, match="'group' or 'pass_rate', got 'prompt'"):
+        build_trainer(server, tmp_path, more={**UNBIASED, "baseline": "prompt"})
+    with pytest.raises(ValueError, match="needs advantages='unbiased'"):
+        build_trainer(server, tmp_path, more={"baseline": "pass_rate"})
 
 
 def test_training_continues_while_only_generation_and_weights_work(

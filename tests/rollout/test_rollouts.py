@@ -5,6 +5,7 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
+from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -55,6 +56,27 @@ async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_gro
         assert len(await harness.group(harness.run(4))) == 4
         await settle()
         assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-watch"] == []
+
+
+@pytest.mark.anyio
+async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
+    """So it is a baseline that does not depend on the group, and keeps a gradient exact."""
+    harness = Harness(lengths(3, 9, 4, 30, 5, 50))
+    right, wrong = RewardStats(right=single_length(5, 3.0)), RewardStats(wrong=single_length(9, 1.0))
+    rates = []
+    for reported in ({}, {"p": right + wrong}, {"other": wrong}):
+        harness.rollouts.statistics.rewards.learn(reported)
+        run = harness.run(4, group_id="p")
+        waiting = asyncio.create_task(collect(run))
+        await settle()
+        harness.rollouts.statistics.rewards.learn({"p": wrong})  # of what was returned early, or of another group
+        await harness.engine.run()
+        await waiting
+        assert run.record is not None
+        rates.append(run.record.earlier_pass_rate)
+    assert rates == [None, 3 / 5, 3 / 6]
+    unnamed = harness.collect("no key", "uniform")
+    assert unnamed.recorder.earlier_pass_rate is None
 
 
 @pytest.mark.anyio

@@ -47,11 +47,14 @@ class SampledGroups:
         return records
 
 
-def weighted_advantages(records: Sequence[GroupRecord], rewards: Sequence[float], *, scale: bool) -> list[float]:
+def weighted_advantages(
+    records: Sequence[GroupRecord], rewards: Sequence[float], *, scale: bool, by_pass_rate: bool = False
+) -> list[float]:
     """Return the advantage of each completion, group after group.
 
     ``rewards``: NaN for a completion without any; a group of nothing else has advantages of 0. ``scale``: divide all by
     their root mean square, one number for the whole batch, which changes no direction of the gradient.
+    ``by_pass_rate``: the baseline is the prompt's pass rate before the group, where it is known.
 
     Raises:
         ValueError: a group has no weights, or rewards for some of its completions only.
@@ -65,6 +68,7 @@ def weighted_advantages(records: Sequence[GroupRecord], rewards: Sequence[float]
                 f"{missing} of {len(earned)} completions of group {record.group_id} have no reward, so its gradient "
                 "cannot be unbiased: let the reward function return a number for each of them"
             )
-        advantages += [0.0] * missing if missing else unbiased_advantages(record, earned)
+        baseline = record.earlier_pass_rate if by_pass_rate else None
+        advantages += [0.0] * missing if missing else unbiased_advantages(record, earned, baseline)
     size = sqrt(sum(value**2 for value in advantages) / len(advantages)) if scale else 1.0
     return [value / size for value in advantages] if size else advantages

@@ -54,7 +54,9 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
     With `advantages="unbiased"` the trajectories' weights in the server's records give the advantages of training, in
     place of those that TRL computes relative to the group; see `darts_client.advantages`. `scale_rewards="none"` leaves
     them as they are; otherwise they are divided by their root mean square over the batch. Policies without weights are
-    an error in training.
+    an error in training. Their baseline is the mean reward of others of the group or, with `baseline="pass_rate"` and
+    where it is known, the share of right ones among the prompt's trajectories of earlier groups: for rewards of 1 for
+    right and 0 for wrong, which are reported.
 
     With `prompts_ahead` so many more prompts are started, as a share of those that are needed. The first groups that
     are complete are trained on, and the other prompts are started again first in the next batch (tail batching). With
@@ -75,6 +77,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         *more: Any,
         weight_sync: Literal["http", "nccl"] = "http",
         advantages: Literal["group", "unbiased"] = "group",
+        baseline: Literal["group", "pass_rate"] = "group",
         prompts_ahead: float = 0.0,
         max_staleness: int = 0,
         long_rounds: bool = False,
@@ -85,7 +88,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
             raise ValueError("args must have use_vllm=True and vllm_mode='server'")
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
-        _check_advantages(advantages, args)
+        _check_advantages(advantages, baseline, args)
         self._ahead_options = AheadOptions(prompts_ahead, max_staleness, long_rounds)
         self._ahead_options.check(args, advantages)
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
@@ -94,6 +97,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         self._ahead_options.check_trainer(self)
         self._last_batch: SampledBatch | None = None
         self._is_weighted = advantages == "unbiased"
+        self._by_pass_rate = baseline == "pass_rate"
         self._last_rewards = torch.empty(0, 0)
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         if self.accelerator.is_main_process:
@@ -172,7 +176,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         if sampled is None:
             raise ValueError("advantages='unbiased' needs prompts without images: those are requested one by one")
         records = sampled.records(self._server)
-        return weighted_advantages(records, rewards.tolist(), scale=self.scale_rewards != "none")
+        scale = self.scale_rewards != "none"
+        return weighted_advantages(records, rewards.tolist(), scale=scale, by_pass_rate=self._by_pass_rate)
 
     def _is_training(self) -> bool:
         """Return whether TRL is training, not evaluating; TRL itself reads the same flag."""
@@ -267,9 +272,13 @@ def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"headers": headers} | ({"json": body} if body else {})
 
 
-def _check_advantages(advantages: str, args: GRPOConfig) -> None:
+def _check_advantages(advantages: str, baseline: str, args: GRPOConfig) -> None:
     if advantages not in ("group", "unbiased"):
         raise ValueError(f"advantages must be 'group' or 'unbiased', got {advantages!r}")
+    if baseline not in ("group", "pass_rate"):
+        raise ValueError(f"baseline must be 'group' or 'pass_rate', got {baseline!r}")
+    if baseline == "pass_rate" and advantages == "group":
+        raise ValueError("baseline='pass_rate' needs advantages='unbiased'")
     if advantages == "group":
         return
     if args.multi_objective_aggregation != "sum_then_normalize":

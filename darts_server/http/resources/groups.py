@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from darts_server.http.resources.trajectories import (
     Counted,
     Cut,
+    EarlierPassRate,
     NumShortest,
     Quality,
     Reason,
@@ -81,6 +82,7 @@ class GroupAnswer(BaseModel):
     counted: Counted
     num_shortest: NumShortest
     sampled_from: SampledFrom
+    earlier_pass_rate: EarlierPassRate
     deadline: int | None = Field(
         description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
     )
@@ -118,6 +120,7 @@ class GroupAnswer(BaseModel):
             counted=record.counted,
             num_shortest=record.num_shortest,
             sampled_from=record.sampled_from,
+            earlier_pass_rate=record.earlier_pass_rate,
             deadline=record.deadline,
             bound=record.bound,
             all_truncated=record.all_truncated,

@@ -22,6 +22,7 @@ from darts_server.http.resources.trajectories import (
     Counted,
     Cut,
     DiscardedOut,
+    EarlierPassRate,
     GeneratedOut,
     Logprobs,
     NumShortest,
@@ -248,6 +249,7 @@ class GroupOut(BaseModel):
     counted: Counted | None
     num_shortest: NumShortest
     sampled_from: SampledFrom
+    earlier_pass_rate: EarlierPassRate
     deadline: int | None
     mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
@@ -276,6 +278,7 @@ class GroupOut(BaseModel):
             counted=_counted(result),
             num_shortest=None if record is None else record.num_shortest,
             sampled_from=None if record is None else record.sampled_from,
+            earlier_pass_rate=None if record is None else record.earlier_pass_rate,
             deadline=None if record is None else record.deadline,
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],

@@ -52,6 +52,13 @@ SampledFrom = Annotated[
     int | None,
     Field(description="S, where the trajectories are a sample of S candidates that were not pruned; else null."),
 ]
+EarlierPassRate = Annotated[
+    float | None,
+    Field(
+        description="Share of right ones among the prompt's trajectories that had rewards when the group started, with "
+        "their weights: a baseline that does not depend on the group. Null without any."
+    ),
+]
 Counted = Annotated[
     int, Field(description="N: candidates that the weights stand for: not those that failed or ran before a restart.")
 ]
