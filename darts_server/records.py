@@ -99,6 +99,8 @@ class GroupRecord:
     """K, where the K shortest are returned and the other places are sampled from the rest; else ``None``."""
     sampled_from: int | None = None
     """S, where the returned trajectories are a sample of S that were not pruned; else ``None``."""
+    tail_share: float = 1.0
+    """Share of those that were not pruned, and are not among the K shortest, that was sampled for the tail."""
     earlier_pass_rate: float | None = None
     """Share of right ones among its prompt's trajectories that had rewards when it started; ``None`` without any."""
     explored: bool = False

@@ -5,7 +5,7 @@ from math import isfinite
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.pruning.failures import weight_factor
-from darts_server.types import UNCOUNTED, Outcome
+from darts_server.types import UNCOUNTED, DiscardReason, Outcome, SelectedAs
 
 
 def selection_weights(group: Group) -> dict[int, float]:
@@ -30,6 +30,21 @@ def selection_weights(group: Group) -> dict[int, float]:
 def sampled_from(group: Group) -> int | None:
     """Return of how many candidates the complete group is a plain sample; ``None`` if it is selected otherwise."""
     return group.rule.sampled_from(_counted(group)) if group.outcome is Outcome.COMPLETED else None
+
+
+def tail_share(group: Group) -> float:
+    """Return which share of those that were not pruned, and are not among the shortest, a complete group has sampled.
+
+    1 if its rule samples none. It is only nearly the probability to be selected, as who can be pruned depends on who
+    was stopped, and so on the sample: good enough for labels, not for `selection_weights`.
+    """
+    if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
+        return 1.0
+    left = [
+        c for c in _counted(group) if c.reason is not DiscardReason.PRUNED and c.selected_as is not SelectedAs.SHORT
+    ]
+    sampled = sum(c.selected_as is not None for c in left)
+    return sampled / len(left) if sampled else 1.0
 
 
 def _counted(group: Group) -> list[Candidate]:

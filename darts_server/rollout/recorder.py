@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
-from darts_server.policy.group_weights import sampled_from, selection_weights
+from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
 from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
 from darts_server.records import (
@@ -139,6 +139,7 @@ class GroupRecorder:
             completion_length=group.completion_length if group.is_open else None,
             num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
             sampled_from=sampled_from(group),
+            tail_share=tail_share(group),
             earlier_pass_rate=self.earlier_pass_rate,
             explored=would_be is not None,
             tokens_needed=tokens_needed,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group
-from darts_server.policy.group_weights import sampled_from, selection_weights
+from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
 from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
@@ -119,6 +119,16 @@ def test_an_incomplete_group_has_no_weights() -> None:
     group = Group(rng=Draws([0.1, 0.2]))
     group.open(SampledTail(1, 1), 2)
     assert selection_weights(group) == {}
+    assert tail_share(group) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "share"),
+    [(SampledTail(1, 1), 0.5), (SampledTail(1, 2), 1.0), (LongestTail(1, 1), 1.0), (SampledTail(2, 0), 1.0)],
+    ids=str,
+)
+def test_the_share_of_the_tail_is_what_was_sampled_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
+    assert tail_share(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == share
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
@@ -186,6 +196,11 @@ class TestPruning:
         pruned, certain = (self.survivors([chance] * 3, [0.0] * 3, SampledTail(1, 1)) for chance in (0.5, 1.0))
         assert selection_weights(pruned) == {}
         assert selection_weights(certain) == {0: 1.0, 1: 2.0}
+        assert (tail_share(pruned), tail_share(certain)) == (0.5, 0.5)
+
+    def test_a_pruned_candidate_is_not_one_of_those_that_the_tail_was_sampled_from(self) -> None:
+        group = self.survivors([0.5] * 4, [0.0, 0.0, 0.0, 0.9], SampledTail(1, 1))
+        assert tail_share(group) == 0.5
 
 
 CELLS = 4

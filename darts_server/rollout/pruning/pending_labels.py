@@ -31,10 +31,14 @@ class PendingScore:
 
 @dataclass(slots=True, eq=False)
 class PendingLabel:
-    """The scores of one trajectory. ``survival``: the probability with which it was kept, over all of them."""
+    """The scores of one trajectory. ``survival``: the probability with which it was kept, over all of them.
+
+    ``share``: of the survivors that it was sampled from for the tail of its group; 1 for the shortest.
+    """
 
     scores: list[PendingScore] = field(default_factory=list)
     survival: float = 1.0
+    share: float = 1.0
     is_undecided: bool = False
     """Whether the last score allows it to be pruned and the group has not decided yet."""
 

@@ -31,7 +31,7 @@ from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingSc
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings, head_input, head_width, logprob_score
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.pruning.status import StatusLog, point_status
-from darts_server.types import PruningStatus
+from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Pruner(GroupObserver):
         self._reload()
         target = self._settings.target(reward, correct)
         for pending in label.scores:
-            self._learn(pending, target, label.survival)
+            self._learn(pending, target, label.survival * label.share)
         self._observer.label_learned()
         self._save_soon.request()
 
@@ -233,9 +233,13 @@ class Pruner(GroupObserver):
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Count the trajectories whose hidden state did not come."""
+        """Note what returned trajectories stand for, and count those whose hidden state did not come."""
         if not self._prunes(record.policy):
             return
+        for candidate in record.selected:
+            label = self._pending.find(record.group_id, candidate.index)
+            if label is not None and candidate.selected_as is not SelectedAs.SHORT:
+                label.share = record.tail_share
         self._status_log.update(self.status)
         if self.uses_hidden_states:
             for candidate in record.candidates:

@@ -15,7 +15,7 @@ from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STEP_GROUP
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.pruning.status import STATUS_REASONS
-from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus
+from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 from tests.rollout.pruning.bench import FAST, Bench
@@ -70,6 +70,21 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
     bench.pruner.learn_reward("g", 0, 1.0, True)
     assert bench.head._replay._survivals[:2].tolist() == [0.125, 0.125]
     assert bench.counter.counts["labels"] == 1
+
+
+async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() -> None:
+    bench = Bench()
+    hidden = np.ones(WIDTH)
+    for index in range(3):
+        bench.scored("g", index, hidden)
+        bench.pruner.record_kept("g", index, 0.5)
+    record = create_record("darts+arrol", *[(20, 0.5)] * 4)
+    places = (SelectedAs.SHORT, SelectedAs.LONG, None, SelectedAs.LONG)
+    candidates = [replace(c, selected_as=place) for c, place in zip(record.candidates, places, strict=True)]
+    bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
+    for index in range(4):
+        bench.pruner.learn_reward("g", index, 1.0, True)
+    assert bench.head._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
 
 
 async def test_each_detection_point_has_its_own_calibration() -> None:
