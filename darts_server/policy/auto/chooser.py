@@ -33,11 +33,11 @@ MIN_OFF = 2
 """Batches of ``off`` that are measured before anything else is chosen: lengths, step times and their spread."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
-TIE, MIN_TRIES = 0.05, 2
-"""Options that are as fast within `TIE` are taken for equally fast until each rule was measured so often: forecasts are
-off by more between rules than within one."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
+MIN_TRIES = 2
+"""What explores takes options of rules first that were measured less often: forecasts are off by more between rules
+than within one."""
 EDGE = 0.1
 """By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on
 average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
@@ -175,13 +175,10 @@ def choose(
         reason = f"{_seconds(off)} a step, {_named(best)}" if best is not off else "nothing else is within the limits"
         best = off
     else:
-        new = [one for one in outlooks[1:] if one.cost <= (1 + TIE) * best.cost and one.cost <= (1 - MARGIN) * off.cost]
-        least_tried = min(new, key=lambda one: (state.tries(one.option.name), one.cost))
-        best = least_tried if state.tries(least_tried.option.name) < MIN_TRIES else best
         reason = f"{_seconds(best)} a step, {_named(off)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
-        least = min(others, key=lambda one: (state.of(one.option.name).tries, one.cost), default=None)
+        least = min(others, key=lambda one: _by_tries(one, state), default=None)
         if least is not None:
             reason = f"explored: {_seconds(least)} a step, {_named(best)}, {_named(off)}"
             return chosen(least, reason, explores=True)
@@ -298,6 +295,12 @@ def _mix(old: float, new: float, weight: float) -> float:
 
 def _clip(value: float) -> float:
     return min(max(value, -MOST), MOST)
+
+
+def _by_tries(one: _Outlook, state: AutoState) -> tuple[bool, int, float]:
+    """Return a sort key by which what was measured the least comes first, rules before their options."""
+    name = one.option.name
+    return state.tries(name) >= MIN_TRIES, state.of(name).tries, one.cost
 
 
 def _look(

@@ -339,12 +339,11 @@ def test_forecasts_are_corrected_by_what_was_measured() -> None:
     assert state.noise < 0.003  # nothing varied
 
 
-@pytest.mark.untraced
-@pytest.mark.parametrize(("ratio", "tries", "is_new"), [(0.97, 1, True), (0.97, 2, False), (0.9, 1, False)])
-def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
-    ratio: float, tries: int, is_new: bool
-) -> None:
-    """``ratio``: seconds of the best option over those of the best one of another rule, measured ``tries`` times."""
+def tied(ratio: float, tries: int, exploration: float) -> tuple[Choice, Choice, Choice]:
+    """Return what is chosen of two rules, and the best option of each: the first is the fastest, measured five times.
+
+    ``ratio``: seconds of the first over those of the second, which was measured ``tries`` times.
+    """
     known, other = (chosen(MEASURED, replace(ALL, allow=(rule,))) for rule in ("cut", "cap"))
     assert known.seconds is not None
     assert other.seconds is not None
@@ -355,8 +354,26 @@ def test_rules_that_are_about_as_fast_are_measured_before_one_is_preferred(
         other.option.name: OptionState(tries, last=now),
     }
     state = replace(MEASURED, noise=0.0, options={**MEASURED.options, **options})
-    choice = chosen(state, replace(ALL, allow=("cut", "cap")))
+    return chosen(state, replace(ALL, allow=("cut", "cap"), exploration=exploration)), known, other
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(("ratio", "tries"), [(0.99, 0), (0.97, 1), (0.9, 1)])
+def test_without_exploration_the_fastest_is_chosen_however_rarely_others_were_measured(
+    ratio: float, tries: int
+) -> None:
+    choice, known, _ = tied(ratio, tries, 0.0)
+    assert (choice.option.name, choice.explores) == (known.option.name, False)
+    assert "a step, off" in choice.reason
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(("ratio", "tries", "is_new"), [(0.97, 1, True), (0.97, 2, False), (0.8, 1, False)])
+def test_rules_that_were_hardly_measured_are_explored_first(ratio: float, tries: int, is_new: bool) -> None:
+    choice, known, other = tied(ratio, tries, 1.0)
     assert rule_of(choice.option.name) == rule_of((other if is_new else known).option.name)
+    assert choice.explores
+    assert choice.reason.startswith("explored: ")
 
 
 @pytest.mark.untraced
