@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.simulation.traces import Format, read_traces
-from darts_server.simulation.workload import TracedPrompt
+from darts_server.simulation.workload import TracedPrompt, TracedWorkload
 
 LINE = {"step": 0, "prompt_tokens": 5, "lengths": [7, 9], "cap": 20}
 
@@ -30,6 +31,49 @@ def test_without_a_cap_the_longest_trajectory_is_it_unless_a_limit_is_given(tmp_
     assert read_traces([path], Format.JSONL, 50)[1] == 50
 
 
+def test_of_several_caps_the_smallest_that_a_sample_reaches_is_the_limit(tmp_path: Path) -> None:
+    """What the truncated sample would have become is not known, so that none may become longer."""
+    truncated, longer = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "cap": 40}
+    prompts, limit = read_traces([write(tmp_path, longer, truncated)], Format.JSONL)
+    assert limit == 20
+    candidates = TracedWorkload(prompts, limit, seed=0)
+    lengths = np.concatenate([candidates.lengths(number, 200, np.random.default_rng(number)) for number in range(2)])
+    assert (lengths >= limit).mean() > 0.5
+    assert set(lengths[lengths >= limit]) == {20, 25, 40}  # the samples themselves, which end at the limit in a batch
+
+
+def test_a_cap_that_no_sample_reaches_truncates_nothing(tmp_path: Path) -> None:
+    uncapped = {"prompt_tokens": 5, "lengths": [30]}
+    path = write(tmp_path, LINE, LINE | {"cap": 25}, uncapped)
+    assert read_traces([path], Format.JSONL)[1] == 30
+    assert read_traces([write(tmp_path, LINE, LINE | {"cap": 50})], Format.JSONL)[1] == 50
+
+
+SAMPLE = {
+    "step": 0,
+    "group": 3,
+    "sample": 0,
+    "prompt_tokens": 100,
+    "turns": [{"prompt_tokens": 100, "generated": 40, "end": "tool_calls"}, {"prompt_tokens": 640, "generated": 60}],
+    "tools": [{"turn": 0, "seconds": 0.1, "tokens": 500}],
+}
+
+
+def test_a_line_with_turns_is_a_sample_and_the_samples_of_a_group_are_a_prompt(tmp_path: Path) -> None:
+    short = SAMPLE | {"sample": 1, "turns": [{"prompt_tokens": 100, "generated": 8, "end": "stop"}], "tools": []}
+    alone = {key: value for key, value in short.items() if key != "tools"} | {"group": 4, "cap": 9}
+    path = write(tmp_path, SAMPLE, LINE, short, alone, SAMPLE | {"step": 1})
+    assert read_traces([path], Format.JSONL) == (
+        [TracedPrompt(5, (7, 9)), TracedPrompt(350, (100, 8)), TracedPrompt(100, (8,)), TracedPrompt(600, (100,))],
+        100,
+    )
+
+
+def test_samples_of_a_group_end_at_their_smallest_cap(tmp_path: Path) -> None:
+    path = write(tmp_path, SAMPLE | {"cap": 120}, SAMPLE | {"sample": 1, "cap": 100})
+    assert read_traces([path], Format.JSONL) == ([TracedPrompt(600, (100, 100))], 100)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -39,6 +83,10 @@ def test_without_a_cap_the_longest_trajectory_is_it_unless_a_limit_is_given(tmp_
         (LINE | {"lengths": []}, "lengths must be a list of token counts in"),
         (LINE | {"lengths": [0]}, "lengths must be a whole number of at least 1"),
         (LINE | {"cap": 1.5}, "cap must be a whole number"),
+        (SAMPLE | {"turns": [{"generated": -1}]}, "generated must be a whole number of at least 0"),
+        (SAMPLE | {"turns": 3}, "turns must be a list of objects"),
+        (SAMPLE | {"tools": [{"tokens": "5"}]}, "tokens must be a whole number"),
+        (SAMPLE | {"group": None}, "group must be a whole number"),
     ],
 )
 def test_a_line_that_is_not_as_it_must_be_is_named(tmp_path: Path, line: Any, message: str) -> None:
