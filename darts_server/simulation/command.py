@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         options.json.write_text(json.dumps(document(name, setting, summaries), indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {setting.steps} steps of {setting.prompts} prompts x {setting.size}, "
-        f"{setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
+        f"at most {workload.max_tokens} tokens, {setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
     )
     return 0
 
@@ -109,14 +109,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace the machine alone")
     add("--trace", action="append", type=Path, metavar="FILE", help="lengths from a file; may be repeated")
     add("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of the traces (default: jsonl)")
-    add("--max-tokens", type=int, metavar="N", help="length limit of a trace (default: its cap)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="length limit of a trace (default: its cap; of several, the smallest that a sample reaches)",
+    )
     add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
     add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
-    add(
-        "--policies", nargs="+", default=DEFAULT, metavar="POLICY", help="compared with off (default: thirteen of them)"
-    )
+    default = f"compared with off (default: {' '.join(DEFAULT)})"
+    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help=default)
     add("--new-prompts", action="store_true", help="no prompt was seen before, so that nothing is known of its lengths")
     add("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for the table's figures")
