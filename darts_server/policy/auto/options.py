@@ -12,9 +12,11 @@ OFF = "off"
 RULES = ("uniform", "darts", "cut", "cap", "limit")
 """What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt;
 ``limit`` is `OFF` with a smaller length limit, the same for all trajectories of a batch."""
-REDUNDANCIES = (1.25, 1.5, 2.0)
-ADAPTIVE_REDUNDANCIES = (1.25, 1.5)
-"""Of ``darts``: at 2, its maximum by default, all prompts are saturated."""
+REDUNDANCIES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""Candidates over those that are returned, as far as the maximum that the user sets, which is one of them too. Each
+adds about as large a share as the one before."""
+NEAREST = 1.1
+"""By which factor two of them differ at least."""
 QUANTILES = (0.8, 0.9)
 CUT_SHARES = (0.02, 0.05, 0.1, 0.2)
 """Of the trajectories that would have ended, those that a ``limit`` cuts."""
@@ -116,7 +118,7 @@ def _options(base: Shaping, deadline: Deadline, allow: Sequence[str]) -> Iterato
     def policy(name: str, redundancy: float, quantile: float = deadline.quantile) -> Shaping:
         return build_policies(replace(base, redundancy=redundancy), replace(deadline, quantile=quantile))[name]
 
-    possible = [redundancy for redundancy in REDUNDANCIES if redundancy <= base.max_redundancy]
+    possible = redundancies(base.max_redundancy)
     if "cap" in allow:
         for quantile in QUANTILES:
             yield Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile))
@@ -129,9 +131,14 @@ def _options(base: Shaping, deadline: Deadline, allow: Sequence[str]) -> Iterato
             yield Option(f"cut {redundancy} at {quantile}", shaping)
     for redundancy in possible if "uniform" in allow else ():
         yield Option(f"uniform {redundancy}", policy("uniform", redundancy))
-    for redundancy in ADAPTIVE_REDUNDANCIES if "darts" in allow else ():
-        if redundancy < base.max_redundancy:
-            yield Option(f"darts {redundancy}", policy("darts", redundancy))
+    for redundancy in possible[:-1] if "darts" in allow else ():  # with the largest as the mean, all are saturated
+        yield Option(f"darts {redundancy}", policy("darts", redundancy))
+
+
+def redundancies(most: float) -> list[float]:
+    """Return `REDUNDANCIES` up to ``most``, and ``most`` itself; none if it is 1."""
+    below = [redundancy for redundancy in REDUNDANCIES if redundancy * NEAREST <= most]
+    return [*below, float(most)] if most > 1 else []
 
 
 def _supports(shaping: Shaping, size: int) -> bool:

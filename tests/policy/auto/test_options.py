@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto, redundancies
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 
@@ -35,6 +35,29 @@ def test_no_option_starts_more_candidates_than_the_maximum() -> None:
     auto = build_auto(Shaping(max_redundancy=1.5), Deadline(), ALL)
     assert auto.max_candidates(8) == 12
     assert not any("2.0" in option.name for option in auto.options)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, []),
+        (1.05, [1.05]),
+        (1.3, [1.3]),
+        (2.0, [1.25, 1.5, 2.0]),
+        (2.1, [1.25, 1.5, 2.1]),
+        (5, [1.25, 1.5, 2.0, 3.0, 4.0, 5.0]),
+        (16.0, [1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]),
+    ],
+)
+def test_redundancies_go_up_to_the_maximum(most: float, expected: list[float]) -> None:
+    assert redundancies(most) == expected
+    auto = build_auto(Shaping(max_redundancy=most), Deadline(), AutoLimits(allow=("uniform", "darts")))
+    assert auto.max_candidates(8) == max(8, round(8 * most))
+    assert [option.name for option in auto.options] == [
+        "off",
+        *(f"uniform {each}" for each in expected),
+        *(f"darts {each}" for each in expected[:-1]),
+    ]
 
 
 def test_each_option_is_its_rule_with_its_own_redundancy_and_quantile() -> None:
