@@ -221,6 +221,10 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         """Return the key for the prompt's statistics, for callers that give none."""
         ...
 
+    def prompt_tokens(self, request: RequestT) -> int:
+        """Return how many tokens the prompt has, as far as that is known before it runs; at least 1."""
+        ...
+
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
         """Return the seed for sampling the group's tail; ``None`` for a random one."""
         ...

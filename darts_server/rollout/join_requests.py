@@ -17,7 +17,7 @@ class JoinRequest(Generic[RequestT]):
 
     ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
     takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    ``own_id``: the caller's own id of the request, if any.
+    ``own_id``: the caller's own id of the request, if any. ``prompt_tokens``: of the prompt.
     """
 
     request: RequestT
@@ -28,6 +28,7 @@ class JoinRequest(Generic[RequestT]):
     ticket: Ticket
     name: str | None = None
     own_id: str | None = None
+    prompt_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

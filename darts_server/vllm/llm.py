@@ -222,7 +222,7 @@ class ShapingLLM(ControlledLLM):
         with ticket, raise_vllm_errors():
             async with self.gate.enter():
                 aborts = self.rollouts.aborts
-                allocation = await self.rollouts.allocator.allocate(plan, prompt_key)
+                allocation = await self.rollouts.allocator.allocate(plan, prompt_key, request.prompt_tokens)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
                 run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
                 if self.rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
@@ -309,7 +309,9 @@ def _join_request(
     # Callers with different keys must not answer each other's requests.
     who = caller.get()
     join_key = f"{who.name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id)
+    return JoinRequest(
+        request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id, request.prompt_tokens
+    )
 
 
 def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:

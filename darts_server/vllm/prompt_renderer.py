@@ -56,6 +56,9 @@ class VllmPromptRenderer:
     def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
 
+    def prompt_tokens(self, request: PromptRequest) -> int:
+        return request.prompt_tokens
+
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
         return request.tail_seed
 

@@ -44,6 +44,12 @@ class PromptRequest:
         others = [prompt.get("prompt"), prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
         return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in others if part))
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 1 if it has none, as one of embeddings."""
+        tokens = self.prompt.get("prompt_token_ids") if isinstance(self.prompt, dict) else None
+        return max(1, len(tokens or ()))
+
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:
         """Seed of the sampled tail, from seed and prompt: a request can be repeated. ``None`` without a seed."""

@@ -95,6 +95,9 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return request.partition("#")[0]
 
+    def prompt_tokens(self, request: str) -> int:
+        return max(1, len(request.split()))
+
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 

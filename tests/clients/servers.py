@@ -55,6 +55,9 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
+    def prompt_tokens(self, request: str) -> int:
+        return max(1, len(request.split()))
+
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 

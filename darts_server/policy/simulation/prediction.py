@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.replica import TOLERANCE
 from darts_server.policy.simulation.rollout import place_groups
@@ -188,7 +188,7 @@ class _Clock:
         first = np.zeros(run.shape, dtype=bool)
         first[:, 0] = True
         prefill = np.where(first[started], prompts, prompts % machine.block_size)
-        starts = _starts(tokens, _slots(machine, prompts, tokens))
+        starts = _starts(tokens, _slots(machine, batch.prompt_tokens[rows], np.where(started, run, 0.0)))
         times = machine.step_time
         steps, place = np.unique(np.concatenate([starts, starts + tokens]), return_inverse=True)
         begins, stops = np.split(place, 2)
@@ -231,11 +231,18 @@ class _Clock:
         return float(low)
 
 
-def _slots(machine: Machine, prompts: Floats, tokens: Floats) -> int:
-    """Return how many sequences an engine runs at once, by its KV blocks on average."""
+def _slots(machine: Machine, prompts: Ints, run: Floats) -> int:
+    """Return how many sequences an engine runs at once, by its KV blocks on average.
+
+    ``prompts``: tokens of each prompt, shape (G,). ``run``: tokens of each candidate, shape (G, C). The full blocks of
+    a prompt are shared by its candidates, as long as any of them runs.
+    """
     if machine.kv_blocks is None:
         return machine.max_num_seqs
-    context = float((tokens * (prompts % machine.block_size + tokens / 2)).sum() / tokens.sum())
+    rest = prompts % machine.block_size
+    own = (run * (rest[:, None] + run / 2)).sum()
+    shared = ((prompts - rest) * run.max(axis=1)).sum()
+    context = float((own + shared) / run.sum())
     return max(1, min(machine.max_num_seqs, int(machine.kv_blocks * machine.block_size / context)))
 
 

@@ -58,18 +58,23 @@ class _Pending:
     """Groups of one kind that wait for their allocation."""
 
     plan: Plan
-    groups: list[tuple[str, asyncio.Future[Allocation]]] = field(default_factory=list)
+    groups: list[tuple[str, int, asyncio.Future[Allocation]]] = field(default_factory=list)
+    """Prompt key, tokens of the prompt, and what the group waits for."""
 
     @property
     def keys(self) -> list[str]:
-        return [key for key, _ in self.groups]
+        return [key for key, _, _ in self.groups]
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return [tokens for _, tokens, _ in self.groups]
 
     def leave_out_cancelled(self) -> None:
-        self.groups = [(key, allocation) for key, allocation in self.groups if not allocation.cancelled()]
+        self.groups = [group for group in self.groups if not group[-1].cancelled()]
 
     def fail(self, error: Exception) -> None:
         self.leave_out_cancelled()
-        for _, waiting in self.groups:
+        for _, _, waiting in self.groups:
             waiting.set_exception(error)
 
 
@@ -116,7 +121,7 @@ class Allocator(GroupObserver):
         self._pending: dict[Kind, _Pending] = {}
         self._remainders: dict[Kind, float] = {}
 
-    async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
+    async def allocate(self, plan: Plan, prompt_key: str, prompt_tokens: int = 1) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
         if not plan.uses_cohort:
             return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
@@ -126,7 +131,7 @@ class Allocator(GroupObserver):
             self._pending[kind] = _Pending(plan)
             loop.call_later(self._window, self._allocate_pending, kind)
         allocation: asyncio.Future[Allocation] = loop.create_future()
-        self._pending[kind].groups.append((prompt_key, allocation))
+        self._pending[kind].groups.append((prompt_key, prompt_tokens, allocation))
         try:
             return await allocation
         except asyncio.CancelledError:
@@ -134,7 +139,9 @@ class Allocator(GroupObserver):
                 allocation.result().drop()
             raise
 
-    async def choose(self, plan: Plan, prompt_keys: Sequence[str], enough: int | None = None) -> CohortChoice | None:
+    async def choose(
+        self, plan: Plan, prompt_keys: Sequence[str], prompt_tokens: Sequence[int], enough: int | None = None
+    ) -> CohortChoice | None:
         """Choose what is done with a cohort under `auto`; ``None`` under other policies."""
         if plan.auto is None:
             return None
@@ -143,7 +150,7 @@ class Allocator(GroupObserver):
             return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
 
         auto = plan.auto.with_deadlines(rule)
-        return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, enough), enough)
+        return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, prompt_tokens, enough), enough)
 
     def allocate_cohort(
         self,
@@ -192,7 +199,7 @@ class Allocator(GroupObserver):
     async def _choose_pending(self, pending: _Pending) -> None:
         pending.leave_out_cancelled()
         try:
-            chosen = await self.choose(pending.plan, pending.keys)
+            chosen = await self.choose(pending.plan, pending.keys, pending.prompt_tokens)
         except Exception as error:  # raised in every caller that waits
             pending.fail(error)
             return
@@ -208,7 +215,7 @@ class Allocator(GroupObserver):
         except Exception as error:  # raised in every caller that waits
             pending.fail(error)
             return
-        for (_, waiting), allocation in zip(pending.groups, allocations, strict=True):
+        for (_, _, waiting), allocation in zip(pending.groups, allocations, strict=True):
             waiting.set_result(allocation)
 
     def _allocate(

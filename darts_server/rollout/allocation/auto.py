@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,13 @@ class AutoCohorts:
         state: AutoState | None = self._states.load(str(size))
         return state or AutoState()
 
-    async def choose(self, auto: Auto, size: int, keys: Sequence[str], enough: int | None) -> Choice:
-        """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second."""
+    async def choose(
+        self, auto: Auto, size: int, keys: Sequence[str], prompt_tokens: Sequence[int], enough: int | None
+    ) -> Choice:
+        """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
+
+        ``prompt_tokens``: of each prompt. They take room in the KV caches as what is generated does.
+        """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
         state, machine = self.state(size), self._machine()
@@ -73,7 +79,8 @@ class AutoCohorts:
         prompts = self._statistics.prompts
         means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
         ratios = self._statistics.dataset.profile.quantiles(RATIOS)
-        expectation = Expectation.of(means, stds, ratios, state, rng)
+        usual_prompt = max(1, round(fmean(prompt_tokens)))
+        expectation = Expectation.of(means, stds, ratios, state, rng, usual_prompt)
         enough = enough or len(keys)
         arguments = (auto, state, size, expectation, machine, enough, rng)
         return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)

@@ -50,11 +50,13 @@ def test_of_enough_groups_the_prediction_has_the_first(policy: str) -> None:
         assert (found.returned.sum(axis=1) > 0).sum() == 9
 
 
-def errors(policy: str, machine: Machine | None = None) -> list[float]:
+def errors(policy: str, machine: Machine | None = None, prompt_tokens: int | None = None) -> list[float]:
     """Relative errors of predicted seconds."""
     found = []
     for seed in range(10):
         case = busy_world(policy, seed)
+        if prompt_tokens is not None:
+            case.batch = replace(case.batch, prompt_tokens=np.full(case.batch.groups, prompt_tokens))
         used = machine or case.machine
         seconds = simulate(case.batch, case.plan, used).seconds
         found.append(abs(predict(case.batch, case.plan, used).seconds / seconds - 1))
@@ -71,6 +73,16 @@ def test_where_candidates_queue_the_prediction_is_close(policy: str) -> None:
 def test_kv_blocks_count_by_what_they_hold_on_average(policy: str) -> None:
     machine = replace(busy_world(policy, 0).machine, kv_blocks=150, block_size=16)
     assert median(errors(policy, machine)) < 0.1
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("policy", ["off", "uniform"])
+def test_a_long_prompt_takes_kv_blocks_once_for_all_its_candidates(policy: str, block_size: int) -> None:
+    machine = replace(busy_world(policy, 0).machine, kv_blocks=3200 // block_size, block_size=block_size)
+    assert median(errors(policy, machine, 400)) < 0.15
+    case = busy_world(policy, 0)
+    short, long = (replace(case.batch, prompt_tokens=np.full(case.batch.groups, tokens)) for tokens in (1, 400))
+    assert predict(long, case.plan, machine).seconds > 1.2 * predict(short, case.plan, machine).seconds
 
 
 def test_candidates_of_earlier_rollouts_are_not_predicted() -> None:

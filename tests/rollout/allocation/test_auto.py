@@ -122,7 +122,7 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     auto = made.plan(SIZE, AUTO).auto
     assert auto is not None
     keys = [f"p{number}" for number in range(GROUPS)]
-    await asyncio.gather(*(made.rollouts.allocator.auto.choose(auto, SIZE, keys, None) for _ in range(4)))
+    await asyncio.gather(*(made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * GROUPS, None) for _ in range(4)))
     assert most == 1
 
 
@@ -140,8 +140,9 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
     auto = made.plan(SIZE, AUTO).auto
     assert auto is not None
+    keys = [f"step0-{number}" for number in range(GROUPS)]
     for share in (0.004, 0.004, 0.1, 0.1, 0.0001, 0.0001, 0.0001):
-        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, [f"step0-{i}" for i in range(GROUPS)], None)
+        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * GROUPS, None)
         assert choice.off_seconds is not None
         seconds_a_sample = share * choice.off_seconds
     assert used == [8, 8, 2, 2, 1, 1, 8]
@@ -196,9 +197,31 @@ async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candid
     made = harness()
     auto = made.plan(SIZE, AUTO).auto
     assert auto is not None
+    keys = ["p"] * MOST_CANDIDATES
     made.store.get = None  # type: ignore[method-assign,assignment]  # a read fails
-    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, ["p"] * MOST_CANDIDATES, None)
+    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * len(keys), None)
     assert "more than" in choice.reason
+
+
+async def test_prompts_take_room_in_the_kv_cache_that_candidates_then_wait_for() -> None:
+    made = harness()
+    for step in range(MIN_OFF + 1):
+        await cohort(made, f"step{step}")
+    made.rollouts.statistics.latency.kv_tokens = 4000
+    plan, allocator = made.plan(SIZE, AUTO), made.rollouts.allocator
+    assert plan.auto is not None
+    seconds = []
+    for tokens in (1, 1000):
+        names = [f"step0-{number}" for number in range(GROUPS)]
+        choice = await allocator.auto.choose(plan.auto, SIZE, names, [tokens] * GROUPS, None)
+        each = await asyncio.gather(*(allocator.allocate(plan, name, tokens) for name in names))
+        [expected] = {one.cohort.terms.predicted_seconds for one in each if one.cohort is not None}
+        assert expected == choice.seconds
+        assert choice.off_seconds is not None
+        seconds.append(choice.off_seconds)
+        for allocation in each:
+            allocation.drop()
+    assert seconds[1] > 1.2 * seconds[0]
 
 
 async def test_group_sizes_are_learned_apart() -> None:

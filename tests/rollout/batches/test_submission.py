@@ -46,6 +46,9 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
+    def prompt_tokens(self, request: str) -> int:
+        return max(1, len(request.split()))
+
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
 
@@ -58,6 +61,7 @@ TAILED = [str(1000 + number) for number in range(12)]
 
 def script(prompt: str, index: int) -> Script:
     """The prompt ``"20"`` has lengths from 20 on; of the ``TAILED`` ones, one candidate in five is long."""
+    prompt = prompt.partition(" ")[0]
     if prompt in TAILED:
         return Script(400 if (int(prompt) + index) % 5 == 0 else 10)
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
@@ -173,6 +177,18 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
     state = harness.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 6
     assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
+
+
+async def test_auto_expects_longer_prompts_of_a_batch_to_fill_the_kv_cache() -> None:
+    harness, predicted = with_latency(), []
+    harness.rollouts.statistics.latency.kv_tokens = 1000
+    for words in (*[""] * 4, " 1" * 400):
+        await play(harness, await submit(harness, batch_request(*(f"{text}{words}" for text in TAILED)), "auto"))
+        predicted.append(harness.recorder.cohorts[-1].predicted_seconds)
+    assert predicted[0] is None
+    assert predicted[3] is not None
+    assert predicted[4] is not None
+    assert predicted[4] > 1.5 * predicted[3]
 
 
 async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:

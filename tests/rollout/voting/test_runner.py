@@ -97,6 +97,9 @@ class Election(VoteObserver):
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
+    def prompt_tokens(self, request: str) -> int:
+        return max(1, len(request.split()))
+
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
 
