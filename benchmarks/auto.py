@@ -1,8 +1,10 @@
 """What `auto` brings in simulation, from nothing, against the best of its options in hindsight.
 
-Usage: ``python -m benchmarks.auto [--changed] [PRESET | PRESET=TRACE.jsonl ...]``, a trace on the machine of a preset.
-Prints a table: step speed-up against ``off``, and of the later batches by how much returned trajectories are shorter
-and which share of them is cut. ``--changed`` runs each with changed lengths, too. A line takes about a minute.
+Usage: ``python -m benchmarks.auto [--changed] [PRESET | PRESET=TRACE ...]``, a trace on the machine of a preset. Prints
+a table: step speed-up against ``off``, and of the later batches by how much returned trajectories are shorter and which
+share of them is cut. All rules are allowed; ``--allow uniform,darts`` are those of ``--auto-allow`` by default. Each
+prompt has an earlier group that is known; with ``--new-prompts`` none has. ``--changed`` runs each with changed
+lengths, too. A line takes about a minute.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.auto.forecast import limit_of
-from darts_server.policy.auto.options import RULES, AutoLimits, Option, build_auto
+from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.simulation.auto import LEARNING, AutoRun
@@ -25,7 +27,6 @@ from darts_server.simulation.training import Candidates, Setting, Step, run_step
 from darts_server.simulation.workload import TracedWorkload, Workload
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
-AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
 SIZE = 8
 RARE, LONGER = 12, 10.0
 """One prompt of so many needs so many times as many tokens, in a changed workload."""
@@ -71,44 +72,56 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="of a batch (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and draws (default: %(default)s)")
     parser.add_argument("--changed", action="store_true", help="with changed lengths, too")
+    parser.add_argument("--allow", default=",".join(RULES), metavar="RULES", help="besides off (default: %(default)s)")
+    parser.add_argument("--new-prompts", action="store_true", help="no prompt was seen before")
+    parser.add_argument("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of traces")
     options = parser.parse_args()
+    allowed = tuple(rule for rule in options.allow.split(",") if rule)
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=allowed))
     print(f"{'lengths':<42} first 20  later  best  share  shorter   cut  best option")
     shares = []
     for text in options.workloads:
         for change in (None, *(CHANGES if options.changed else ())):
-            line, share = measure(text, change, options.steps, options.prompts, options.seed)
+            line, share = measure(text, change, auto, options)
             shares.append(share)
             label = text.rpartition("/")[2] if change is None else f"  {change}"
             print(f"{label:<42} {line}", flush=True)
     print(f"smallest share: {min(shares):.2f}")
 
 
-def measure(text: str, change: str | None, steps: int, prompts: int | None, seed: int) -> tuple[str, float]:
+def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespace) -> tuple[str, float]:
     """Return a line of the table, and the share of the best option's speed-up."""
     name, _, trace = text.partition("=")
     preset = PRESETS[name]
     workload: Workload = preset.workload
     if trace:
-        workload = TracedWorkload(*read_traces([Path(trace)], Format.JSONL), seed=seed)
+        workload = TracedWorkload(*read_traces([Path(trace)], options.format), seed=options.seed)
     if change is not None:
         workload = Changed(workload, CHANGES[change])
-    setting = Setting(preset.machine, SIZE, prompts or preset.prompts, LEARNING + steps, seed=seed)
-    candidates = Candidates(workload, setting, AUTO.max_candidates(SIZE))
-    run = AutoRun(AUTO, candidates, setting)
-    auto = [run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)]
+    setting = Setting(
+        machine=preset.machine,
+        size=SIZE,
+        prompts=options.prompts or preset.prompts,
+        steps=LEARNING + options.steps,
+        knows_prompts=not options.new_prompts,
+        seed=options.seed,
+    )
+    candidates = Candidates(workload, setting, auto.max_candidates(SIZE))
+    run = AutoRun(auto, candidates, setting)
+    chosen = [run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)]
     later = range(LEARNING, setting.steps)
     off = run_fixed(Policy("off"), range(setting.steps), candidates, setting)
     unshaped, usual = seconds(off), mean_length(off[LEARNING:])
     found = {"off": 1.0}
-    for option in AUTO.options[1:]:
+    for option in auto.options[1:]:
         fixed = run_fixed(fix(option, off[LEARNING:]), later, candidates, setting)
         bias = 1 - mean_length(fixed) / usual
-        if bias <= AUTO.limits.most_bias and cut_share(fixed) <= AUTO.limits.most_lost:
+        if bias <= auto.limits.most_bias and cut_share(fixed) <= auto.limits.most_lost:
             found[option.name] = float(unshaped[LEARNING:].mean() / seconds(fixed).mean())
     best = max(found, key=lambda option: found[option])
-    first = unshaped[:LEARNING].mean() / seconds(auto[:LEARNING]).mean()
-    now = unshaped[LEARNING:].mean() / seconds(auto[LEARNING:]).mean()
-    shorter, cut = 1 - mean_length(auto[LEARNING:]) / usual, cut_share(auto[LEARNING:])
+    first = unshaped[:LEARNING].mean() / seconds(chosen[:LEARNING]).mean()
+    now = unshaped[LEARNING:].mean() / seconds(chosen[LEARNING:]).mean()
+    shorter, cut = 1 - mean_length(chosen[LEARNING:]) / usual, cut_share(chosen[LEARNING:])
     share = float(now / found[best])
     return f"{first:8.2f}  {now:5.2f}  {found[best]:4.2f}  {share:5.2f}  {shorter:7.0%}  {cut:4.0%}  {best}", share
 
