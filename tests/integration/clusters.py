@@ -3,16 +3,20 @@
 import asyncio
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import httpx
+import numpy as np
+from safetensors.numpy import load, save
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import Server
+from darts_server.demo.server import MODEL, Server
 from tests.integration.test_single_requests import SIZE, check_selection
+from tests.integration.waiting import wait_idle, wait_started
 
 START_SECONDS = 180.0
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
@@ -97,3 +101,83 @@ async def check_one_deadline(cluster: Cluster) -> None:
     assert len(cut) == len(cluster.servers)
     # Groups that need longer trajectories than the deadline wait for these, up to the bound.
     assert len({min(lengths) for lengths in cut.values()}) == 1, cut
+
+
+def changed_weights() -> bytes:
+    """Return other weights than those of the start."""
+    tensors = load((MODEL / "model.safetensors").read_bytes())
+    return save({name: tensor * np.float32(1.01) for name, tensor in tensors.items()})
+
+
+def versions(servers: Sequence[Server]) -> set[int]:
+    """Return the versions of the weights that servers serve."""
+    return {httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()["version"] for server in servers}
+
+
+async def check_weights_switch_together(cluster: Cluster) -> None:
+    """Check that under the rule ``finish`` no group, and no divided batch, has two versions."""
+    [first] = versions(cluster.servers)
+    async with client_of(cluster) as client:
+        stop = asyncio.Event()
+
+        async def load_with(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
+            batches = []
+            while not stop.is_set():
+                batch = {
+                    "prompts": [{"text": text} for text in texts],
+                    "group_size": 4,
+                    "sampling": {"max_tokens": 64},
+                }
+                answer = await client.post("/darts/v1/rollouts", json=batch)
+                assert answer.status_code == 200, answer.text
+                batches.append(answer.json()["groups"])
+            return batches
+
+        texts = prompts(9)
+        callers = [asyncio.create_task(load_with(texts[at : at + 3])) for at in (0, 3, 6)]
+        for version in (first + 1, first + 2):
+            pushed = await client.put("/darts/v1/weights", content=changed_weights())
+            assert pushed.status_code == 200, pushed.text
+            assert pushed.json()["version"] == version
+        stop.set()
+        answered = [groups for caller in callers for groups in await caller]
+    for groups in answered:
+        assert not any(group["mixed_versions"] for group in groups)
+        trajectories = [each for group in groups for each in group["trajectories"]]
+        ends = {each[f"weight_version_{end}"] for each in trajectories for end in ("start", "end")}
+        assert len(ends) == 1, "a batch under the rule finish has one version"
+    assert versions(cluster.servers) == {first + 2}
+
+
+async def check_killed(cluster: Cluster, dying: Server, kill: Callable[[], None]) -> None:
+    """Check that callers of 64 groups and of a batch do not notice that a server is killed in the middle of them.
+
+    Afterwards nothing of them runs on the others.
+    """
+    started = dying.metric("darts_candidates_started_total")
+    texts = prompts(72)
+    batch = {
+        "prompts": [{"text": text} for text in texts[64:]],
+        "group_size": SIZE,
+        "sampling": {"max_tokens": 128, "temperature": 1.0},
+    }
+    async with client_of(cluster) as client:
+        batched = asyncio.create_task(client.post("/darts/v1/rollouts", json=batch))
+        calls = [
+            asyncio.create_task(client.post("/v1/completions", json=body(text, n=SIZE, ignore_eos=True)))
+            for text in texts[:64]
+        ]
+        await asyncio.to_thread(wait_started, dying, started + 4 * SIZE)
+        kill()
+        answers = await asyncio.gather(*calls)
+        assert [answer.status_code for answer in answers] == [200] * 64
+        assert all(len(answer.json()["choices"]) == SIZE for answer in answers)
+        whole = await batched
+        assert whole.status_code == 200, whole.text
+        groups = whole.json()["groups"]
+        assert [len(group["trajectories"]) for group in groups] == [SIZE] * 8
+        lines = (await client.get("/metrics")).text.splitlines()
+    assert any(line.startswith("darts_ingress_requests_total") and 'outcome="rerun"' in line for line in lines)
+    for server in cluster.servers:
+        if server is not dying:
+            await asyncio.to_thread(wait_idle, server)

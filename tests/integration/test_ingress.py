@@ -1,4 +1,4 @@
-"""An ingress in front of two servers, on real vLLM. The last test kills one of them."""
+"""An ingress in front of three servers, on real vLLM. The last test kills one of them."""
 
 import asyncio
 import json
@@ -20,17 +20,16 @@ from darts_server.store.archive import LIMIT_BYTES, unpack
 from tests.integration.clusters import (
     START_SECONDS,
     Cluster,
-    body,
     check_groups,
+    check_killed,
     check_one_deadline,
     check_single_requests,
+    check_weights_switch_together,
     client_of,
     prompts,
     wait_healthy,
 )
 from tests.integration.fork_server import Serve
-from tests.integration.test_single_requests import SIZE
-from tests.integration.waiting import wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
@@ -41,21 +40,22 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with (
         serve(DARTS, logs / "a") as one,
         serve(DARTS, logs / "b") as two,
+        serve(DARTS, logs / "c") as three,
         bind() as free,
     ):
         port = free.getsockname()[1]
         free.close()
-        flags = ["--server-list", f"{one.url},{two.url}", "--port", str(port), "--poll-interval", "0.5"]
+        flags = ["--server-list", f"{one.url},{two.url},{three.url}", "--port", str(port), "--poll-interval", "0.5"]
         process = subprocess.Popen([sys.executable, "-m", "darts_server", "ingress", *flags])
         try:
             wait_healthy(f"http://127.0.0.1:{port}", process)
-            yield Cluster(f"http://127.0.0.1:{port}", (one, two))
+            yield Cluster(f"http://127.0.0.1:{port}", (one, two, three))
         finally:
             process.terminate()
             assert process.wait(180) == 0
 
 
-async def test_groups_are_exact_and_on_both_servers(cluster: Cluster) -> None:
+async def test_groups_are_exact_and_on_all_servers(cluster: Cluster) -> None:
     await check_groups(cluster)
 
 
@@ -78,7 +78,7 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
         assert answer["usage"]["returned"] == sum(len(each["token_ids"]) for each in trajectories)
         assert answer["usage"]["generated"] >= answer["usage"]["returned"]
         assert all(
-            server.metric("darts_groups_total") == count + 3
+            server.metric("darts_groups_total") == count + 2
             for server, count in zip(cluster.servers, before, strict=True)
         )
         rewards = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in trajectories]
@@ -95,8 +95,8 @@ async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
     await check_one_deadline(cluster)
 
 
-async def test_both_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -> None:
-    one, two = cluster.servers
+async def test_all_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -> None:
+    one, *others = cluster.servers
     keys = [f"shared-{number}" for number in range(8)]
     batch = {
         "prompts": [{"text": text, "key": key} for text, key in zip(prompts(8), keys, strict=True)],
@@ -114,12 +114,12 @@ async def test_both_servers_learn_from_the_groups_of_one_once(cluster: Cluster) 
             ]
             assert (await client.post("/darts/v1/rewards", json={"rewards": rewards})).json()["matched"] == 32
     deadline = time.monotonic() + 20
-    while statistics_of(one, keys) != statistics_of(two, keys):
+    while any(statistics_of(one, keys) != statistics_of(each, keys) for each in others):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.2)
     await asyncio.sleep(1.5)  # two more turns of the ingress
-    prompt_stats, learned = statistics_of(two, keys)
-    assert (prompt_stats, learned) == statistics_of(one, keys)
+    prompt_stats, learned = statistics_of(one, keys)
+    assert [statistics_of(each, keys) for each in others] == [(prompt_stats, learned)] * 2
     assert [(each["groups"], each["rewards"]["rewarded_groups"]) for each in prompt_stats] == [(2, 2)] * 8
     # None explores if no group of the first batch was still running when the deadline was known.
     assert json.loads(learned["losses"])["first_groups"] in (0, 8)
@@ -133,26 +133,18 @@ def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str,
     return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 
-async def test_a_server_that_is_killed_in_the_middle_of_16_groups_is_not_noticed(
+async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
+    await check_weights_switch_together(cluster)
+
+
+async def test_a_server_that_is_killed_in_the_middle_of_64_groups_is_not_noticed_and_gets_the_weights_when_it_is_back(
     cluster: Cluster, serve: Serve, tmp_path: Path
 ) -> None:
-    dying, other = cluster.servers
-    started = [server.metric("darts_candidates_started_total") for server in cluster.servers]
+    dying, other, _ = cluster.servers
+    await check_killed(cluster, dying, lambda: os.kill(dying.process.pid, signal.SIGKILL))
     async with client_of(cluster) as client:
-        calls = [
-            asyncio.create_task(
-                client.post("/v1/completions", json=body(prompt, n=SIZE, max_tokens=256, ignore_eos=True))
-            )
-            for prompt in prompts(16)
-        ]
-        for server, count in zip(cluster.servers, started, strict=True):
-            await asyncio.to_thread(wait_started, server, count + 4 * 12)  # half of an even share
-        os.kill(dying.process.pid, signal.SIGKILL)
-        answers = await asyncio.gather(*calls)
-        assert [answer.status_code for answer in answers] == [200] * 16
-        assert all(len(answer.json()["choices"]) == SIZE for answer in answers)
         states = {each["name"]: each["state"] for each in (await client.get("/health")).json()["replicas"]}
-        assert sorted(states.values()) == ["lost", "serving"]
+        assert sorted(states.values()) == ["lost", "serving", "serving"]
         metrics = (await client.get("/metrics")).text
         name = other.url.removeprefix("http://")
         assert f'darts_candidates_started_total{{replica="{name}"' in metrics

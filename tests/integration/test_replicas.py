@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,18 @@ import pytest
 from darts_server.demo.server import FLAGS, MODEL, Server
 from tests.integration.clusters import (
     Cluster,
-    body,
     check_groups,
+    check_killed,
     check_one_deadline,
     check_single_requests,
-    client_of,
-    prompts,
+    check_weights_switch_together,
+    versions,
 )
-from tests.integration.test_single_requests import SIZE
-from tests.integration.waiting import wait_started
 from tests.ray.running import running
 
 pytest.importorskip("ray")
 REPLACE_SECONDS = 900.0
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
-WEIGHTS = (MODEL / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -86,38 +83,7 @@ async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
 
 
 async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
-    async with client_of(cluster) as client:
-        stop = asyncio.Event()
-
-        async def load(prompt: str) -> list[list[dict[str, Any]]]:
-            batches = []
-            while not stop.is_set():
-                batch = {
-                    "prompts": [{"text": prompt}, {"text": prompt}],
-                    "group_size": 4,
-                    "sampling": {"max_tokens": 64},
-                }
-                answer = await client.post("/darts/v1/rollouts", json=batch)
-                assert answer.status_code == 200, answer.text
-                batches.append(answer.json()["groups"])
-            return batches
-
-        callers = [asyncio.create_task(load(prompt)) for prompt in prompts(3)]
-        for version in (1, 2):
-            pushed = await client.put("/darts/v1/weights", content=WEIGHTS)
-            assert pushed.status_code == 200, pushed.text
-            assert pushed.json()["version"] == version
-        stop.set()
-        answered = [groups for caller in callers for groups in await caller]
-    for groups in answered:
-        trajectories = [each for group in groups for each in group["trajectories"]]
-        ends = {each[f"weight_version_{end}"] for each in trajectories for end in ("start", "end")}
-        assert len(ends) == 1, "a batch under the rule finish has one version"
-    assert versions(cluster.servers) == {2}
-
-
-def versions(servers: Sequence[Server]) -> set[int]:
-    return {httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()["version"] for server in servers}
+    await check_weights_switch_together(cluster)
 
 
 async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_and_gets_the_weights(
@@ -126,16 +92,7 @@ async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_a
     dying = cluster.servers[0]
     server = process_of(dying)
     family = [server, *server.children(recursive=True)]
-    started = dying.metric("darts_candidates_started_total")
-    async with client_of(cluster) as client:
-        calls = [
-            asyncio.create_task(client.post("/v1/completions", json=body(prompt, n=SIZE))) for prompt in prompts(64)
-        ]
-        await asyncio.to_thread(wait_started, dying, started + 4 * SIZE)
-        server.send_signal(signal.SIGKILL)
-        answers = await asyncio.gather(*calls)
-    assert [answer.status_code for answer in answers] == [200] * 64
-    assert all(len(answer.json()["choices"]) == SIZE for answer in answers)
+    await check_killed(cluster, dying, lambda: server.send_signal(signal.SIGKILL))
     assert psutil.wait_procs(family, timeout=240)[1] == []
     await asyncio.to_thread(check_replaced, cluster, dying)
 
