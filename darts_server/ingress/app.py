@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from darts_server.exceptions import DartsError, GroupAborted, OneServerOnly, TooLarge
+from darts_server.http import page
 from darts_server.http.body import IncompleteBody
 from darts_server.http.disconnect import while_connected
 from darts_server.http.errors import body_of, headers_of, status_of
@@ -24,6 +25,7 @@ from darts_server.ingress.everyone.weights import Weights
 from darts_server.ingress.forwarding.forward import Forwarder
 from darts_server.ingress.forwarding.reply import Reply
 from darts_server.ingress.guard import Guard
+from darts_server.ingress.live.feed import Live
 from darts_server.ingress.metrics import IngressMetrics
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.member import State
@@ -68,6 +70,8 @@ class Ingress:
             Handling.PROMPT: finder.find_prompt,
             Handling.ALL: Controls(fleet).send_to_all,
             Handling.REWARDS: rewards.report,
+            Handling.LIVE: Live(fleet, lifecycle).live,
+            Handling.PAGE: _page,
             Handling.HEALTH: health.health,
             Handling.METRICS: health.metrics,
         }
@@ -120,6 +124,10 @@ class Ingress:
 
     async def _forward(self, call: Call) -> None:
         await self._forwarder.forward(call.outgoing, AnyReplica(self._router), call.reply, call.received_at)
+
+
+async def _page(call: Call) -> Response:
+    return page.response() if call.path.endswith("/") else page.redirect()
 
 
 def _refusal(error: DartsError) -> Response:

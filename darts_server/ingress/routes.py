@@ -29,6 +29,9 @@ class Handling(Enum):
     PROMPT = "prompt"
     HEALTH = "health"
     METRICS = "metrics"
+    LIVE = "live"
+    PAGE = "page"
+    """The ingress has it itself."""
     WEIGHTS = "weights"
     """It changes the weights of all replicas, in two steps."""
     TRAINER_WEIGHTS = "trainer_weights"
@@ -61,16 +64,15 @@ ONE_SERVER = {
     "/darts/v1/queue/groups": ANY,
     "/darts/v1/queue/ack": ANY,
     "/darts/v1/queue/jobs/{job:path}": ANY,
-    "/darts/v1/live": ANY,
     "/darts/v1/rollouts/{batch_id}/deadline": ANY,
-    "/darts": ANY,
-    "/darts/": ANY,
     "/scale_elastic_ep": ANY,
     "/v1/realtime": "WEBSOCKET",
 }
 OURS = {
     Handling.HEALTH: {"/health": "GET", "/ping": "GET POST"},
     Handling.METRICS: {"/metrics": "GET", "/metrics/": "GET"},
+    Handling.LIVE: {"/darts/v1/live": "GET"},
+    Handling.PAGE: {"/darts": "GET", "/darts/": "GET"},
     Handling.BATCH: {"/darts/v1/rollouts": "POST"},
     Handling.REWARDS: {"/darts/v1/rewards": "POST"},
     Handling.GROUPS: {"/darts/v1/groups/{group_id:path}": "GET"},

@@ -199,7 +199,7 @@ async def test_a_body_beyond_the_limit_is_refused_and_not_sent() -> None:
         assert not server.received
 
 
-@pytest.mark.parametrize("path", ["/darts/v1/state", "/darts/v1/queue", "/darts/v1/live"])
+@pytest.mark.parametrize("path", ["/darts/v1/state", "/darts/v1/queue"])
 async def test_what_is_each_servers_own_is_refused_with_the_remedy(path: str) -> None:
     async with ingress_over(2) as (running, servers):
         answer = await running.client.get(path)
