@@ -105,7 +105,7 @@ async def _follow(member: Member, outgoing: Outgoing, feeds: MergedFeeds) -> Non
     while member.state in REACHABLE:
         try:
             await _read(member, outgoing, feeds)
-        except (ReplicaFailure, TimeoutError) as error:
+        except (ReplicaFailure, TimeoutError, ValueError) as error:
             logger.debug("the feed of %s ended: %r", member.name, error)
         feeds.remove(member.name)
         await asyncio.sleep(RETRY_SECONDS)
@@ -115,6 +115,7 @@ async def _read(member: Member, outgoing: Outgoing, feeds: MergedFeeds) -> None:
     """
     Raises:
         ReplicaFailure, TimeoutError
+        ValueError: an event is no JSON.
     """
     loop = asyncio.get_running_loop()
     # Not `in_use`: a replica that leaves must not wait until its viewers have.
