@@ -41,7 +41,7 @@ def test_messages_cost_something_in_each_way() -> None:
 def test_a_process_that_is_late_or_behind_is_saturated(change: dict[str, object], end: str) -> None:
     text = saturation.report([(100.0, 1.0, HEALTHY), (200.0, 1.0, HEALTHY | change)])
     assert text.endswith(f"Saturated {end}.")
-    assert "| 100 | 100 | 10% | 1, 1 | 2 | 0 |  | 1 | 4.0, 4.0 |" in text
+    assert "| 100 | 100 | 10% | 1,000 | 1, 1 | 2 | 0 |  | 1 | 4.0, 4.0 |" in text
 
 
 @pytest.mark.engine

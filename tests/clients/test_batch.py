@@ -9,7 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_client import AsyncClient, BadRequest, Batch, Client, Group, PromptSpec, ProtocolError, ServerFault
+from darts_client import (
+    AsyncClient,
+    BadRequest,
+    Batch,
+    Client,
+    Group,
+    PromptSpec,
+    ProtocolError,
+    RolloutPrompt,
+    ServerFault,
+)
 from darts_client._batch import ACCEPT, TENSORS, read_batch
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
@@ -19,7 +29,7 @@ from .servers import RunningServer, serving
 from .transcripts import BATCH, USAGE, build_request, failed_group, group
 
 SIZES: dict[str, Any] = {"group_size": 2, "max_tokens": 100, "policy": "off"}
-PROMPTS = [PromptSpec("60", key="long", metadata={"place": "ü"}), [5], "broken"]
+PROMPTS: list[RolloutPrompt] = [PromptSpec("60", key="long", metadata={"place": "ü"}), [5], "broken"]
 
 
 def script(prompt: str, index: int) -> Script:

@@ -20,7 +20,7 @@ from tests.rollout.batches.test_aborted import begin, finish, request
 from tests.rollout.helpers import Harness, lengths
 
 pytestmark = pytest.mark.anyio
-PROMPTS = [{"text": "1", "metadata": {"n": 2**70, "ü": "日\u2028"}}, {"text": "2"}]
+PROMPTS: list[dict[str, Any]] = [{"text": "1", "metadata": {"n": 2**70, "ü": "日\u2028"}}, {"text": "2"}]
 BODY = {"prompts": PROMPTS, "group_size": 4}
 KEY = {"Idempotency-Key": "one"}
 
