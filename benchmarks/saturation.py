@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -192,7 +193,8 @@ def _encoded_output(*, finished: bool) -> tuple[bytes, bytes]:
     one = np.array([[5]], np.int32)
     logprobs = LogprobsLists(one, np.array([[-0.5]], np.float32), np.array([1], np.int32))
     output = EngineCoreOutput("", [5], logprobs, finish_reason=FinishReason.STOP if finished else None)
-    [frame] = MsgpackEncoder().encode(output)
+    frames: Sequence[Any] = MsgpackEncoder().encode(output)
+    [frame] = frames
     before, behind = bytes(frame).split(b"\xa0", 1)  # the empty name
     return before, behind
 
@@ -230,8 +232,9 @@ class Control:
 
 def serve(mean: float, arguments: Sequence[str]) -> int:
     """Run the server with a scripted engine."""
-    from darts_server import app, cli
+    from darts_server import cli
 
+    app: Any = import_module("darts_server.app")
     start, extend = app.start_engine, app.extend
     scripted: list[ScriptedCore] = []
 
