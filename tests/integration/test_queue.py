@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from darts_server.demo.server import DARTS, Server, serving
+from tests.integration import waiting
+from tests.integration.consumers import Consumers
 
 pytestmark = pytest.mark.engine
 PROMPT = "7a-5b*4>"
@@ -188,3 +190,51 @@ def test_a_server_that_is_killed_loses_nothing_and_hands_nothing_out_twice(tmp_p
             assert acknowledge(server, *groups) == ["acknowledged"] * len(groups)
             done += [group["id"] for group in groups]
     assert sorted(done) == sorted(f"p{number}" for number in range(40))
+
+
+LIVES = 6
+
+
+def check_counters(server: Server, consumers: Consumers, put_so_far: int, added: int) -> None:
+    """Check that what the server has counted since its start is what its consumers got."""
+    expected = {"put": added, "handed_out": consumers.leases, "acknowledged": consumers.acknowledged}
+    for event, count in expected.items():
+        waiting.wait_counted(server, "darts_queue_events_total", count, event=event)
+        assert server.metric("darts_queue_events_total", event=event) == count, event
+    now = status(server, "job")
+    left = sum(now[state] for state in ("queued", "running", "ready", "leased"))
+    assert left == put_so_far - len(consumers.done)
+
+
+@pytest.mark.nightly
+def test_each_group_is_acknowledged_once_although_servers_are_killed_and_consumers_die(tmp_path: Path) -> None:
+    """Six consumers with leases of a second, some of which die or are late, and five servers that are killed."""
+    part = 60
+    size = LIVES * part
+    flags = ("--state-dir", str(tmp_path / "state"))
+    names = [f"p{number}" for number in range(size)]
+    sampling = SHORT | {"max_tokens": 60, "ignore_eos": True}
+    expired = 0.0
+    with Consumers("job", 6) as consumers:
+        for life in range(LIVES):
+            with serving(DARTS, tmp_path / f"log{life}", *flags) as server:
+                known, total = life * part, (life + 1) * part
+                added = put(server, "job", total, sampling=sampling).json()["added"]
+                assert added == total - known, "what was put before is known, also what was acknowledged"
+                consumers.connect(server)
+                is_last = total == size
+                consumers.wait_done(size if is_last else known + part // 2)
+                with consumers.paused():
+                    check_counters(server, consumers, total, added)
+                    if is_last:
+                        consumers.disconnect()  # a stopping server hands nothing out
+                expired += server.metric("darts_queue_events_total", event="expired")
+                if not is_last:
+                    consumers.wait_done(known + part * 2 // 3)
+                    server.process.send_signal(signal.SIGKILL)
+                    server.process.wait(30)
+                    consumers.disconnect()
+    assert not consumers.errors
+    assert sorted(consumers.done) == sorted(names)
+    assert consumers.deaths > 10
+    assert expired > 10

@@ -27,10 +27,10 @@ def wait_started(server: Server, candidates: float, seconds: float = 180.0) -> N
     wait_counted(server, STARTED, candidates, seconds)
 
 
-def wait_counted(server: Server, counter: str, count: float, seconds: float = 180.0) -> None:
+def wait_counted(server: Server, counter: str, count: float, seconds: float = 180.0, **labels: str) -> None:
     """Wait until a counter is this high. A gauge may rise and fall between two polls, or be of an earlier step."""
     began = time.monotonic()
-    while (now := server.metric(counter)) < count:
+    while (now := server.metric(counter, **labels)) < count:
         assert time.monotonic() - began < seconds, f"{counter} is only {now} and not {count} after {seconds} s"
         time.sleep(0.02)
 

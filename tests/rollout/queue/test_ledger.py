@@ -648,7 +648,7 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
     world = World(tmp_path if real else None, QueueLimits(prompts=3000))
     running = []
     held: list[str] = []
-    put = 0
+    put = kills = 0
     while len(world.acknowledged) < size:
         while put < size and rng.random() < 0.9:
             names = [str(number) for number in range(put, min(size, put + rng.randint(1, 200)))]
@@ -663,12 +663,12 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
                 break
             assert sum(added) == len(names)
             put += len(names)
-        running += world.start(rng.randint(1, 400))
+        running += world.start(rng.randint(1, 200))
         rng.shuffle(running)
         for entry in [running.pop() for _ in range(len(running) // 2 + 1) if running]:
             world.end(entry, failed=rng.random() < 0.01)
         key = rng.choice([None, str(rng.randrange(50))])
-        taken = [entry.lease or "" for entry in world.take(rng.randint(1, 400), key=key)]
+        taken = [entry.lease or "" for entry in world.take(rng.randint(1, 150), key=key)]
         assert len(set(taken)) == len(taken)
         if taken and key is not None and rng.random() < 0.5:
             assert [entry.lease for entry in world.take(400, key=key)] == taken
@@ -686,15 +686,24 @@ def test_ten_thousand_groups_are_acknowledged_exactly_once_each(tmp_path: Path, 
             world.now += LEASE / 2
         if rng.random() < 0.1:
             world.update()
-        if rng.random() < 0.05:
+        world.commit()
+        assert len(world.ledger.entries.by_number) == world.counts.put - world.counts.acknowledged
+        if rng.random() < 0.1:
             world.take(50) if rng.random() < 0.5 else world.ledger.leases.take(JOB, 50, 1, world.now, LEASE)
             world.version = 0
             world.kill()
             running = []
+            kills += 1
         if not world.names(QUEUED) and not running:
             world.now += LEASE / 10
     assert sorted(world.acknowledged, key=int) == [str(number) for number in range(size)]
     assert max(world.staleness) == 1
-    counts = sum(len(list(each)) for each in world.ledger.jobs)
-    assert counts == 0
+    assert kills > 10
+    assert not world.ledger.entries.by_number
+    counts = world.counts
+    assert (counts.put, counts.acknowledged, counts.handed_out) == (size, size, len(world.leases))
+    ended_early = counts.handed_out - (counts.acknowledged - world.late) - counts.expired
+    assert 0 <= ended_early <= counts.stale, "a lease is acknowledged, expires, or is of a group that is too old"
+    assert min(counts.expired, counts.stale, counts.failed, world.late) > 0, "all of it has happened"
+    assert (counts.aborted, counts.dropped) == (0, 0)
     world.close()
