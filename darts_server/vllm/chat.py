@@ -14,10 +14,10 @@ def is_response_request(request: Any) -> bool:
 def read_history(request: Any, caller: str = "") -> ChatHistory | None:
     """Read the chat of a request; ``None`` without one. ``caller``: the key's name."""
     if is_response_request(request):
-        earlier, items = getattr(request, "previous_input_messages", None), request.input
-        messages = list(_from_harmony(earlier or ()))
-        messages += [{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items)
-        return ChatHistory(messages, caller, follows=request.previous_response_id is not None)
+        items = request.input
+        chat = list(_from_harmony(getattr(request, "previous_input_messages", None) or ()))
+        chat += [{"role": "user", "content": items}] if isinstance(items, str) else _to_messages(items)
+        return ChatHistory(chat, caller, follows=request.previous_response_id is not None)
     messages = getattr(request, "messages", None)
     if not isinstance(messages, list) or not all(isinstance(message, MutableMapping) for message in messages):
         return None

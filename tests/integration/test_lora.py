@@ -124,8 +124,8 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, root: Path, staging: Path) -> Iterator[Server]:
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--weights-root", str(root), "--weights-staging", str(staging))
-    flags += ("--dialect", ",".join(DIALECTS))
+    folders = ("--weights-root", str(root), "--weights-staging", str(staging))
+    flags = ("--enable-lora", "--max-lora-rank", "8", *folders, "--dialect", ",".join(DIALECTS))
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serve(DARTS, root.parent / "lora.log", *flags, env=env) as running:
         yield running

@@ -20,10 +20,15 @@ SECONDS = 900
 
 @dataclass(frozen=True)
 class Environment:
-    """``module``: what must be importable. ``packages``: pip's requirements, the trainer first."""
+    """``module``: what must be importable. ``packages``: pip's requirements, the trainer first.
+
+    ``python``: a command, for a trainer that needs a later Python than `.venv` has. Such an environment does not see
+    the packages of `.venv`, and those that follow the trainer bring what they require.
+    """
 
     module: str
     packages: tuple[str, ...]
+    python: str | None = None
 
 
 HYDRA = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
@@ -41,6 +46,25 @@ ENVIRONMENTS = {
             *("openpipe-art==0.5.18", "distro", "fastuuid", "importlib-metadata", "litellm==1.82.0", "nest-asyncio"),
             *("openai<3", "polars", "polars-runtime-32", "setproctitle", "tblib", "tenacity", "weave", "zipp"),
         ),
+    ),
+    "nemo_gym": Environment(
+        "responses_api_models.openai_model.app",
+        (
+            *(
+                "nemo-gym==0.4.0",
+                "aiohttp",
+                "anthropic<=0.109.2",
+                "fastapi",
+                "gprof2dot",
+                "hydra-core",
+                "itsdangerous",
+                "numpy",
+                "openai<=2.7.2",
+            ),
+            *("orjson", "psutil", "pydot", "python-multipart", "ray", "requests", "rich", "tqdm", "uvicorn", "uvloop"),
+            *("wandb", "yappi"),
+        ),
+        python="python3.12",
     ),
     "openrlhf": Environment("openrlhf.utils.agent", ("openrlhf==0.11.2", "pylatexenc")),
     "skyrl": Environment(
@@ -73,16 +97,20 @@ def create(name: str) -> Path:
     """
     home, wanted = FOLDER / name, ENVIRONMENTS[name]
     python, stamp = home / "bin" / "python", home / "installed"
-    text = "\n".join((sys.prefix, wanted.module, *wanted.packages))
+    text = "\n".join((wanted.python or sys.prefix, wanted.module, *wanted.packages))
     if stamp.exists() and stamp.read_text() == text:
         return python
-    # The Python of .venv, so that compiled packages fit.
-    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = f"lib/{version}/site-packages"
-    (home / packages / "base.pth").write_text(f"{Path(sys.prefix) / packages}\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    _run([*pip, "install", "-q", "--no-deps", *wanted.packages])
+    # Without a command of its own the Python of .venv, so that compiled packages fit.
+    _run([wanted.python or sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
+    install = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "-q"]
+    if wanted.python is None:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = f"lib/{version}/site-packages"
+        (home / packages / "base.pth").write_text(f"{Path(sys.prefix) / packages}\n")
+        _run([*install, "--no-deps", *wanted.packages])
+    else:
+        _run([*install, "--no-deps", wanted.packages[0]])
+        _run([*install, *wanted.packages[1:]])
     _run([str(python), "-c", f"import {wanted.module}"])
     stamp.write_text(text)
     return python
@@ -93,6 +121,8 @@ def _run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
     except subprocess.TimeoutExpired as error:
         raise NotInstalled(f"{command[0]} took longer than {SECONDS} s") from error
+    except FileNotFoundError as error:
+        raise NotInstalled(f"{command[0]} is not on this machine") from error
     if done.returncode:
         raise NotInstalled("; ".join((done.stderr or done.stdout).splitlines()[-3:]))
 
