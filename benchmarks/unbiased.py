@@ -1,13 +1,14 @@
 """Compare what policies return with what the model generates: lengths, rewards, long tails, answers without an end.
 
     python -m benchmarks.unbiased
-    python -m benchmarks.unbiased --policies off uniform "uniform, redundancy 2"
+    python -m benchmarks.unbiased --policies MODEL:raw uniform "uniform, redundancy 2"
 
-In every round each policy samples the same prompts on one server. Rewards are reported, so that policies that prune by
-quality learn; the first rounds do not count. The first table has each policy's plain means over returned trajectories,
-which are what a trainer sees. The second has the weighted estimates of the policies whose groups all have weights, with
-their difference from ``off``, prompt by prompt, and its standard error. Such a difference is beyond 2 of them in one
-case of twenty by chance.
+In every round each policy samples the same prompts on one server. They are compared with ``MODEL:raw``, the unshaped
+alias of the model on ``/v1/completions``, whose requests are vLLM's own. Rewards are reported, so that policies that
+prune by quality learn; the first rounds do not count. The first table has each policy's plain means over returned
+trajectories, which are what a trainer sees. The second has the weighted estimates of the policies whose groups all have
+weights, with their difference from ``MODEL:raw``, prompt by prompt, and its standard error. Such a difference is beyond
+2 of them in one case of twenty by chance.
 """
 
 import argparse
@@ -26,10 +27,12 @@ from darts_server.demo.server import DARTS, serving
 
 SIZE = 8
 MAX_TOKENS = 250
-BASE = "off"
+BASE = "MODEL:raw"
+RAW_MODEL = "tiny:raw"
 CUT = {"exploration": 0.0}
 POLICIES: Mapping[str, Mapping[str, object]] = {
-    BASE: {"name": "off"},
+    BASE: {},
+    "off": {"name": "off"},
     "uniform": {"name": "uniform"},
     "uniform, redundancy 2": {"name": "uniform", "redundancy": 2.0},
     "uniform, longest tail": {"name": "uniform", "tail": "longest"},
@@ -108,14 +111,19 @@ def measure(client: Client, policies: Sequence[str], rounds: int, warm_up: int, 
 def sample(client: Client, policy: str, problems: Sequence[Problem], estimates: Mapping[str, Estimates] | None) -> None:
     """Sample a group for each problem, and add its means to ``estimates``."""
     texts = [problem.prompt for problem in problems]
-    options = POLICIES[policy]
-    survivors = False if policy in EXACT else None
-    with client.rollouts(
-        texts, group_size=SIZE, max_tokens=MAX_TOKENS, policy=options, survivors=survivors, logprobs=False
-    ) as got:
-        groups = sorted(got, key=lambda group: group.number)
-    rewards = [[reward(problems[group.number], t.text) for t in group.trajectories] for group in groups]
-    client.rewards(groups, rewards)
+    if policy == BASE:
+        groups = client.completions(texts, model=RAW_MODEL, group_size=SIZE, max_tokens=MAX_TOKENS, logprobs=False)
+    else:
+        survivors = False if policy in EXACT else None
+        with client.rollouts(
+            texts, group_size=SIZE, max_tokens=MAX_TOKENS, policy=POLICIES[policy], survivors=survivors, logprobs=False
+        ) as got:
+            groups = sorted(got, key=lambda group: group.number)
+    rewards = [
+        [reward(problem, t.text) for t in group.trajectories] for problem, group in zip(problems, groups, strict=True)
+    ]
+    if policy != BASE:
+        client.rewards(groups, rewards)
     if estimates is None:
         return
     for group, values in zip(groups, rewards, strict=True):
@@ -124,7 +132,8 @@ def sample(client: Client, policy: str, problems: Sequence[Problem], estimates: 
         quantities = ([float(n) for n in lengths], values, [float(n > LONG) for n in lengths])
         for quantity, each in zip(QUANTITIES, (*quantities, [float(end == "length") for end in ends]), strict=True):
             estimates[quantity].plain.append(fmean(each))
-            estimates[quantity].weighted.append(weighted_mean(group, each) if is_weighted else None)
+            weighted = weighted_mean(group, each) if is_weighted else fmean(each) if policy == BASE else None
+            estimates[quantity].weighted.append(weighted)
 
 
 def paired_difference(estimates: Sequence[float], base: Sequence[float]) -> tuple[float, float]:

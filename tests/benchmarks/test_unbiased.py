@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.unbiased import QUANTITIES, Estimates, main, paired_difference, report
+from benchmarks.unbiased import BASE, QUANTITIES, Estimates, main, paired_difference, report
 
 
 def test_differences_are_paired_by_group() -> None:
@@ -11,20 +11,20 @@ def test_differences_are_paired_by_group() -> None:
     assert error == pytest.approx(0.408, abs=1e-3)
 
 
-def test_weighted_estimates_are_compared_with_off_and_left_out_where_a_group_has_none() -> None:
+def test_weighted_estimates_are_compared_with_the_raw_model_and_left_out_where_a_group_has_none() -> None:
     off = Estimates([1.0, 3.0, 2.0], [1.0, 3.0, 2.0])
     shaped = Estimates([0.0, 0.0, 0.0], [2.0, 3.0, 2.0])
     saturated = Estimates([1.0, 1.0, 1.0], [2.0, None, 2.0])
-    runs = {"off": off, "uniform": shaped, "darts": saturated}
+    runs = {BASE: off, "uniform": shaped, "darts": saturated}
     plain, weighted = report({name: dict.fromkeys(QUANTITIES, run) for name, run in runs.items()}).split("Weighted")
     rows = [line.split(" | ")[:2] for part in (plain, weighted) for line in part.splitlines() if line.startswith("| ")]
     assert rows == [
-        ["| policy", "length"], ["| off", "2.000"], ["| uniform", "0.000"], ["| darts", "1.000"],
-        ["| policy", "length"], ["| off", "2.000"], ["| uniform", "2.333, +0.333 ± 0.333"],
+        ["| policy", "length"], ["| MODEL:raw", "2.000"], ["| uniform", "0.000"], ["| darts", "1.000"],
+        ["| policy", "length"], ["| MODEL:raw", "2.000"], ["| uniform", "2.333, +0.333 ± 0.333"],
     ]  # fmt: skip
 
 
-def test_policies_without_off_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_without_the_raw_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--policies", "uniform"])
-    assert "--policies must include off" in capsys.readouterr().err
+    assert "--policies must include MODEL:raw" in capsys.readouterr().err
