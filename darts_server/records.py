@@ -206,8 +206,9 @@ class CohortRecord:
     ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
     ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.
     ``reduced``: whether a group gave up candidates because of the load. ``returned``, ``cut``: returned trajectories,
-    and those of them that were cut at the deadline. ``max_tokens``: of the candidates that were truncated at their
-    token limit, the most tokens; ``None`` if none was. ``longest``: tokens of the longest candidate.
+    and those of them that were cut at the deadline; ``truncated``: those that reached their token limit.
+    ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: tokens of the longest
+    candidate.
     """
 
     policy: str
@@ -226,6 +227,7 @@ class CohortRecord:
     reduced: bool = False
     returned: int = 0
     cut: int = 0
+    truncated: int = 0
     max_tokens: int | None = None
     longest: int = 0
 

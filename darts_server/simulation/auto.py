@@ -87,5 +87,6 @@ class AutoRun:
             batch.max_tokens if truncated.any() else None,
             int(rollout.generated.max()),
             means,
+            sum(one.tokens >= batch.max_tokens for one in rollout.returned) / len(rollout.returned),
         )
         self.state = learn_training(learn(self.state, choice, measured), returned, step.training_seconds)

@@ -82,7 +82,8 @@ class Measured:
 
     ``seconds``: of the rollout. ``returned``: tokens. ``mean_length``: of a returned trajectory. ``cut``: share of
     these that the rule cut. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``longest``:
-    tokens of the longest candidate. ``means``: mean lengths of its prompts, as they are known now.
+    tokens of the longest candidate. ``means``: mean lengths of its prompts, as they are known now. ``truncated``: share
+    of the returned trajectories that reached the limit of their tokens, and were not cut.
     """
 
     seconds: float
@@ -92,6 +93,7 @@ class Measured:
     max_tokens: int | None
     longest: int
     means: Sequence[float] = ()
+    truncated: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,9 @@ def choose(
         return Choice(UNSHAPED, "lengths and step times are not known yet")
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng, most_samples)
-    off = _look(UNSHAPED, forecast(UNSHAPED, size, expectation.stds, batches, machine, enough), state, auto.limits)
+    groups = expectation.groups
+    unshaped = forecast(UNSHAPED, size, expectation.stds, batches, machine, enough)
+    off = _look(UNSHAPED, unshaped, state, auto.limits, groups)
     usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
 
     def chosen(one: _Outlook, reason: str, *, explores: bool = False) -> Choice:
@@ -153,7 +157,7 @@ def choose(
             explores,
             one.below_bias,
             one.below_lost,
-            expectation.groups,
+            groups,
             usual_length,
             auto.limits,
         )
@@ -167,8 +171,8 @@ def choose(
         if option.cut_share is not None:
             option = option.at(limit_of(option.cut_share, batches))
         found = forecast(option, size, expectation.stds, batches, machine, enough)
-        outlook = _look(option, found, state, auto.limits, off.forecast)
-        if outlook.is_within(state, expectation.groups):
+        outlook = _look(option, found, state, auto.limits, groups, off.forecast)
+        if outlook.is_within(state, groups):
             outlooks.append(outlook)
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
     if best.cost > (1 - MARGIN) * off.cost:
@@ -219,6 +223,9 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         more_cut=_mix(before.more_cut, kept["more_cut"], weight),
     )
     state = _learn_noise(state, before, usual, cuts=choice.forecast.cut > 0)
+    if choice.option.shaping is None:
+        known = measured.truncated if state.truncated is None else state.truncated
+        state = replace(state, truncated=_mix(known, measured.truncated, weight))
     if choice.option.shaping is not None and choice.off_seconds is not None:
         step = measured.seconds + state.training_seconds(measured.returned)
         after = _judge(after, log(step / choice.off_seconds), state.batches)
@@ -252,7 +259,8 @@ def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured
         return state
     limits = choice.limits
     bias = _below(1 - measured.mean_length / choice.usual_length, limits.most_bias)
-    lost = _below(_lost(forecast, measured.cut - forecast.cut), limits.most_lost)
+    share = _lost(forecast, measured.cut - forecast.cut, state.truncated, choice.groups)
+    lost = _below(share, limits.most_lost)
     return _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
 
 
@@ -304,7 +312,7 @@ def _by_tries(one: _Outlook, state: AutoState) -> tuple[bool, int, float]:
 
 
 def _look(
-    option: Option, found: Forecast, state: AutoState, limits: AutoLimits, off: Forecast | None = None
+    option: Option, found: Forecast, state: AutoState, limits: AutoLimits, groups: int, off: Forecast | None = None
 ) -> _Outlook:
     seconds = found.seconds * exp(state.error(option.name))
     step = seconds + state.training_seconds(found.returned)
@@ -314,14 +322,23 @@ def _look(
     price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
     length = found.mean_length * exp(state.length_error(option.name))
     bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
-    lost = _lost(found, state.more_cut(option.name))
+    lost = _lost(found, state.more_cut(option.name), state.truncated, groups)
     below = _below(bias, limits.most_bias), _below(lost, limits.most_lost)
     return _Outlook(option, found, seconds, step, step + price, *below)
 
 
-def _lost(found: Forecast, more_cut: float) -> float:
-    """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended."""
-    return max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
+def _lost(found: Forecast, more_cut: float, truncated: float | None, groups: int) -> float:
+    """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended.
+
+    ``truncated``: share that ``off`` truncates. Of what is cut no more than that can be taken for not lost, and what a
+    batch of ``groups`` usually has more: which of them would have ended does not show, and lengths that are cut in each
+    batch are taken for longer and longer ones.
+    """
+    expected = max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
+    if truncated is None:
+        return expected
+    anyway = truncated + sqrt(truncated * (1 - truncated) / max(groups, 1))
+    return max(expected, (found.cut + more_cut - anyway) / (1 - anyway)) if anyway < 1 else expected
 
 
 def _below(value: float, limit: float) -> float:

@@ -71,7 +71,8 @@ class AutoState:
 
     ``batches``, ``explored``: how many there were, and how many of them explored. ``options``: by name. ``training``:
     returned tokens and the seconds until the next batch, of the newest batches. ``means``: mean lengths of the
-    newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``noise``,
+    newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``truncated``: share of
+    those of ``off`` that were, the newest counting most; ``None`` before it was measured. ``noise``,
     ``length_noise``, ``cut_noise``: variance of an option's ``error``, ``length_error`` and ``more_cut`` from batch to
     batch, from ``repeated`` batches of options that were measured before. ``spare_bias``, ``spare_lost``: by which
     share of the user's limits batches were below them so far, times their groups; negative: above them.
@@ -83,6 +84,7 @@ class AutoState:
     training: Sequence[tuple[float, float]] = ()
     means: Sequence[float] = ()
     max_tokens: int | None = None
+    truncated: float | None = None
     repeated: int = 0
     noise: float = FIRST_NOISE
     length_noise: float = FIRST_NOISE
@@ -114,6 +116,8 @@ class AutoState:
         object.__setattr__(self, "means", tuple(self.means))
         if self.max_tokens is not None:
             check_count("max_tokens", self.max_tokens, 1)
+        if self.truncated is not None:
+            check_number("truncated", self.truncated, 0.0, 1.0)
 
     def of(self, name: str) -> OptionState:
         return self.options.get(name, OptionState())

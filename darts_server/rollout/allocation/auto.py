@@ -153,6 +153,7 @@ class AutoCohorts:
             record.max_tokens,
             record.longest,
             [mean for mean in means if mean is not None],
+            record.truncated / max(record.returned, 1),
         )
         self._save(size, learn(self.state(size), choice, measured))
 

@@ -71,6 +71,7 @@ class _Sum:
     reduced: bool = False
     returned: int = 0
     cut: int = 0
+    truncated: int = 0
     max_tokens: int | None = None
     longest: int = 0
 
@@ -84,6 +85,7 @@ class _Sum:
         self.interrupted |= record.restarted_from > 0 or record.mixed_versions
         self.returned += len(record.selected)
         self.cut += sum(c.cut for c in record.selected)
+        self.truncated += sum(c.finish_reason is FinishReason.LENGTH and not c.cut for c in record.selected)
         truncated = [c.tokens for c in record.candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
         if truncated:
             self.max_tokens = max(self.max_tokens or 0, *truncated)

@@ -414,6 +414,48 @@ def test_the_training_between_batches_counts() -> None:
     AutoState(training=state.training)
 
 
+@pytest.mark.parametrize(
+    ("truncated", "lost"),
+    [
+        (None, 0.2),  # as forecast
+        (0.9, 0.2),
+        (1.0, 0.2),
+        (0.0, 0.6),  # all that is cut would have ended
+        (0.2, (0.6 - 0.3) / 0.7),  # a batch of 16 groups may have a tenth more
+    ],
+)
+def test_no_more_of_what_is_cut_counts_as_truncated_anyway_than_off_truncates(
+    truncated: float | None, lost: float
+) -> None:
+    choice = replace(chosen(MEASURED), limits=replace(ALL, most_lost=0.5), below_lost=0.0, below_bias=0.0)
+    forecast = Forecast(1.0, 1.0, 1.0, choice.usual_length, cut=0.6, lost=0.2)
+    state = replace(MEASURED, truncated=truncated)
+    learned = learn(state, replace(choice, forecast=forecast), replace(measured(choice), cut=0.6))
+    assert learned.spare_lost == pytest.approx(GROUPS * (1 - lost / 0.5))
+    assert learned.truncated == truncated
+
+
+def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncates() -> None:
+    """Of 200 tokens at most, the model expects many to be truncated."""
+    expectation = Expectation([150.0] * GROUPS, [10.0] * GROUPS, TAIL * 1.2, max_tokens=180)
+    limits = replace(ALL, allow=("limit",), most_lost=0.2)
+    believed = chosen(MEASURED, limits, expectation=expectation)
+    assert believed.option.name == "limit 0.2"
+    never = replace(MEASURED, truncated=0.0, spare_lost=0.0)
+    assert chosen(never, limits, expectation=expectation).option.name != "limit 0.2"
+
+
+def test_how_many_are_truncated_is_learned_from_off_alone() -> None:
+    off = chosen(AutoState())
+    assert off.option.name == "off"
+    state = learn(AutoState(), off, replace(measured(off), truncated=0.2))
+    assert state.truncated == pytest.approx(0.2)
+    state = learn(state, off, replace(measured(off), truncated=0.4))
+    assert state.truncated == pytest.approx(0.3)
+    choice = chosen(MEASURED)
+    assert learn(MEASURED, choice, replace(measured(choice), truncated=0.4)).truncated is None
+
+
 def test_limits_and_means_of_prompts_are_learned() -> None:
     choice = chosen(MEASURED)
     state = learn(MEASURED, choice, replace(measured(choice), max_tokens=300, longest=300, means=[10.0, 30.0]))

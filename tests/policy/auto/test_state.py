@@ -70,6 +70,7 @@ def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -
         {"means": [0.0]},
         {"means": [1.0] * 257},
         {"max_tokens": 0},
+        {"truncated": 1.1},
         {"repeated": -1},
         {"noise": -0.1},
         {"length_noise": 26.0},

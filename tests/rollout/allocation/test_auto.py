@@ -1,6 +1,7 @@
 """Cohorts under `auto`, on the scripted engine."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from time import sleep
 from typing import Any
@@ -20,7 +21,7 @@ from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import AUTO, Planner
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import DiscardReason, MaxLost, Outcome, RequestOptions
+from darts_server.types import DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio
@@ -34,8 +35,10 @@ def script(request: str, index: int) -> Script:
     return Script(400 if rng.random() < 1 / 12 else int(rng.integers(8, 13)))
 
 
-def harness(store: Documents | None = None, limits: AutoLimits = LIMITS) -> Harness:
-    made = Harness(script, store=store)
+def harness(
+    store: Documents | None = None, limits: AutoLimits = LIMITS, scripts: Callable[[str, int], Script] = script
+) -> Harness:
+    made = Harness(scripts, store=store)
     auto = build_auto(Shaping(), Deadline(exploration=0.0), limits)
     made.rollouts.planner = Planner({}, AUTO, made.limits, auto)
     for batch in (1, 8, 64):
@@ -201,6 +204,15 @@ async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candid
     made.store.get = None  # type: ignore[method-assign,assignment]  # a read fails
     choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * len(keys), None)
     assert "more than" in choice.reason
+
+
+async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None:
+    reasons = (FinishReason.LENGTH, FinishReason.STOP)
+    made = harness(scripts=lambda _, index: Script(10, finish_reason=reasons[index > 0]))
+    for step in range(2):
+        record = await cohort(made, f"step{step}")
+        assert (record.returned, record.truncated, record.cut) == (GROUPS * SIZE, GROUPS, 0)
+    assert made.rollouts.allocator.auto.state(SIZE).truncated == pytest.approx(1 / SIZE)
 
 
 async def test_prompts_take_room_in_the_kv_cache_that_candidates_then_wait_for() -> None:
