@@ -304,6 +304,64 @@ def test_with_keep_a_candidate_goes_on_as_the_new_weights_go_on_from_what_it_has
     put(server, ORIGINAL, rule="keep")
 
 
+def tokenize(server: Server, text: str) -> list[int]:
+    answer = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": text}, timeout=240)
+    tokens: list[int] = answer.json()["tokens"]
+    return tokens
+
+
+def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: Server) -> None:
+    """Tokens and log-probs before the seam are those of the old weights, and after it those of the new ones."""
+    put(server, ORIGINAL)
+    url = f"{server.url}/darts/v1/rollouts"
+    texts = [f"{i}a+2b*3c-4d+5e*6f-7g+8h*9i-1a+3b*2c>" for i in range(1, 5)]
+    prompts: list[dict[str, Any]] = [
+        {"token_ids": tokenize(server, text), "key": f"across/{text}"} for text in ["1a+2>", *texts]
+    ]
+    sampling = {"max_tokens": 250, "temperature": 0.0, "logprobs": True}
+    body: dict[str, Any] = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+
+    def run(**more: Any) -> dict[str, Any]:
+        httpx.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+        answer = httpx.post(url, json=body | more, timeout=240)
+        assert answer.status_code == 200, answer.text
+        answered: dict[str, Any] = answer.json()
+        return answered
+
+    old = {group["prompt_key"]: group["trajectories"][0] for group in run(prompts=prompts)["groups"]}
+    first = run(prompts=prompts, num_groups=1, carry="resume")
+    version = status(server)["version"]
+    stopped = httpx.get(f"{server.url}/darts/v1/groups/{first['id']}").json()["groups"]
+    kept = {
+        group["prompt_key"]: candidate["length"]
+        for group in stopped
+        for candidate in group["candidates"]
+        if candidate["reason"] == "carried"
+    }
+    put(server, perturbed(3))
+    again = [prompts[prompt["number"]] for prompt in first["unfinished"]]
+    token_ids = {prompt["key"]: prompt["token_ids"] for prompt in again}
+    groups = run(prompts=again, carry="resume")["groups"]
+    assert len(groups) == 4
+    assert all(group["mixed_versions"] for group in groups)
+    for group in groups:
+        [trajectory] = group["trajectories"]
+        before, length = kept[group["prompt_key"]], trajectory["length"]
+        assert 0 < before < length
+        assert trajectory["version_spans"] == [[version, before], [version + 1, length - before]]
+        tokens, logprobs = trajectory["token_ids"], trajectory["logprobs"]
+        earlier = old[group["prompt_key"]]
+        assert tokens[:before] == earlier["token_ids"][:before]
+        assert logprobs[:before] == pytest.approx(earlier["logprobs"][:before], abs=1e-4)
+        prompt = {"token_ids": token_ids[group["prompt_key"]] + tokens[:before]}
+        [fresh] = run(prompts=[prompt], sampling=sampling | {"max_tokens": length - before})["groups"]
+        [rest] = fresh["trajectories"]
+        assert rest["token_ids"] == tokens[before:]
+        assert rest["logprobs"] == pytest.approx(logprobs[before:], abs=1e-4)
+        assert logprobs[before:] != pytest.approx(earlier["logprobs"][before:length], abs=1e-3)
+    put(server, ORIGINAL)
+
+
 def test_vllms_own_routes_work_and_exclude_ours(server: Server) -> None:
     """vLLM rejects an update without a backend, and the update that it had begun ends."""
     assert httpx.post(f"{server.url}/start_weight_update", json={}, timeout=240).status_code >= 400
