@@ -60,8 +60,13 @@ class Panel:
     deadline: bool = False
 
     def play(self, prompt: Prompt, limit: int) -> Replay:
-        """Replay the rule on a prompt whose cohort has the deadline ``limit``."""
-        return replay(self.rule, prompt[: self.candidates], limit if self.deadline else None)
+        """Replay the rule on a prompt whose cohort has the deadline ``limit``, and the bound that follows from it."""
+        started = prompt[: self.candidates]
+        return (
+            replay(self.rule, started, limit, Deadline().bound_of(limit))
+            if self.deadline
+            else replay(self.rule, started)
+        )
 
 
 def panels() -> list[Panel]:
@@ -170,7 +175,7 @@ def pick_example(batch: Sequence[Prompt], limit: int) -> Prompt:
 FATES: dict[str, dict[str, Any]] = {
     "short": {"facecolor": BLUE, "label": "returned"},
     "tail": {"facecolor": ORANGE, "label": "returned as the tail"},
-    "cut": {"facecolor": ORANGE, "hatch": "////", "edgecolor": "white", "label": "returned as the tail, cut at D"},
+    "cut": {"facecolor": ORANGE, "hatch": "////", "edgecolor": "white", "label": "returned, cut"},
     "stopped": {"facecolor": SKY, "label": "stopped"},
     "finished": {"facecolor": SKY, "hatch": "....", "edgecolor": "white", "label": "finished, not returned"},
     "saved": {"facecolor": FAINT, "edgecolor": PALE, "linestyle": ":", "label": "not generated"},
@@ -191,7 +196,8 @@ def fate(candidate: Candidate, played: Replay, panel: Panel, prompt: Prompt) -> 
 def timeline(prompt: Prompt, limit: int) -> Figure:
     """Draw what each rule does to one prompt's candidates, shortest on top."""
     figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
-    rows, own = sorted(prompt, key=lambda c: c.sort_key), max(limit, needed(prompt) or 0)
+    rows = sorted(prompt, key=lambda c: c.sort_key)
+    own = min(max(limit, needed(prompt) or 0), Deadline().bound_of(limit))
     for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
         played = panel.play(prompt, limit)
         for row, candidate in enumerate(rows):

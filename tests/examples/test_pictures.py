@@ -49,6 +49,12 @@ def test_each_candidate_ends_as_the_rule_decides() -> None:
     }
 
 
+def test_under_a_deadline_nothing_is_longer_than_the_bound() -> None:
+    [prompt] = pictures.batch_of([[(3, "stop")] * 4 + [(70, "stop")] * 8])
+    for panel in pictures.panels():
+        assert max(panel.play(prompt, limit=25).lengths) == (50 if panel.deadline else 70)
+
+
 def test_the_deadline_is_that_of_the_prompts_that_have_enough_valid_candidates() -> None:
     few = [(256, "length")] * 6 + [(5, "stop")] * 6
     batch = pictures.batch_of([*([ENDS] * 9), few])
