@@ -79,7 +79,8 @@ class Toy:
     @cached_property
     def gradient(self) -> Floats:
         """The true one."""
-        return np.sum([a.probability * a.reward * a.score for a in self.answers], axis=0)
+        true: Floats = np.sum([a.probability * a.reward * a.score for a in self.answers], axis=0)
+        return true
 
     def returned(self, answer: Answer, tokens: int) -> Answer:
         """Return what is left of an answer of which so many tokens are returned."""

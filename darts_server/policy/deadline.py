@@ -148,7 +148,7 @@ class Deadline:
 def patience(share: float) -> float:
     """Return by which factor the deadline is later if a ``share`` of the groups has a completion length."""
     least = MIN_KNOWN / MAX_PATIENCE ** (1 / PATIENCE)
-    return max(1.0, (MIN_KNOWN / max(share, least)) ** PATIENCE)
+    return max(1.0, float((MIN_KNOWN / max(share, least)) ** PATIENCE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class World:
 
 def ends(stretch: float, needs: np.ndarray) -> np.ndarray:
     """Return where each group's answers are cut, relative to the deadline without a stretch."""
-    return np.minimum(np.maximum(stretch, needs), BOUND * stretch)
+    limits: np.ndarray = np.minimum(np.maximum(stretch, needs), BOUND * stretch)
+    return limits
 
 
 @dataclass

@@ -64,7 +64,8 @@ async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     right, wrong = RewardStats(right=single_length(5, 3.0)), RewardStats(wrong=single_length(9, 1.0))
     rates = []
-    for reported in ({}, {"p": right + wrong}, {"other": wrong}):
+    earlier: list[dict[str | None, RewardStats]] = [{}, {"p": right + wrong}, {"other": wrong}]
+    for reported in earlier:
         harness.rollouts.statistics.rewards.learn(reported)
         run = harness.run(4, group_id="p")
         waiting = asyncio.create_task(collect(run))
