@@ -207,8 +207,7 @@ class CohortRecord:
     ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.
     ``reduced``: whether a group gave up candidates because of the load. ``returned``, ``cut``: returned trajectories,
     and those of them that were cut at the deadline; ``truncated``: those that reached their token limit.
-    ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: tokens of the longest
-    candidate.
+    ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: of any candidate.
     """
 
     policy: str
