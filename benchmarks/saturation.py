@@ -10,12 +10,17 @@ so many groups in flight over HTTP, each a request to ``POST /darts/v1/rollouts`
 Late is measured from the moment at which the engine had the token: until a message has been processed ("token"); until
 the other candidates of a group are aborted, from the last token of the one that decided it ("stop"); and until the
 answer is passed to the web server, from the last token of the group ("answer"). The event loop is measured by a timer.
+
+Other load on the machine would make everything late. So the server's event loop, and the script, run on a clock of
+their own: the CPU time of that thread, and the time in which the loop had nothing to do. All figures are seconds on it:
+what they would be on a core of its own, as far as caches and the callers' own speed are the same.
 """
 
 import argparse
 import asyncio
 import json
 import re
+import selectors
 import struct
 import sys
 import time
@@ -28,15 +33,14 @@ from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import parse_qsl
 
 import httpx
 import numpy as np
-import psutil
 
-from benchmarks.overhead import cpu_seconds
 from darts_server.demo.server import Server, serving
 
-RATES = (20_000, 40_000, 60_000, 80_000, 100_000, 120_000, 160_000, 250_000, 500_000)
+RATES = (10_000, 20_000, 30_000, 40_000, 60_000, 80_000, 120_000, 250_000, 500_000)
 GROUP_SIZE = 8
 CANDIDATES = 12
 """Of a group, by the default redundancy."""
@@ -69,11 +73,46 @@ HEADS = (
 # --- in the server's process ------------------------------------------------
 
 
+class OwnTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still while other processes have the core."""
+
+    def __init__(self) -> None:
+        self.idle = 0.0
+        super().__init__(_IdleSelector(self))
+
+    def time(self) -> float:
+        return time.thread_time() + self.idle
+
+
+class _IdleSelector(selectors.DefaultSelector):
+    def __init__(self, loop: OwnTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        began = time.monotonic()
+        found = super().select(timeout)
+        waited = time.monotonic() - began
+        # It may get the core again long after its timer was due.
+        self._loop.idle += waited if timeout is None else min(waited, max(0.0, timeout))
+        return found
+
+
+def run_on_own_time(main: Any) -> Any:
+    with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
+        return runner.run(main)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(slots=True)
 class Measured:
     """What was measured since the last reset. Seconds, but for counts."""
 
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=now)
+    cpu: float = field(default_factory=time.process_time)
     sent: int = 0
     processed: int = 0
     scripting: float = 0.0
@@ -111,9 +150,9 @@ class ScriptedCore:
         self._ends[self._step + max(1, min(MAX_TOKENS, round(length)))].append(name)
 
     async def _abort(self, names: Sequence[str]) -> None:
-        now = time.monotonic()
+        at = now()
         stopped = {self._groups[name] for name in names if name in self._running}
-        self.measured.stops += [now - self._finished_at[group] for group in stopped if group in self._finished_at]
+        self.measured.stops += [at - self._finished_at[group] for group in stopped if group in self._finished_at]
         for name in names:
             self._running.pop(name, None)
             self._groups.pop(name, None)
@@ -125,7 +164,7 @@ class ScriptedCore:
     def answered(self, group: str) -> None:
         """Count the answer to a group."""
         if (at := self._finished_at.pop(group, None)) is not None:
-            self.measured.answers.append(time.monotonic() - at)
+            self.measured.answers.append(now() - at)
 
     async def run(self) -> None:
         """Send messages; a failure is the engine's death."""
@@ -137,29 +176,29 @@ class ScriptedCore:
 
     async def _send(self) -> None:
         """Send a message for each step when it is due, whether or not the earlier ones have been processed."""
-        due = time.monotonic()
+        due = now()
         while True:
             if not self.rate or not self._running:
                 await asyncio.sleep(LAG_SECONDS)
-                due = time.monotonic()
+                due = now()
                 continue
             due += len(self._running) / self.rate
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await asyncio.sleep(max(0.0, due - now()))
             began = time.thread_time()
-            frame = self._next_message(min(due, time.monotonic()))  # timers may be early, by a millisecond
+            frame = self._next_message(min(due, now()))  # timers may be early, by their resolution
             self.measured.scripting += time.thread_time() - began
             self._core.outputs_queue.put_nowait(self._core.decoder.decode([frame]))
 
-    def _next_message(self, now: float) -> bytearray:
+    def _next_message(self, at: float) -> bytearray:
         self._step += 1
         ended = [name for name in self._ends.pop(self._step, ()) if name in self._running]
         for name in ended:
             self._running[name] = _named(name, self._last)
-            self._finished_at[self._groups[name]] = now
+            self._finished_at[self._groups[name]] = at
         self.measured.sent += len(self._running)
         outputs = list(self._running.values())
         head = b"\x94\x00\xdd" + len(outputs).to_bytes(4, "big")  # engine 0, a list of outputs, no statistics, the time
-        message = bytearray(b"".join([head, *outputs, b"\xc0\xcb", struct.pack(">d", now)]))
+        message = bytearray(b"".join([head, *outputs, b"\xc0\xcb", struct.pack(">d", at)]))
         for name in ended:
             del self._running[name], self._groups[name]
         return message
@@ -171,7 +210,7 @@ class ScriptedCore:
         def process_and_measure(outputs: Any, timestamp: float, stats: Any) -> Any:
             processed = process(outputs, timestamp, stats)
             self.measured.processed += len(outputs)
-            self.measured.tokens.append(time.monotonic() - timestamp)
+            self.measured.tokens.append(now() - timestamp)
             return processed
 
         processor.process_outputs = process_and_measure
@@ -179,9 +218,9 @@ class ScriptedCore:
     async def watch_loop(self) -> None:
         """Measure how late timers are."""
         while True:
-            due = time.monotonic() + LAG_SECONDS
+            due = now() + LAG_SECONDS
             await asyncio.sleep(LAG_SECONDS)
-            self.measured.lags.append(time.monotonic() - due)
+            self.measured.lags.append(now() - due)
 
 
 def _encoded_output(*, finished: bool) -> tuple[bytes, bytes]:
@@ -205,7 +244,7 @@ def _named(name: str, output: tuple[bytes, bytes]) -> bytes:
 
 
 class Control:
-    """Takes rates, returns what was measured, and sees when answers are passed to the web server."""
+    """Takes a rate, returns what was measured at it, and sees when answers are passed to the web server."""
 
     def __init__(self, app: Any, core: ScriptedCore) -> None:
         self._app = app
@@ -215,12 +254,15 @@ class Control:
         if scope["type"] != "http" or scope["path"] != CONTROL:
             await self._app(scope, receive, partial(self._observe, send))
             return
-        measured = self._core.measured
-        body = {name: getattr(measured, name) for name in Measured.__slots__}
-        body |= {"ended": time.monotonic(), "running": self._core.running}
-        if rate := scope["query_string"].decode().removeprefix("rate="):
-            self._core.rate = float(rate)
-        self._core.measured = Measured()
+        wanted = dict(parse_qsl(scope["query_string"].decode()))
+        body: dict[str, Any] = {"running": self._core.running}
+        if wanted:
+            self._core.rate = float(wanted["rate"])
+            await asyncio.sleep(SETTLE_SECONDS)
+            self._core.measured = measured = Measured()
+            await asyncio.sleep(float(wanted["seconds"]))
+            body |= {name: getattr(measured, name) for name in Measured.__slots__}
+            body |= {"ended": now(), "cpu": time.process_time() - measured.cpu}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
@@ -232,8 +274,11 @@ class Control:
 
 def serve(mean: float, arguments: Sequence[str]) -> int:
     """Run the server with a scripted engine."""
+    import uvloop
+
     from darts_server import cli
 
+    uvloop.run = run_on_own_time
     app: Any = import_module("darts_server.app")
     start, extend = app.start_engine, app.extend
     scripted: list[ScriptedCore] = []
@@ -267,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.saturation", description=__doc__.split("\n")[0])
     parser.add_argument("--sequences", type=int, default=2000, help="at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=float, default=400, help="mean of a candidate (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=8, help="of each rate (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=8, help="of the server's clock, at each rate (default: %(default)s)"
+    )
     parser.add_argument("--rates", type=int, nargs="+", default=RATES, help="tokens/s (default: %(default)s)")
     parser.add_argument("--no-logprobs", action="store_true", help="request none; the engine sends them anyway")
     options = parser.parse_args(arguments)
@@ -288,7 +335,7 @@ async def measure(server: Server, options: argparse.Namespace) -> list[tuple[flo
         "group_size": GROUP_SIZE,
         "sampling": {"max_tokens": MAX_TOKENS, "logprobs": None if options.no_logprobs else True},
     }
-    process, rows = psutil.Process(server.process.pid), []
+    rows: list[tuple[float, float, Mapping[str, Any]]] = []
     async with httpx.AsyncClient(
         base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None), verify=False
     ) as client:
@@ -303,13 +350,10 @@ async def measure(server: Server, options: argparse.Namespace) -> list[tuple[flo
             while (await client.get(CONTROL)).json()["running"] < len(calling) * CANDIDATES:
                 await asyncio.sleep(SETTLE_SECONDS)
             for rate in options.rates:
-                (await client.get(CONTROL, params={"rate": rate})).raise_for_status()
-                await asyncio.sleep(SETTLE_SECONDS)
-                await client.get(CONTROL)
-                cpu = cpu_seconds(process)
-                await asyncio.sleep(options.seconds)
-                found = (await client.get(CONTROL)).json()
-                rows.append((float(rate), cpu_seconds(process) - cpu, found))
+                answer = await client.get(CONTROL, params={"rate": rate, "seconds": options.seconds})
+                answer.raise_for_status()
+                found = answer.json()
+                rows.append((float(rate), found["cpu"], found))
                 print(report(rows[-1:]).splitlines()[-1], file=sys.stderr)
                 if found["processed"] < GIVES_UP * found["sent"]:
                     break  # what is left waits for longer and longer
