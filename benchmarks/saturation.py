@@ -274,10 +274,9 @@ class Control:
 
 def serve(mean: float, arguments: Sequence[str]) -> int:
     """Run the server with a scripted engine."""
-    import uvloop
-
     from darts_server import cli
 
+    uvloop: Any = import_module("uvloop")
     uvloop.run = run_on_own_time
     app: Any = import_module("darts_server.app")
     start, extend = app.start_engine, app.extend
