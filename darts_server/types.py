@@ -156,6 +156,8 @@ class RequestOptions:
 
     ``prompt_key``: key of the prompt's statistics. ``group_id``: single requests with the same id form one group, of
     ``group_size`` trajectories. ``session``: name of the request's trajectory, which its later turns have, too.
+    ``on_stop``: what the caller gets if the server stops before the request has ended: ``fail``, an error, or
+    ``answer``, what was generated.
     """
 
     policy: str | None = None
@@ -163,6 +165,7 @@ class RequestOptions:
     group_id: str | None = None
     group_size: int | None = None
     session: str | None = None
+    on_stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

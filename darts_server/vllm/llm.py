@@ -43,6 +43,7 @@ from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
 
+HAND_BACK_POLL_SECONDS = 0.02
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options from header and model alias with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 
@@ -88,12 +89,14 @@ class ShapingLLM(ControlledLLM):
         shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
         if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             ticket = self._admit_unshaped(sampling_params.n)
-            return _releasing(self._generate_unshaped(prompt, sampling_params, request_id, options, ticket), ticket)
+            outputs = self._generate_unshaped(prompt, sampling_params, request_id, options, ticket)
+            return _releasing(self._answer_at_stop(shaping, request_id, outputs), ticket)
         turn = make_turn(request, current_history(), shaping, current_session(), caller.get().name)
         plan = self.rollouts.plan(sampling_params.n, shaping, turn)
         if shaping.group_id is None:
             shaping = replace(shaping, group_id=self.rollouts.planner.limits.group_name(turn.session))
         outputs, ticket = self._admit(plan, request, shaping, turn)
+        outputs = self._answer_at_stop(shaping, request_id, outputs)
         return _releasing(remember_answers(self.rollouts.turns, turn, request, outputs), ticket)
 
     def _admit(
@@ -289,6 +292,36 @@ class ShapingLLM(ControlledLLM):
         if not internal and self.rollouts is not None:
             for group_id in ids:
                 self.rollouts.abort(group_id)
+
+    def _answer_at_stop(
+        self, options: RequestOptions, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Let `hand_back` end a request while its outputs are read, if its caller wants that."""
+        if options.on_stop != "answer" or current_beam_search() is not None:
+            return outputs
+
+        async def tracked() -> AsyncGenerator[RequestOutput, None]:
+            self._answered_at_stop.append(request_id)
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
+            finally:
+                self._answered_at_stop.remove(request_id)
+
+        return tracked()
+
+    @cached_property
+    def _answered_at_stop(self) -> list[str]:
+        """Ids of running requests whose callers take what was generated, if the server stops, in place of an error."""
+        return []
+
+    async def hand_back(self) -> None:
+        """Abort these requests, as ``/abort_requests`` does, and wait until their callers have what was generated."""
+        if ids := list(self._answered_at_stop):
+            await self.abort(ids)
+        while set(ids).intersection(self._answered_at_stop):
+            await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:
         """End everything that runs and refuse everything that arrives; all callers get this error."""

@@ -163,7 +163,7 @@ class _EngineWork:
             self._llm.rollouts.joiner.drain()
 
     async def hand_back(self, reason: DartsError) -> None:
-        await asyncio.gather(*(work.hand_back(reason) for work in self._work))
+        await asyncio.gather(self._llm.hand_back(), *(work.hand_back(reason) for work in self._work))
 
     def fail(self, error: DartsError) -> None:
         for work in self._work:

@@ -17,6 +17,7 @@ from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
+from tests.integration.waiting import wait_counted
 from tests.integration.weights import perturbed, put
 
 pytestmark = pytest.mark.engine
@@ -221,6 +222,52 @@ def test_what_groups_have_generated_outlives_aborts_and_a_server_that_ends_in_or
         assert len(found) == 3
         for prompt_key, group in found.items():
             check_same(group, greedy[prompt_key])
+
+
+def test_a_stopping_server_answers_those_that_want_it_with_what_was_generated(serve: Serve, tmp_path: Path) -> None:
+    sampling = {"prompt": "7a-5b*4>", "max_tokens": 300, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+    answered = {"X-Darts-On-Stop": "answer"}
+    grouped = {"X-Darts-Group": "id=g;size=2", "X-Darts-Policy": "uniform"}
+    requests: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"model": "tiny:raw"}, answered),
+        ({"model": "tiny:raw", "n": 2, "vllm_xargs": {"darts_on_stop": "answer"}}, {}),
+        ({"model": "tiny", "n": 4}, {"X-Darts-Policy": "uniform"} | answered),
+        ({"model": "tiny"}, grouped | answered),
+        ({"model": "tiny"}, grouped | answered),
+        ({"model": "tiny:raw"}, {}),
+        ({"model": "tiny", "n": 4}, {"X-Darts-Policy": "uniform", "X-Darts-On-Stop": "fail"}),
+    ]
+    with serve(DARTS, tmp_path / "log", "--grace-seconds", "0") as server:
+        url = f"{server.url}/v1/completions"
+        with ThreadPoolExecutor(len(requests)) as pool:
+            answers = [
+                pool.submit(httpx.post, url, json=sampling | body, headers=headers, timeout=240)
+                for body, headers in requests
+            ]
+            wait_generating(server, 1 + 2 + 6 + 3 + 1 + 6, 600)  # with the extra candidates
+            assert not any(answer.done() for answer in answers)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(180) == 0, server.log_tail()
+    *partial, unshaped, shaped = (answer.result() for answer in answers)
+    assert (unshaped.status_code, shaped.status_code) == (503, 503)
+    for (body, _), answer in zip(requests, partial, strict=False):
+        assert answer.status_code == 200, answer.text
+        choices = answer.json()["choices"]
+        assert len(choices) == body.get("n", 1)
+        for choice in choices:
+            assert choice["finish_reason"] == "abort"
+            assert 0 < len(choice["token_ids"]) < 300, body
+            assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+
+
+def wait_generating(server: Server, requests: int, tokens: float) -> None:
+    """Wait until the engine runs so many requests, and has then generated so many tokens."""
+    began = time.monotonic()
+    while server.metric("vllm:num_requests_running") < requests:
+        assert time.monotonic() - began < 180, server.log_tail()
+        time.sleep(0.01)
+    name = "vllm:generation_tokens_total"
+    wait_counted(server, name, server.metric(name) + tokens)
 
 
 def stop_after_an_update(server: Server, greedy: Groups) -> None:

@@ -11,7 +11,8 @@ POLICY = "x-darts-policy"
 PROMPT_KEY = "x-darts-prompt-key"
 GROUP = "x-darts-group"
 SESSION = "x-darts-session"
-KNOWN = (POLICY, PROMPT_KEY, GROUP, SESSION)
+ON_STOP = "x-darts-on-stop"
+KNOWN = (POLICY, PROMPT_KEY, GROUP, SESSION, ON_STOP)
 GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 
 
@@ -32,7 +33,7 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
         if ours.setdefault(name, value) != value:
             raise InvalidRequest(name, f"repeated with the values {ours[name]!r} and {value!r}; send it once")
     options = {} if GROUP not in ours else _group(ours[GROUP])
-    for name, option in ((POLICY, "policy"), (PROMPT_KEY, "prompt_key"), (SESSION, "session")):
+    for name, option in ((POLICY, "policy"), (PROMPT_KEY, "prompt_key"), (SESSION, "session"), (ON_STOP, "on_stop")):
         if name in ours:
             options[option] = checked_option(option, ours[name], name)
     return RequestOptions(**options)  # type: ignore[arg-type]  # checked_option returns the type of each option

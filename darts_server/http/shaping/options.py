@@ -18,6 +18,7 @@ _NAMES = {
     "group_id": "an id of the caller's choice for the group, without ';'",
     "session": "an id of the caller's choice for the trajectory",
 }
+ON_STOP = ("answer", "fail")
 XARG_PREFIX = "darts_"
 HEADERS = {
     "policy": "header X-Darts-Policy or the model name",
@@ -25,6 +26,7 @@ HEADERS = {
     "group_id": "header X-Darts-Group",
     "group_size": "header X-Darts-Group",
     "session": "header X-Darts-Session",
+    "on_stop": "header X-Darts-On-Stop",
 }
 """Alternatives to ``vllm_xargs`` for each option."""
 
@@ -63,6 +65,10 @@ def checked_option(option: str, value: object, where: str) -> str | int:
         if size is not None and 1 <= size <= MAX_GROUP_SIZE:
             return size
         wanted = f"the group's size, a whole number from 1 to {MAX_GROUP_SIZE}"
+    elif option == "on_stop":
+        if value in ON_STOP:
+            return str(value)
+        wanted = f"one of {', '.join(ON_STOP)}"
     else:
         if isinstance(value, str) and is_name(value) and (option != "group_id" or ";" not in value):
             return value

@@ -25,6 +25,11 @@ def test_the_prompt_key_is_read_as_the_client_meant_it(value: str) -> None:
     assert read_options(Headers(raw=raw)).prompt_key == value
 
 
+@pytest.mark.parametrize("value", ["answer", "fail"])
+def test_what_a_stopping_server_does_is_read(value: str) -> None:
+    assert read_options({"X-Darts-On-Stop": value}).on_stop == value
+
+
 def test_latin_1_is_understood_too() -> None:
     assert read_options(Headers(raw=[(b"x-darts-prompt-key", "ä".encode("latin-1"))])).prompt_key == "ä"
 

@@ -93,6 +93,12 @@ def test_header_and_body_are_alike_and_add_up(
         (RequestOptions(), {"darts_group_id": "a;b"}, "vllm_xargs.darts_group_id: must be an id"),
         (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
         (RequestOptions(), {"darts_group_size": [8]}, "whole number"),
+        (RequestOptions(), {"darts_on_stop": "wait"}, "darts_on_stop: must be one of answer, fail, got 'wait'"),
+        (
+            RequestOptions(on_stop="fail"),
+            {"darts_on_stop": "answer"},
+            "contradicts 'fail' of the header X-Darts-On-Stop",
+        ),
         (
             RequestOptions(),
             {"darts_polcy": "off"},
