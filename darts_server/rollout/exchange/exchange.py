@@ -58,7 +58,6 @@ class Exchange(GroupObserver):
 
     def flush(self) -> None:
         """Write everything that was learned; how far that is was written with each group."""
-        self.forget_replaced()
         self._statistics.flush()
 
     # --- own observations ---------------------------------------------------
