@@ -49,6 +49,10 @@ class Groups(Protocol[RequestT, OutputT]):
         """
         ...
 
+    def pass_rate(self, prompt_key: str | None) -> float | None:
+        """Return the pass rate of a prompt by the rewards until now."""
+        ...
+
 
 @dataclass(slots=True)
 class _Seat(Generic[RequestT, OutputT]):
@@ -168,6 +172,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         on_end: Callable[[], None],
         short: "ShortGroups",
     ) -> None:
+        self._groups = groups
         self._observer = groups.observers
         self._short = short
         self.group_id = f"group-{first.request_id}"
@@ -318,6 +323,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     async def _open(self) -> None:
         plan = self._plan if len(self._seats) == self._plan.size else self._plan.shrunk(len(self._seats))
         allocation, max_candidates = Allocation(plan.size), 0
+        pass_rate = self._groups.pass_rate(self._prompt_key)
         if self._start_extras:
             full = plan.size == self._plan.size
             self._observer.group_sealed(full=full)
@@ -326,7 +332,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)
-        self._run.open(allocation.rule(plan), allocation, max_candidates)
+        self._run.open(allocation.rule(plan), allocation, max_candidates, pass_rate)
 
     def _end(self) -> None:
         """Accept no further caller. Synchronous: the task may be cancelled before it has run at all."""

@@ -195,8 +195,9 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
         ``carried``: what its candidates have generated already, by index.
         """
+        pass_rate = self.pass_rate(spec.prompt_key)
         run = self.collect(spec, ticket=ticket, carried=carried)
-        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
+        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size), pass_rate)
         return run
 
     def collect(
@@ -228,7 +229,6 @@ class Rollouts(Generic[RequestT, OutputT]):
             survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
         order = self.starting_order(spec.prompt_key)
         run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried, order)
-        run.recorder.earlier_pass_rate = self._pass_rate(spec.prompt_key)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)
@@ -242,7 +242,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             return NO_ORDER
         return starting_order(self.statistics, self._context.clock, prompt_key)
 
-    def _pass_rate(self, prompt_key: str | None) -> float | None:
+    def pass_rate(self, prompt_key: str | None) -> float | None:
         """Return the pass rate of a prompt by the rewards until now: none of a group that only starts."""
         stats = None if prompt_key is None else self.statistics.rewards.of_prompt(prompt_key)
         return None if stats is None else stats.pass_rate

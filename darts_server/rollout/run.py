@@ -100,14 +100,22 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.runner.requests.assign(len(self._group.candidates), request)
         self._act(self._group.add_candidate())
 
-    def open(self, rule: SelectionRule, allocation: Allocation, max_candidates: int = 0) -> None:
+    def open(
+        self,
+        rule: SelectionRule,
+        allocation: Allocation,
+        max_candidates: int = 0,
+        earlier_pass_rate: float | None = None,
+    ) -> None:
         """Start the missing candidates of the allocation; ``rule`` selects among all of them.
 
-        ``max_candidates``: pruned candidates are replaced until so many were started.
+        ``max_candidates``: pruned candidates are replaced until so many were started. ``earlier_pass_rate``: see
+        `GroupRecord.earlier_pass_rate`.
         """
         if self.has_ended:  # it failed while its requests were being collected
             allocation.drop()
             return
+        self.recorder.earlier_pass_rate = earlier_pass_rate
         if allocation.cohort is not None:
             self.runner.count_in(allocation.cohort)
             self._membership.join(allocation.cohort, rule, allocation)
