@@ -45,6 +45,7 @@ def test_a_process_that_is_late_or_behind_is_saturated(change: dict[str, object]
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_stops_and_answers_of_scripted_tokens_are_measured(tmp_path: Path) -> None:
     options = argparse.Namespace(sequences=24, tokens=20, seconds=3.0, rates=[2000], no_logprobs=False)
     command = ("benchmarks.saturation", saturation.SERVE, "20", str(MODEL))

@@ -57,6 +57,7 @@ def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, 
         Run(client, Method("uniform"), RECIPE, 0, MODEL, log)
 
 
+@pytest.mark.nightly
 def test_what_is_resumed_is_trained_on_with_the_share_of_tokens_of_older_weights(serve: Serve, tmp_path: Path) -> None:
     method, log = Method("off", started=1.5, carry="resume"), tmp_path / "resume.jsonl"
     with serve(DARTS, tmp_path / "log") as server, Client(server.url) as client:  # no other test replaces its weights
