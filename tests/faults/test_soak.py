@@ -31,9 +31,8 @@ def growing_quantities(soaked: Soaked) -> set[str]:
 def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
     soaked = short_soak()
     assert soaked.violations == []
-    if growing := growing_quantities(
-        soaked
-    ):  # by chance in one soak of a hundred; what leaks grows in the next one too
+    # One soak of a hundred grows by chance. What leaks grows in the next one too.
+    if growing := growing_quantities(soaked):
         assert growing & growing_quantities(short_soak()) == set()
     assert not soaked.requests["wrong"]
     assert soaked.requests["answered"] > 0.8 * sum(soaked.requests.values())
