@@ -27,7 +27,11 @@ class Ranks:
 
     def enter(self, group: str) -> int:
         """Assign one more candidate of a group. Returns the engine's rank."""
-        rank = self._rank_of.setdefault(group, min(range(len(self._running)), key=self._running.__getitem__))
+        if group not in self._rank_of:
+            least_loaded = min(range(len(self._running)), key=self._running.__getitem__)
+            # A group of single requests goes on when its first candidates have ended before its next request comes.
+            self._rank_of[group] = self._ended.pop(group, least_loaded)
+        rank = self._rank_of[group]
         self._running[rank] += 1
         self._candidates[group] += 1
         return rank

@@ -243,6 +243,13 @@ async def test_servers_wait_for_a_slow_viewer(monkeypatch: pytest.MonkeyPatch) -
     await waiting
 
 
+async def test_a_group_that_has_left_before_a_viewer_saw_it_is_not_shown() -> None:
+    feeds = MergedFeeds(lambda: 0.0)
+    feeds.add("a", event(0.0, group("a", 0.0)), is_whole=True)
+    feeds.add("a", {**event(1.0), "left": [group("a", 0.0)["group_id"]]}, is_whole=False)
+    assert feeds.take()["groups"] == []
+
+
 async def test_health_is_that_of_the_servers_together() -> None:
     feeds = MergedFeeds(lambda: 50.0)
     assert not feeds.has_news

@@ -31,14 +31,14 @@ def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
-def test_running_candidates_are_counted_and_ended_groups_forgotten(moves: list[tuple[int, bool]]) -> None:
-    ranks, running = Ranks(3), dict[str, list[int]]()
+def test_running_candidates_are_counted_and_groups_stay_where_they_are(moves: list[tuple[int, bool]]) -> None:
+    ranks, running, first = Ranks(3), dict[str, list[int]](), dict[str, int]()
     for number, starts in moves:
         group = f"g{number}"
         if starts:
             loads = [sum(rank == r for mine in running.values() for rank in mine) for r in range(3)]
             rank = ranks.enter(group)
-            assert rank == (running[group][0] if running.get(group) else loads.index(min(loads)))
+            assert rank == first.setdefault(group, loads.index(min(loads)))
             running.setdefault(group, []).append(rank)
         elif running.get(group):
             running[group].pop()
@@ -53,6 +53,14 @@ def test_single_requests_of_a_group_share_its_engine() -> None:
         assert groups == ["group", "group", "request 3"]
         assert [ranks.enter(group) for group in groups] == [1, 1, 0]
     assert ranks.group_of("request 1") == "request 1"
+
+
+def test_a_group_whose_candidates_have_ended_goes_on_where_it_was() -> None:
+    ranks = Ranks(2)
+    assert ranks.enter("group") == 0
+    ranks.leave("group")
+    assert ranks.enter("other") == 0
+    assert ranks.enter("group") == 0
 
 
 def test_the_rank_of_a_group_is_known_for_a_while_after_its_end() -> None:

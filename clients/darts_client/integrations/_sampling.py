@@ -135,7 +135,7 @@ class Sampler:
         if self._open is None or self._open[0] is not loop:  # connections belong to the loop that opened them
             options_of_all = TransportOptions(timeout=TIMEOUT)
             self._open = loop, AsyncTransport(self.url, self.api_key, options_of_all, self.transport)
-        return await self._open[1].request(method, path, idempotent=False, **options)
+        return await self._open[1].request(method, path, idempotent=method == "GET", **options)
 
     async def _model(self) -> str:
         self.model = self.model or first_model(parse_models(await self.request("GET", "/v1/models")))

@@ -12,10 +12,12 @@ Read from slime 0.3.1 and miles 0.1.0 (August 2026), whose packages are not need
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
+from .._errors import DartsError
 from ._sampling import Sampler
 from ._web import Json, JsonApp, Route
 
@@ -39,6 +41,7 @@ class Facade(JsonApp):
     ) -> None:
         self._sampler = Sampler(url, api_key, None, transport)
         self._running = 0
+        self._last_version: Json = {}
         safe: dict[str, Route] = {
             "/get_weight_version": self._version,
             "/workers": self._workers,
@@ -70,7 +73,9 @@ class Facade(JsonApp):
         logprobs = zip(answer.token_logprobs, answer.token_ids, strict=True)
         meta = {"id": body.get("rid"), "finish_reason": {"type": answer.finish_reason}}
         meta |= {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.token_ids), "cached_tokens": 0}
-        meta |= await self._version()  # of the end of the answer, as SGLang's
+        with suppress(DartsError):  # no reason to lose the trajectory
+            self._last_version = await self._version()
+        meta |= self._last_version  # of the end of the answer, as SGLang's
         meta["output_token_logprobs"] = [[value, token, None] for value, token in logprobs]
         return {"text": answer.text, "output_ids": list(answer.token_ids), "meta_info": meta}
 

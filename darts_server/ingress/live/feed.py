@@ -96,7 +96,7 @@ class Live:
             following.pop(name).cancel()
             feeds.remove(name)
         for name, member in reachable.items():
-            if name not in following:
+            if name not in following or following[name].done():  # it was lost for a moment
                 following[name] = asyncio.create_task(_follow(member, outgoing, feeds), name="darts-live")
 
 

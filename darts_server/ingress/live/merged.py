@@ -60,6 +60,7 @@ class MergedFeeds:
         if is_whole:
             self._offsets[server] = self._clock() - event["now"]
         running = self._running.setdefault(server, set())
+        self._drop(server, set(event["left"]))  # a viewer reads `left` before `groups`
         for group in event["groups"]:
             self._groups.append(self._placed(server, group))
             if "ended" in group:
@@ -75,7 +76,12 @@ class MergedFeeds:
         self._latest.pop(server, None)
         gone = self._running.pop(server, set())
         self._left += sorted(gone)
-        self._groups = [group for group in self._groups if group["server"] != server or group["group_id"] not in gone]
+        self._drop(server, gone)
+
+    def _drop(self, server: str, gone: set[str]) -> None:
+        """Forget states of groups that a viewer does not have yet."""
+        if gone:
+            self._groups = [each for each in self._groups if each["server"] != server or each["group_id"] not in gone]
 
     async def wait_for_room(self) -> None:
         """Wait while much waits for the viewer."""
