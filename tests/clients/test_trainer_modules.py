@@ -270,6 +270,13 @@ async def test_slimes_samples_say_which_weights_made_them() -> None:
     assert versions == ["7", "8"]
 
 
+async def test_slime_gets_an_answer_although_its_version_cannot_be_read() -> None:
+    served = Served(choice(5))
+    served.failing["/darts/v1/weights"] = httpx.Response(500, json={"error": {"message": "broken"}})
+    answer = (await call(served, "/generate", SLIME)).json()
+    assert (answer["output_ids"], "weight_version" in answer["meta_info"]) == ([5], False)
+
+
 async def test_a_text_of_slimes_has_as_many_tokens_as_the_server_counts() -> None:
     served = Served(choice(5))
     body = {name: value for name, value in SLIME.items() if name != "input_ids"} | {"text": "a much longer text"}
