@@ -44,6 +44,8 @@ from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
 
 HAND_BACK_POLL_SECONDS = 0.02
+ANSWER_SECONDS = 3.0
+"""Less than `HAND_BACK_SECONDS`, within which batches are handed back too."""
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options from header and model alias with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 
@@ -317,11 +319,16 @@ class ShapingLLM(ControlledLLM):
         return []
 
     async def hand_back(self) -> None:
-        """Abort these requests, as ``/abort_requests`` does, and wait until their callers have what was generated."""
+        """Abort these requests, as ``/abort_requests`` does, and wait until their callers have what was generated.
+
+        Not for long: one that has not started yet cannot be aborted, and a reader may have stalled.
+        """
         if ids := list(self._answered_at_stop):
             await self.abort(ids)
-        while set(ids).intersection(self._answered_at_stop):
-            await asyncio.sleep(HAND_BACK_POLL_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while set(ids).intersection(self._answered_at_stop):
+                    await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:
         """End everything that runs and refuse everything that arrives; all callers get this error."""

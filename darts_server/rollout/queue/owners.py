@@ -31,26 +31,41 @@ class _Quota:
         self.limit = limit
         self.used = 0
         self.by_job: Counter[JobId] = Counter()
-        self._of_small_jobs = 0
+        self._small = limit // RESERVE_PART // SHARE_PART
+        self._in_reserve: set[JobId] = set()
+        self._taken = 0
 
     def add(self, job: JobId, amount: int) -> None:
         before = self.by_job[job]
+        self._taken -= self._of_reserve(job)
         self.used += amount
         self.by_job[job] += amount
-        self._of_small_jobs += self._if_small(before + amount) - self._if_small(before)
+        if self.used <= self.limit:
+            self._in_reserve.clear()
+            self._taken = 0
+        elif amount > 0 and before <= self._small:
+            self._in_reserve.add(job)
+        self._taken += self._of_reserve(job)
+
+    def forget(self, job: JobId) -> None:
+        """Forget what a job has."""
+        self._taken -= self._of_reserve(job)
+        del self.by_job[job]
+        self._in_reserve.discard(job)
 
     @property
     def share(self) -> int:
         """How much a job may have although the limit is reached."""
         # Groups that were running when the limit was reached exceed it: those of large jobs take nothing from others.
-        taken = min(max(0, self.used - self.limit), self._of_small_jobs)
+        taken = min(max(0, self.used - self.limit), self._taken)
         return max(0, self.limit // RESERVE_PART - taken) // SHARE_PART
 
     def has_room(self, job: JobId, amount: int) -> bool:
         return self.used + amount <= self.limit or self.by_job[job] + amount <= self.share
 
-    def _if_small(self, amount: int) -> int:
-        return amount if amount <= self.limit // RESERVE_PART // SHARE_PART else 0
+    def _of_reserve(self, job: JobId) -> int:
+        """Return how much of the reserve a job has, also when it has grown beyond a share since."""
+        return min(self.by_job[job], self._small) if job in self._in_reserve else 0
 
 
 class _Owner:
@@ -60,8 +75,9 @@ class _Owner:
         self.group_bytes: Counter[JobId] = Counter()
 
     def forget(self, job: JobId) -> None:
-        for counter in (self.prompts.by_job, self.bytes.by_job, self.group_bytes):
-            del counter[job]
+        self.prompts.forget(job)
+        self.bytes.forget(job)
+        del self.group_bytes[job]
 
 
 class Owners:

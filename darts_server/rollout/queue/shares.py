@@ -62,7 +62,8 @@ class Shares:
     def pass_over(self, able: AbleJobs, entry: Entry, expected: float, weight: float) -> None:
         """Let other jobs of an entry's owner go before it, until they are ahead by as much as it will take itself.
 
-        So a large prompt that has no room yet delays no other job, and gets room in the end.
+        So a large prompt that has no room yet delays no other job, and gets room
+        in the end, unless other owners take it.
         """
         of_owner = able.by_owner[entry.owner]
         of_owner.waiting.append(entry.job)
