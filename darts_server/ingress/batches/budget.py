@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "/darts/v1/rollouts/plan"
 PLAN_SECONDS = 30.0
-"""Timeout for all servers that are asked one after another. After that they decide for their parts."""
+"""Timeout for all servers together, which are tried one after another. After that they decide for their parts."""
 MAX_SERVERS = 1024
 """As servers accept."""
 EVEN_SECONDS = 10.0
