@@ -158,6 +158,7 @@ class Fuzzer:
         self._known: set[tuple[str, str, str]] = set()
         self._state = b""
         self._samples: list[tuple[int, float]] = []
+        self._requests = 0
         self._runner = asyncio.Runner()
         self._server_life = ExitStack()
 
@@ -175,11 +176,13 @@ class Fuzzer:
     def run(self, first_seed: int, requests: int) -> Tally:
         """Send at least this many requests, in rounds with the seeds ``first_seed``, ``first_seed`` + 1, …
 
-        Ctrl-C ends the run early.
+        Those that are sent again for a failure come on top: how many these are depends on the time that each takes,
+        and the same seed and number must send the same. Ctrl-C ends the run early.
         """
         began, round_seed = time.monotonic(), first_seed
+        self._requests = 0
         try:
-            while self.tally.requests < requests:
+            while self._requests < requests:
                 self._run_round(round_seed, requests)
                 round_seed += 1
         except KeyboardInterrupt:
@@ -197,7 +200,7 @@ class Fuzzer:
             alike = [example for example in drawn if disrupts(example) == is_disruptive]
             batches = -(-len(alike) // TOGETHER)
             for number in range(batches):
-                if self.tally.requests >= requests:
+                if self._requests >= requests:
                     return
                 self._attempt(round_seed, drawn, alike[number::batches])
 
@@ -225,6 +228,7 @@ class Fuzzer:
 
     def _attempt(self, round_seed: int, drawn: Sequence[Example], batch: Sequence[Example]) -> None:
         """Send examples at the same time, and find the smallest cause of the first new violation."""
+        self._requests += sum(map(len, batch))
         violations, sent = self._execute(batch)
         for violation in violations:
             if violation.signature in self._known:
