@@ -1,7 +1,8 @@
 """The expected gradient of a shaped group is the true one, by enumeration of all that a small policy can generate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import combinations, permutations, product
 from math import prod
 from typing import Any
@@ -41,6 +42,12 @@ class Outcome:
 
 
 OUTCOMES = [*(Outcome(tokens, True) for tokens in range(1, MAX_TOKENS + 1)), Outcome(MAX_TOKENS, False)]
+
+
+def likelihood(candidates: Sequence[Outcome]) -> float:
+    return prod(c.probability for c in candidates)
+
+
 TRUE = np.sum([o.probability * o.reward * o.score for o in OUTCOMES], axis=0)
 
 
@@ -60,21 +67,42 @@ def group_of(
     return group, [c.index for c in chosen]
 
 
-def expected_gradient(rule: SelectionRule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class ShapedGroup:
+    probability: float
+    candidates: Sequence[Outcome]
+    group: Group
+    chosen: Sequence[int]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [self.candidates[i].reward for i in self.chosen]
+
+
+@cache
+def shaped_groups(rule: SelectionRule) -> Sequence[ShapedGroup]:
+    """Return all groups that the policy can generate under a rule, and how likely each is."""
     count = rule.size if isinstance(rule, InOrder) else CANDIDATES
     orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
+    return [
+        ShapedGroup(
+            prod(c.probability for c in candidates) / len(orders), candidates, *group_of(rule, candidates, draws)
+        )
+        for candidates in product(OUTCOMES, repeat=count)
+        for draws in orders
+    ]
+
+
+def expected_gradient(rule: SelectionRule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
     total = np.zeros(MAX_TOKENS)
-    for candidates in product(OUTCOMES, repeat=count):
-        probability = prod(c.probability for c in candidates) / len(orders)
-        for draws in orders:
-            group, chosen = group_of(rule, candidates, draws)
-            rewards = [candidates[i].reward for i in chosen]
-            if weighted:
-                advantages = unbiased_advantages(group, rewards, baseline)
-            else:
-                advantages = [r - sum(rewards) / len(rewards) for r in rewards]
-            for i, advantage in zip(chosen, advantages, strict=True):
-                total += probability * advantage * candidates[i].score / len(chosen)
+    for shaped in shaped_groups(rule):
+        rewards = shaped.rewards
+        if weighted:
+            advantages = unbiased_advantages(shaped.group, rewards, baseline)
+        else:
+            advantages = [r - sum(rewards) / len(rewards) for r in rewards]
+        for i, advantage in zip(shaped.chosen, advantages, strict=True):
+            total += shaped.probability * advantage * shaped.candidates[i].score / len(rewards)
     return total
 
 
@@ -88,18 +116,11 @@ def test_the_expected_gradient_is_the_true_one(rule: SelectionRule, baseline: fl
 
 @pytest.mark.parametrize("rule", [SampledTail(2, 1), CutTail(1, 1), InOrder(3)], ids=str)
 def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None:
-    count = rule.size if isinstance(rule, InOrder) else CANDIDATES
-    orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
-    mean = 0.0
-    for candidates in product(OUTCOMES, repeat=count):
-        for draws in orders:
-            group, chosen = group_of(rule, candidates, draws)
-            value = weighted_mean(group, [candidates[i].reward for i in chosen])
-            mean += prod(c.probability for c in candidates) / len(orders) * value
+    mean = sum(shaped.probability * weighted_mean(shaped.group, shaped.rewards) for shaped in shaped_groups(rule))
     assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrunedGroup:
     probability: float
     candidates: Sequence[Outcome]
@@ -109,7 +130,7 @@ class PrunedGroup:
     def chosen(self) -> list[int]:
         return [c.index for c in self.run.candidates if c.selected_as is not None]
 
-    @property
+    @cached_property
     def group(self) -> Group:
         weights = selection_weights(self.run)
         trajectories = tuple(
@@ -150,21 +171,24 @@ class PrunedGroup:
         return [self.candidates[i].reward for i in self.chosen]
 
 
+@cache
 def pruned_groups(
     rule: AllSurvivors | SampledSurvivors, seed: int, count: int, values: Sequence[float] = (0.5, 0.5)
-) -> Iterator[PrunedGroup]:
-    """Yield all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
+) -> Sequence[PrunedGroup]:
+    """Return all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
     survival = Survival(seed)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
     chance = 1 / (CELLS**count * len(orders))
+    pruned = []
     for candidates in product(OUTCOMES, repeat=count):
-        likelihood = prod(c.probability for c in candidates) * chance
+        weight = likelihood(candidates) * chance
         lengths = [(c.tokens, c.stopped) for c in candidates]
         for cells in product(range(CELLS), repeat=count):
             for order in orders:
                 draws = [(cell + 0.5) / CELLS for cell in cells]
                 run = run_with_checkpoints(rule, lengths, order, draws, survival, values)
-                yield PrunedGroup(likelihood, candidates, run)
+                pruned.append(PrunedGroup(weight, candidates, run))
+    return pruned
 
 
 def expected_after_pruning(rule: AllSurvivors | SampledSurvivors, seed: int, count: int, **changes: Any) -> np.ndarray:

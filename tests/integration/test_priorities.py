@@ -14,7 +14,7 @@ from tests.integration.waiting import wait_counted, wait_idle
 
 pytestmark = pytest.mark.engine
 CANDIDATES = 3
-TOKENS = {"short": 100, "long": 300}
+TOKENS = {"short": 50, "long": 150}
 
 
 def post(server: Server, key: str, **more: Any) -> float:

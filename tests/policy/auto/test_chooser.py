@@ -330,6 +330,7 @@ def test_an_option_that_is_withdrawn_again_rests_twice_as_long() -> None:
     assert state.of(choice.option.name).until == MEASURED.batches + 2 * REST
 
 
+@pytest.mark.untraced
 def test_forecasts_are_corrected_by_what_was_measured() -> None:
     choices, state = run(10, lambda _: 3.0)
     for choice in choices[4:]:

@@ -57,6 +57,10 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
     return pi * p_right / (pi * p_right + (1 - pi) * p_wrong)
 
 
+def test_the_papers_form_has_none_of_our_additions() -> None:
+    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
+
+
 # --- the formulas -----------------------------------------------------------
 
 
