@@ -7,7 +7,7 @@ times, those that started early are stopped later than they could be, and the pr
 only the number of sequences that they hold on average counts: nothing is preempted.
 """
 
-from bisect import insort
+from bisect import bisect_left
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf
@@ -15,6 +15,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.cohort_deadline import CohortDeadline
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
@@ -89,29 +90,37 @@ def _by_rule(plan: Plan) -> list[NDArray[np.int64]]:
 
 
 def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: "_Clocks") -> Known | None:
-    """Return the deadline of groups that report what they need when they know it, unless they are complete before."""
-    reported = needs <= completed
-    times = clocks.seconds_at(np.where(reported, needs, completed))
-    order = np.argsort(times, kind="stable")
-    reporting, known, passed_at = len(order), list[int](), dict[int, Floats]()
-    for number, (group, following) in enumerate(zip(order.tolist(), [*times[order][1:].tolist(), inf], strict=True)):
-        if reported[group]:
-            insort(known, int(needs[group]))
+    """Return the deadline that the cohort computes from its groups' reports, which come in the order of `simulate`.
+
+    ``needs``, ``completed``: steps after which each group reports its need, and is complete, shape (G,).
+    """
+    cohort, has_need = CohortDeadline(rule, needs.size), needs <= completed
+    ends = clocks.seconds_at(np.where(has_need, needs, completed))
+    # Steps, and their seconds, at which groups report that they need more than the limit.
+    steps, passes = np.full(needs.size, inf), np.full(needs.size, inf)
+    limit, now = None, 0.0
+    while True:
+        if cohort.waits_beyond not in (None, limit):
+            limit = cohort.waits_beyond
+            steps = np.maximum(clocks.steps_at(now), limit)
+            passes = np.where(ends < inf, clocks.seconds_at(steps), inf)
+        group = int(np.minimum(ends, passes).argmin())  # of several at once, the first
+        now = float(min(ends[group], passes[group]))
+        if now == inf:
+            return None
+        if passes[group] < ends[group]:
+            cohort.report_minimum(group, int(steps[group]) + 1)
+        elif has_need[group]:
+            cohort.report_need(group, int(needs[group]))
+            ends[group] = inf
         else:
-            reporting -= 1
-        tokens = rule.from_lengths(known, reporting)
-        if tokens is not None:
-            return clocks.known(tokens, rule.bound_of(tokens), float(times[group]), group)
-        tokens = rule.without_others(known, reporting - len(known))
-        if tokens is not None:
-            bound = rule.bound_of(tokens)
-            if bound not in passed_at:
-                passed_at[bound] = clocks.seconds_at(np.full(len(order), float(bound)))
-            others = order[number + 1 :]
-            beyond = float(passed_at[bound][others].max())
-            if beyond < following:
-                return clocks.known(tokens, rule.bound_of(tokens), max(float(times[group]), beyond), int(others.max()))
-    return None
+            if limit is not None:
+                cohort.report_minimum(group, None)
+            cohort.remove(group)
+            ends[group] = inf
+        passes[group] = inf
+        if cohort.tokens is not None:
+            return clocks.known(cohort.tokens, rule.bound_of(cohort.tokens), now, group)
 
 
 # --- engines ------------------------------------------------------------------
@@ -141,11 +150,15 @@ class _Clocks:
             seconds[rows] = clock.at(clock.starts[:, 0] + steps[rows])
         return seconds
 
-    def known(self, tokens: int, bound: int, seconds: float, group: int) -> Known:
-        steps = np.empty((self.groups, 1))
+    def steps_at(self, seconds: float) -> Floats:
+        """Return how many steps each group has run at some time, with the one that is being done, shape (G,)."""
+        steps = np.empty(self.groups)
         for rows, clock in self.clocks:
-            steps[rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, :1], 0.0)
-        return Known(tokens, bound, seconds, group, steps)
+            steps[rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, 0], 0.0)
+        return steps
+
+    def known(self, tokens: int, bound: int, seconds: float, group: int) -> Known:
+        return Known(tokens, bound, seconds, group, self.steps_at(seconds)[:, None])
 
 
 def _timed(batch: Batch, plan: Plan, ends: Ends, clocks: _Clocks, known: Known | None) -> Prediction:
@@ -224,11 +237,17 @@ class _Clock:
     def steps_at(self, seconds: float) -> float:
         """Return the steps that are done at some time, with the one that is being done."""
         seconds *= 1 - TOLERANCE
-        low, high = 0, int(self.steps[-1])
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.at(np.asarray(float(middle))) < seconds else (low, middle)
-        return float(low)
+        last = int(np.searchsorted(self.seconds, seconds)) - 1
+        if not 0 <= last < self.linear.size:
+            return 0.0 if last < 0 else float(self.steps[-1])
+        first, begin = float(self.steps[last]), float(self.seconds[last])
+        prefill, linear, square = (float(part[last]) for part in (self.prefill, self.linear, self.square))
+
+        def seconds_after(more: int) -> float:
+            return begin + (prefill + linear * more + square * more * (more - 1) / 2)
+
+        # After all steps of this part it is late enough.
+        return first + 1 + bisect_left(range(1, int(self.steps[last + 1] - first)), seconds, key=seconds_after)
 
 
 def _slots(machine: Machine, prompts: Ints, run: Floats) -> int:

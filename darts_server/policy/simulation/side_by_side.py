@@ -81,15 +81,21 @@ class Groups:
 
         ``late``: the groups that hear of it before they are complete, shape (G,).
         """
-        lengths, valid = self.lengths, self.valid
-        if known is not None and late is not None:
-            late = late[:, None]
-            lengths = np.where(late & np.isfinite(lengths), np.minimum(lengths, known.bound), lengths)
-            valid = valid & (lengths == self.lengths)
-        order = Order.of(lengths, valid)
+        if known is None or late is None:
+            return self._ends(Order.of(self.lengths, self.valid), None, None)
+        late = late[:, None]
+        # With a deadline of earlier groups, candidates may have run beyond the bound before it is known.
+        end = np.where(late & np.isfinite(self.lengths), np.maximum(known.bound, known.steps), inf)
+        lengths = np.minimum(self.lengths, end)
+        is_cut = lengths < self.lengths
+        ends = self._ends(Order.of(lengths, self.valid & ~is_cut), known, late)
+        ends.returned = np.where(is_cut, np.minimum(ends.returned, known.bound), ends.returned)
+        return ends
+
+    def _ends(self, order: "Order", known: Known | None, late: Bools | None) -> Ends:
         match self.rule:
             case InOrder(size=size):
-                return order.whole(lengths, np.cumsum(np.isfinite(lengths), axis=1) <= size)
+                return order.whole(order.lengths, np.cumsum(np.isfinite(order.lengths), axis=1) <= size)
             case CutTail(num_shortest=shortest, num_longest=longest):
                 return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
             case SampledTail(num_shortest=shortest, num_longest=longest):
@@ -154,7 +160,7 @@ class Order:
         full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
         if known is not None and late is not None:
             own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
-            run = np.minimum(run, np.minimum(np.maximum(own, known.steps), np.where(late, known.bound, inf)))
+            run = np.minimum(run, np.maximum(own, known.steps))
             in_time &= self.lengths <= own
             count = (self.valid & in_time).sum(axis=1, keepdims=True)
         tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)

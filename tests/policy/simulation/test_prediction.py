@@ -9,7 +9,7 @@ import pytest
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.prediction import predict
 from darts_server.policy.simulation.rollout import simulate
-from tests.policy.simulation.worlds import POLICIES, World, world
+from tests.policy.simulation.worlds import POLICIES, RECENT, World, world
 
 
 def busy_world(policy: str, seed: int) -> World:
@@ -21,7 +21,7 @@ def busy_world(policy: str, seed: int) -> World:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_all_candidates_start_together_the_prediction_is_exact(policy: str) -> None:
     deadlines = 0
-    for seed in range(40):
+    for seed in range(80 if policy in RECENT else 40):
         case = world(policy, seed, replicas=1, room=1000, groups=13 * (seed % 2))
         case.plan = replace(case.plan, enough=None)
         found, simulated = predict(case.batch, case.plan, case.machine), simulate(case.batch, case.plan, case.machine)
@@ -35,7 +35,22 @@ def test_where_all_candidates_start_together_the_prediction_is_exact(policy: str
         assert found.returned.tolist() == returned.tolist()
         assert found.truncated.tolist() == truncated.tolist()
         deadlines += found.deadline is not None
-    assert (deadlines > 0) == (policy in ("darts_deadline", "darts_cut", "cap", "limit"))
+    assert (deadlines > 0) == (policy in ("darts_deadline", "darts_cut", "cap", "limit", *RECENT))
+
+
+@pytest.mark.parametrize("policy", RECENT)
+def test_some_of_these_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_are_not(policy: str) -> None:
+    bounded = []
+    for seed in range(1, 80, 2):
+        case = world(policy, seed, replicas=1, room=1000, groups=13)
+        plan, shaping = replace(case.plan, enough=None), case.plan.shaping
+        assert shaping is not None
+        assert shaping.deadline is not None
+        alone = replace(plan, shaping=replace(shaping, deadline=replace(shaping.deadline, recent=None)))
+        with_recent, without = (simulate(case.batch, each, case.machine) for each in (plan, alone))
+        assert with_recent.seconds <= without.seconds * (1 + 1e-9)
+        bounded.append(with_recent.seconds < 0.9 * without.seconds)
+    assert 5 < sum(bounded) < 35
 
 
 @pytest.mark.parametrize("policy", ["off", "uniform", "darts", "longest", "none"])

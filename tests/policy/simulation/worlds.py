@@ -24,8 +24,14 @@ POLICIES: dict[str, Shaping | None] = {
     "none": Shaping(num_longest=0),
     "limit": replace(NAMED["cap"], deadline=Deadline(tokens=30, bound=1.0)),
     **{name: NAMED[name] for name in ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")},
+    **{
+        f"recent_{name}": replace(NAMED[name], deadline=Deadline(exploration=0.0, recent=8))
+        for name in ("darts_deadline", "darts_cut", "cap")
+    },
 }
-FEW = ("off", "cap", "limit")
+RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
+"""Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
+FEW = ("off", "cap", "limit", "recent_cap")
 """Policies that start no more candidates than they return."""
 WHOLE = ("off", "longest", "none", "uniform", "darts", "first_finish")
 """Policies that return trajectories whole."""
@@ -53,6 +59,10 @@ def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None,
     prompts = rng.integers(1, 40, groups)
     saturated = [shaping is not None and shaping.is_saturated(size, c) for c in counts]
     limit = int(longest * rng.uniform(0.6, 3))
+    if policy in RECENT:
+        limit *= 4
+        runs_away = rng.random((groups, 1)) < rng.uniform(0, 1)
+        lengths[runs_away & (rng.random(lengths.shape) < rng.uniform(0.3, 1))] = limit
     return World(
         Batch(prompts, lengths, rng.random(lengths.shape), limit),
         Plan(size, counts, shaping, saturated, None if rng.random() < 0.7 else int(rng.integers(1, groups + 1))),
