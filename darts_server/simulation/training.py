@@ -8,7 +8,8 @@ import numpy as np
 
 from darts_server.policy.lengths.estimate import Observation
 from darts_server.policy.lengths.stats import PromptStats, update_stats
-from darts_server.policy.simulation.batch import Batch, Ints
+from darts_server.policy.recent_lengths import RecentCompletionLengths
+from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import Returned, Rollout, simulate
 from darts_server.simulation.policies import Policy
@@ -131,13 +132,15 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
     """Simulate the measured steps under a policy.
 
     Prompts that are not complete in their step are started once more in the next one, before new ones, or in a long
-    round; of these steps whole cycles are measured, which may be more steps.
+    round; of these steps whole cycles are measured, which may be more steps. Completion lengths are remembered from
+    step to step.
     """
+    recent = RecentCompletionLengths()
     if policy.start == 1:
         batches = [candidates.step_prompts(step) for step in range(setting.steps)]
         if policy.long_first:
             batches = [candidates.longest_first(batch) for batch in batches]
-        return [run_step(policy, batch, None, candidates, setting) for batch in batches]
+        return [run_step(policy, batch, None, candidates, setting, recent) for batch in batches]
     count = policy.cycle * ceil(setting.steps / policy.cycle)
     warm_up = policy.cycle * ceil(WARM_UP / policy.cycle)
     steps, waiting, fresh = [], list[Prompt](), 0
@@ -148,7 +151,7 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
         if policy.long_first:
             batch = candidates.longest_first(batch)
         enough = setting.prompts if len(batch) > setting.prompts else None
-        steps.append(run_step(policy, batch, enough, candidates, setting))
+        steps.append(run_step(policy, batch, enough, candidates, setting, recent))
         left = np.flatnonzero(np.isinf(steps[-1].rollout.completed_at))
         waiting += [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
     return steps[warm_up:]
@@ -180,14 +183,33 @@ def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[
 
 
 def run_step(
-    policy: Policy, prompts: Sequence[Prompt], enough: int | None, candidates: Candidates, setting: Setting
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    enough: int | None,
+    candidates: Candidates,
+    setting: Setting,
+    recent: RecentCompletionLengths | None = None,
 ) -> Step:
-    """Simulate one step, with its prompts in this order."""
+    """Simulate one step, with its prompts in this order.
+
+    ``recent``: completion lengths of earlier steps, to which those of this step are added.
+    """
     plan = policy.plan(setting.size, [candidates.std(prompt.number) for prompt in prompts], enough)
     batch = candidates.batch(prompts, max(plan.candidates))
-    rollout = simulate(batch, plan, setting.machine)
+    rollout = simulate(batch, plan if recent is None else _with_recent(plan, recent), setting.machine)
+    if recent is not None:
+        for tokens in rollout.completion_lengths:
+            recent.add(tokens)
     training = setting.machine.training_seconds(trained_tokens(batch, rollout.returned))
     return Step(batch, rollout, training, rollout.seconds + training)
+
+
+def _with_recent(plan: Plan, recent: RecentCompletionLengths) -> Plan:
+    """Add the deadline of earlier groups, as `rollout.allocation` does for cohorts that are large enough."""
+    if plan.shaping is None or plan.deadline is None:
+        return plan
+    deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
+    return replace(plan, shaping=replace(plan.shaping, deadline=deadline))
 
 
 def trained_tokens(batch: Batch, returned: Iterable[Returned]) -> int:

@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 
+from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.hardware import TINY
 from darts_server.simulation.policies import parse_policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import Candidates, Setting, relative_to, run_partial, run_policy, summarise
+from darts_server.simulation.training import (
+    Candidates,
+    Setting,
+    relative_to,
+    run_partial,
+    run_policy,
+    run_step,
+    summarise,
+)
 
 SETTING = Setting(TINY, size=4, prompts=12, steps=2)
 
@@ -115,6 +124,29 @@ def test_long_prompts_can_come_first() -> None:
     assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn, SETTING)
     assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
+
+
+class RunawaysAfterTheFirstStep:
+    """Each second prompt runs away, but for those of the first step."""
+
+    max_tokens = 10_000
+
+    def prompt_tokens(self, number: int) -> int:
+        return 10
+
+    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+        runs_away = number >= 3 * SETTING.prompts and number % 2
+        return np.full(count, self.max_tokens if runs_away else 100)
+
+
+def test_deadlines_are_remembered_from_step_to_step() -> None:
+    drawn = Candidates(RunawaysAfterTheFirstStep(), SETTING, 4)
+    first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn, SETTING))
+    assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
+    assert second.deadline == 338, "1.5 to the third power times that of the first step"
+    assert second.completion_lengths == (100,) * 6 + (0,) * 6
+    alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn, SETTING).rollout
+    assert alone.seconds > 10 * second.seconds
 
 
 def test_new_prompts_have_no_known_spread() -> None:

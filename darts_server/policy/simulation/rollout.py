@@ -58,6 +58,7 @@ class Rollout:
     candidate ran first, and at which it ended or was stopped, shape (G, C); infinite if it did not. ``replicas``: the
     engine of each group. ``busy``: share of places that were taken, of the most that each engine ever ran, over the
     whole rollout. ``preemptions``: how often a sequence was preempted. ``deadline``: the cohort's, in tokens.
+    ``completion_lengths``: of complete groups, in the order of their ends, for `RecentCompletionLengths`.
     """
 
     seconds: float
@@ -70,6 +71,7 @@ class Rollout:
     busy: float
     preemptions: int
     deadline: int | None
+    completion_lengths: tuple[int, ...]
 
 
 def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
@@ -104,7 +106,8 @@ class _Member:
     place: int
     unfinished: list[int]
     """Candidates that run or wait in the engine, in order."""
-    has_reported: bool = False
+    need: int | None = None
+    """The tokens that it has reported to need."""
     beyond: int | None = None
     """The limit that it reported to be beyond, see `CohortDeadline.waits_beyond`."""
     deadline: DeadlineSet | None = None
@@ -112,6 +115,14 @@ class _Member:
     deadline_step: float = inf
     wake: float = inf
     """The engine's step at which something may happen to it next."""
+
+    @property
+    def has_reported(self) -> bool:
+        return self.need is not None
+
+    @property
+    def was_cut(self) -> bool:
+        return any(candidate.cut for candidate in self.group.candidates)
 
     def events(self) -> list[Event]:
         """Return what has happened to its candidates by now."""
@@ -291,7 +302,7 @@ class _Simulation:
         """Report what a group needs or, if the cohort wants to know, that it needs more than others allow."""
         need, limit = member.group.standings.nth_shortest(member.place), self._cohort.waits_beyond
         if need is not None:
-            member.has_reported = True
+            member.need = need
             self._cohort.report_need(member.number, need)
         elif limit not in (None, member.beyond) and member.is_beyond(limit, member.engine.step):
             member.beyond = limit
@@ -363,6 +374,8 @@ class _Simulation:
             for c in member.group.candidates:
                 if c.selected_as is not None:
                     returned.append(Returned(member.number, c.index, c.tokens, not c.valid, weights.get(c.index)))
+        complete = [m for m in self._members if m.group.outcome is not None and (m.has_reported or m.was_cut)]
+        complete.sort(key=lambda member: float(self._completed_at[member.number]))
         peak = sum(engine.peak for engine in self._engines)
         return Rollout(
             seconds=seconds,
@@ -375,4 +388,5 @@ class _Simulation:
             busy=min(1.0, sum(engine.busy for engine in self._engines) / (peak * seconds)),
             preemptions=preemptions,
             deadline=self._cohort.tokens,
+            completion_lengths=tuple(member.need or 0 for member in complete),
         )

@@ -13,7 +13,7 @@ from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import place_groups, simulate
 from darts_server.types import FinishReason
-from tests.policy.simulation.worlds import POLICIES, token_by_token, world
+from tests.policy.simulation.worlds import NAMED, POLICIES, token_by_token, world
 
 SECOND = StepTime(LatencyCurve((1.0,), (1.0,)))
 
@@ -100,6 +100,15 @@ def test_the_last_admitted_is_preempted_and_prefilled_again() -> None:
 def test_a_sequence_that_no_engine_has_room_for_is_refused() -> None:
     with pytest.raises(ValueError, match="2 KV blocks are too few for 10 \\+ 30 tokens"):
         simulate(batch([[30]], prompt=10), Plan(1, [1]), Machine(SECOND, kv_blocks=2))
+
+
+def test_completion_lengths_are_those_of_complete_groups_in_order_and_0_for_one_that_was_cut_without() -> None:
+    lengths = [[9, 9], [7, 7], *[[8, 8]] * 7, [900, 900], [900, 900]]
+    plan = Plan(2, [2] * 11, NAMED["cap"])
+    found = simulate(batch(lengths), plan, Machine(SECOND))
+    assert (found.deadline, found.completion_lengths) == (9, (7, *[8] * 7, 9, 0, 0))
+    found = simulate(batch(lengths), replace(plan, enough=2), Machine(SECOND))
+    assert found.completion_lengths == (7, 8)
 
 
 def test_a_rollout_with_enough_groups_stops_the_others() -> None:
