@@ -33,7 +33,7 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or os.environ.get(SERVER_PID) in (None, str(os.getpid())):
         return
-    _watch(parent.pid, parent.sentinel)
+    end_with(parent.pid, parent.sentinel)
     _watch_forks()
 
 
@@ -41,7 +41,22 @@ def end_with_process(pid: int) -> None:
     """Let this process end with its parent, which has this id, however that ends."""
     if os.getppid() != pid:
         os._exit(1)  # it has ended already
-    _watch(pid)
+    end_with(pid)
+
+
+def end_with(pid: int, sentinel: int | None = None) -> None:
+    """Let this process end with another one.
+
+    ``sentinel``: a pipe of the other one, whose end counts too. Forks may keep it open after the end of the process.
+    """
+    ended = [] if sentinel is None else [sentinel]
+    if hasattr(os, "pidfd_open"):  # Linux
+        try:
+            ended.append(os.pidfd_open(pid))
+        except ProcessLookupError:
+            os._exit(1)
+    if ended:
+        Thread(target=_exit_after, args=(ended,), name="darts-parent", daemon=True).start()
 
 
 @cache
@@ -53,19 +68,7 @@ def _watch_forks() -> None:
         nonlocal parent
         parent = os.getpid()
 
-    os.register_at_fork(before=note_parent, after_in_child=lambda: _watch(parent))
-
-
-def _watch(parent: int, sentinel: int | None = None) -> None:
-    """Exit when this process has ended, or this pipe of it, which its forks may keep open after its end."""
-    ended = [] if sentinel is None else [sentinel]
-    if hasattr(os, "pidfd_open"):  # Linux
-        try:
-            ended.append(os.pidfd_open(parent))
-        except ProcessLookupError:
-            os._exit(1)
-    if ended:
-        Thread(target=_exit_after, args=(ended,), name="darts-parent", daemon=True).start()
+    os.register_at_fork(before=note_parent, after_in_child=lambda: end_with(parent))
 
 
 def _exit_after(ended: Sequence[int]) -> None:

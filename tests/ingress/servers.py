@@ -139,8 +139,12 @@ class FakeServer:
     def abort_connections(self) -> None:
         """Cut all connections. The port stays open."""
         assert self._server is not None
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        abort_connections(self._server)
+
+
+def abort_connections(server: uvicorn.Server) -> None:
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 @asynccontextmanager
@@ -169,6 +173,7 @@ async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
         server.should_exit = True
         await serving
         for _ in range(10):  # what was being accepted, or was cancelled while it connected, is closed in later turns
+            abort_connections(server)
             await asyncio.sleep(0)
 
 

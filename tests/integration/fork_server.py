@@ -209,7 +209,8 @@ def report_exit_code(status: int) -> None:
         return
     os.write(status, f"{pid}\n".encode())
     _, ended = os.waitpid(pid, 0)
-    os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
+    with suppress(BrokenPipeError):  # whoever started it may have ended
+        os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""An ingress in front of three servers, on real vLLM. The last test kills one of them."""
+"""An ingress in front of three servers, on real vLLM. The last two tests kill one of them."""
 
 import asyncio
 import json
@@ -32,6 +32,7 @@ from tests.integration.clusters import (
 from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+nightly = pytest.mark.nightly  # test_replicas.py has the same with servers that Ray keeps
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,12 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             assert process.wait(180) == 0
 
 
+@nightly
 async def test_groups_are_exact_and_on_all_servers(cluster: Cluster) -> None:
     await check_groups(cluster)
 
 
+@nightly
 async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
     await check_single_requests(cluster)
 
@@ -91,6 +94,7 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
         assert (served["version"], served["staged"]) == (1, None)
 
 
+@nightly
 async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
     await check_one_deadline(cluster)
 
@@ -133,22 +137,42 @@ def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str,
     return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 
+@nightly
 async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     await check_weights_switch_together(cluster)
 
 
-async def test_a_server_that_is_killed_in_the_middle_of_64_groups_is_not_noticed_and_gets_the_weights_when_it_is_back(
+@nightly
+async def test_callers_do_not_notice_a_server_that_is_killed_in_the_middle_of_64_groups(
     cluster: Cluster, serve: Serve, tmp_path: Path
 ) -> None:
     dying, other, _ = cluster.servers
     await check_killed(cluster, dying, lambda: os.kill(dying.process.pid, signal.SIGKILL))
+    await asyncio.to_thread(check_restarted, cluster, dying, other, serve, tmp_path)
+
+
+async def test_a_server_that_was_killed_gets_the_weights_when_it_is_back(
+    cluster: Cluster, serve: Serve, tmp_path: Path
+) -> None:
+    other, dying, _ = cluster.servers
+    os.kill(dying.process.pid, signal.SIGKILL)
+    await asyncio.to_thread(wait_for_states, cluster, ["lost", "serving", "serving"])
     async with client_of(cluster) as client:
-        states = {each["name"]: each["state"] for each in (await client.get("/health")).json()["replicas"]}
-        assert sorted(states.values()) == ["lost", "serving", "serving"]
         metrics = (await client.get("/metrics")).text
         name = other.url.removeprefix("http://")
         assert f'darts_candidates_started_total{{replica="{name}"' in metrics
     await asyncio.to_thread(check_restarted, cluster, dying, other, serve, tmp_path)
+
+
+def wait_for_states(cluster: Cluster, states: list[str]) -> None:
+    """Wait until the ingress says these of its servers, in alphabetical order."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        servers = httpx.get(f"{cluster.url}/health", verify=False).json()["replicas"]
+        if sorted(each["state"] for each in servers) == states:
+            return
+        assert time.monotonic() < deadline, servers
+        time.sleep(0.1)
 
 
 def check_restarted(cluster: Cluster, dead: Server, other: Server, serve: Serve, folder: Path) -> None:
@@ -156,12 +180,7 @@ def check_restarted(cluster: Cluster, dead: Server, other: Server, serve: Serve,
     version, tensors = weights_of(other)
     assert version > 0
     with serve(DARTS, folder / "again", port=int(dead.url.rpartition(":")[2])) as again:
-        deadline = time.monotonic() + START_SECONDS
-        while {each["state"] for each in httpx.get(f"{cluster.url}/health", verify=False).json()["replicas"]} != {
-            "serving"
-        }:
-            assert time.monotonic() < deadline, again.log_tail()
-            time.sleep(0.1)
+        wait_for_states(cluster, ["serving"] * 3)
         assert weights_of(again) == (version, tensors)
 
 

@@ -1,4 +1,7 @@
-"""Servers that Ray keeps, on real vLLM. The last test but one kills one of them."""
+"""Servers that Ray keeps, on real vLLM. The last test kills one of them.
+
+In a push they are forked from a process that has imported vLLM, nightly they are started as users start them.
+"""
 
 import asyncio
 import signal
@@ -25,15 +28,25 @@ from tests.ray.running import running
 
 pytest.importorskip("ray")
 REPLACE_SECONDS = 900.0
-pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(1800)]
+FORKED, STARTED = ["tests.ray.forked_replicas"], ["darts_server", "serve"]
+NIGHTLY = pytest.mark.nightly
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((FORKED, 3), id="3"),
+        pytest.param((STARTED, 2), id="2 as started", marks=NIGHTLY),
+        pytest.param((STARTED, 3), id="3 as started", marks=NIGHTLY),
+    ],
+)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = [str(MODEL), *FLAGS, "--replicas", str(request.param), "--cpus-per-replica", "0"]
+    program, count = request.param
+    flags = [str(MODEL), *FLAGS, "--replicas", str(count), "--cpus-per-replica", "0"]
     log = tmp_path_factory.mktemp("replicas") / "log"
-    with running(lambda port: ["-m", "darts_server", "serve", *flags, "--port", str(port)], log) as url:
-        wait_serving(url, request.param)
+    with running(lambda port: ["-m", *program, *flags, "--port", str(port)], log) as url:
+        wait_serving(url, count)
         yield Cluster(url, servers_of(url))
 
 
@@ -56,14 +69,19 @@ def servers_of(url: str) -> list[Server]:
 
 
 def process_of(server: Server) -> psutil.Process:
-    """Return the process that listens at a server's address."""
-    port = server.url.rpartition(":")[2]
-    [found] = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "darts_server.ray.child" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == port
-    ]
+    """Return the process that listens at a server's address, not those of its engine, which inherit the socket."""
+    port = int(server.url.rpartition(":")[2])
+    listening = {each.pid: each for each in psutil.process_iter() if port in ports_of(each)}
+    [found] = [each for each in listening.values() if each.ppid() not in listening]
     return found
+
+
+def ports_of(process: psutil.Process) -> set[int]:
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:  # it has ended
+        return set()
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 async def test_all_replicas_serve(cluster: Cluster) -> None:
@@ -86,18 +104,23 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     await check_weights_switch_together(cluster)
 
 
+@pytest.mark.parametrize("what", ["server", pytest.param("engine", marks=NIGHTLY)])
 async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_and_gets_the_weights(
-    cluster: Cluster,
+    cluster: Cluster, what: str
 ) -> None:
-    dying = cluster.servers[0]
+    dying = servers_of(cluster.url)[0]
     server = process_of(dying)
     family = [server, *server.children(recursive=True)]
-    await check_killed(cluster, dying, lambda: server.send_signal(signal.SIGKILL))
+    [engine] = [each for each in family if "EngineCore" in each.name()]
+    killed = server if what == "server" else engine
+    before = Cluster(cluster.url, servers_of(cluster.url))
+    served = versions(before.servers)
+    await check_killed(before, dying, lambda: killed.send_signal(signal.SIGKILL))
     assert psutil.wait_procs(family, timeout=240)[1] == []
-    await asyncio.to_thread(check_replaced, cluster, dying)
+    await asyncio.to_thread(check_replaced, cluster, dying, served)
 
 
-def check_replaced(cluster: Cluster, dead: Server) -> None:
+def check_replaced(cluster: Cluster, dead: Server, served: set[int]) -> None:
     """Check that there are as many replicas again, with the weights of the others when they serve."""
     deadline = time.monotonic() + REPLACE_SECONDS
     while True:
@@ -107,4 +130,4 @@ def check_replaced(cluster: Cluster, dead: Server) -> None:
         assert time.monotonic() < deadline, now
         time.sleep(0.5)
     assert dead.url.removeprefix("http://") not in now
-    assert versions(servers_of(cluster.url)) == {2}
+    assert versions(servers_of(cluster.url)) == served
