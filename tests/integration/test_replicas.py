@@ -104,7 +104,9 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     await check_weights_switch_together(cluster)
 
 
-@pytest.mark.parametrize("what", ["server", pytest.param("engine", marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    "what", ["server", pytest.param("engine", marks=NIGHTLY), pytest.param("worker", marks=NIGHTLY)]
+)
 async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_and_gets_the_weights(
     cluster: Cluster, what: str
 ) -> None:
@@ -112,11 +114,16 @@ async def test_a_replica_that_is_killed_in_the_middle_of_64_groups_is_replaced_a
     served, dying = versions(before.servers), before.servers[0]
     server = process_of(dying)
     family = [server, *server.children(recursive=True)]
-    [engine] = [each for each in server.children() if each.children()]  # its core, with a worker
-    killed = server if what == "server" else engine
-    await check_killed(before, dying, lambda: killed.send_signal(signal.SIGKILL))
+    [engine] = engine_processes(server)
+    killed = {"server": [server], "engine": [engine], "worker": engine_processes(engine)}[what]
+    await check_killed(before, dying, lambda: killed[0].send_signal(signal.SIGKILL))
     assert psutil.wait_procs(family, timeout=240)[1] == []
     await asyncio.to_thread(check_replaced, cluster, dying, served)
+
+
+def engine_processes(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a server, or of its engine core, without Python's resource trackers."""
+    return [child for child in process.children() if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def check_replaced(cluster: Cluster, dead: Server, served: set[int]) -> None:
