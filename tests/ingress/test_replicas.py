@@ -216,6 +216,20 @@ async def test_a_503_of_a_replica_that_is_well_reaches_the_caller() -> None:
         assert len(server.received) == 1
 
 
+async def test_a_503_of_a_replica_that_ends_before_it_answers_the_poll_does_not_reach_the_caller() -> None:
+    async with ingress_over(2) as (running, servers):
+        dying, other = servers
+
+        def end() -> dict[str, str]:
+            dying.abort_connections()
+            return {}
+
+        dying.answer("POST", PATH, {"error": {"message": "the engine died"}}, 503)
+        dying.health_headers = end
+        found = [(await running.post(PATH, {"prompt": f"{i}", "n": 2})).json().get("server") for i in range(4)]
+        assert found == [other.name] * 4
+
+
 async def test_health_is_200_while_one_serves_and_not_while_the_ingress_stops() -> None:
     async with ingress_over(2) as (running, servers):
         assert (await running.client.get("/health")).status_code == 200

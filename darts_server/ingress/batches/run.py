@@ -292,7 +292,8 @@ class DividedBatch:
         """Raise for an error event: the part runs on another replica only if this one no longer serves."""
         await self.fleet.check(member)
         error = event.json()["error"]
-        if not member.serves:
+        is_well = member.is_well if error["code"] == HTTPStatus.SERVICE_UNAVAILABLE else member.serves
+        if not is_well:
             raise Disconnected(f"{member.name}: {error['message']}")
         headers = [(b"content-type", b"application/json")]
         raise PartRefused(WholeAnswer(error["code"], headers, _renumbered(event.data, numbers)))
@@ -310,7 +311,7 @@ class DividedBatch:
         body = b"".join([chunk async for chunk in answer.chunks()])
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             await self.fleet.check(member)
-            if not member.serves:
+            if not member.is_well:
                 failure = Unreachable if value_of(answer.headers, RETRY_AFTER) else Disconnected
                 raise failure(f"{member.name} answered {answer.status}")
         raise PartRefused(WholeAnswer(answer.status, answer.headers, _renumbered(body, numbers)))

@@ -113,11 +113,13 @@ class Forwarder:
     async def _check_alive(self, member: Member, answer: Answer) -> None:
         """Find out whether a replica refused a request because it is stopping, or its engine is dead.
 
+        One whose engine died ends within a second, maybe before it answers the poll.
+
         Raises:
             ReplicaFailure
         """
         await self._fleet.check(member)
-        if not member.serves:
+        if not member.is_well:
             failure = Unreachable if value_of(answer.headers, RETRY_AFTER) else Disconnected
             raise failure(f"{member.name} answered {answer.status}: {member.detail}")
 
@@ -127,8 +129,7 @@ def ran_until_lost(member: Member, error: ReplicaFailure) -> bool:
 
     One that has not run it, that is well, or that stops in order does not count.
     """
-    is_well = member.serves and not member.missed
-    return not (isinstance(error, Unreachable | NoResources) or is_well or member.is_stopping)
+    return not (isinstance(error, Unreachable | NoResources) or member.is_well or member.is_stopping)
 
 
 def lost_in_turn(names: Sequence[str], what: str) -> ReplicaLost:

@@ -97,6 +97,11 @@ class Member:
     def serves(self) -> bool:
         return self.state is State.SERVING
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it serves, and answered when it was last polled."""
+        return self.serves and not self.missed
+
     def change(self, state: State, detail: str = "") -> bool:
         """Set the state; returns whether it is another one. Requests on a lost replica end with `Disconnected`."""
         changed, self.state, self.detail = state is not self.state, state, detail
