@@ -1,4 +1,4 @@
-"""An ingress in front of three servers, on real vLLM. The last two tests kill one of them."""
+"""An ingress in front of three servers, on real vLLM. The last test kills one of them."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from tests.integration.clusters import (
 from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
-nightly = pytest.mark.nightly  # test_replicas.py has the same with servers that Ray keeps
+NIGHTLY = pytest.mark.nightly  # test_replicas.py has the same with servers that Ray keeps
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             assert process.wait(180) == 0
 
 
-@nightly
+@NIGHTLY
 async def test_groups_are_exact_and_on_all_servers(cluster: Cluster) -> None:
     await check_groups(cluster)
 
 
-@nightly
+@NIGHTLY
 async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
     await check_single_requests(cluster)
 
@@ -94,7 +94,7 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
         assert (served["version"], served["staged"]) == (1, None)
 
 
-@nightly
+@NIGHTLY
 async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
     await check_one_deadline(cluster)
 
@@ -137,25 +137,23 @@ def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str,
     return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 
-@nightly
+@NIGHTLY
 async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     await check_weights_switch_together(cluster)
 
 
-@nightly
-async def test_callers_do_not_notice_a_server_that_is_killed_in_the_middle_of_64_groups(
-    cluster: Cluster, serve: Serve, tmp_path: Path
+async def test_a_server_that_is_killed_is_not_noticed_and_gets_the_weights_when_it_is_back(
+    cluster: Cluster, serve: Serve, tmp_path: Path, nightly: bool
 ) -> None:
     dying, other, _ = cluster.servers
-    await check_killed(cluster, dying, lambda: os.kill(dying.process.pid, signal.SIGKILL))
-    await asyncio.to_thread(check_restarted, cluster, dying, other, serve, tmp_path)
 
+    def kill() -> None:
+        os.kill(dying.process.pid, signal.SIGKILL)
 
-async def test_a_server_that_was_killed_gets_the_weights_when_it_is_back(
-    cluster: Cluster, serve: Serve, tmp_path: Path
-) -> None:
-    other, dying, _ = cluster.servers
-    os.kill(dying.process.pid, signal.SIGKILL)
+    if nightly:
+        await check_killed(cluster, dying, kill)
+    else:
+        kill()
     await asyncio.to_thread(wait_for_states, cluster, ["lost", "serving", "serving"])
     async with client_of(cluster) as client:
         metrics = (await client.get("/metrics")).text

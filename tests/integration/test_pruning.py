@@ -16,7 +16,7 @@ from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
 SIZE = 8
-GROUPS = 10
+GROUPS = 16
 FLAGS = ("--policy", "arrol", "--detect-at", "10", "--cold-steps", "0", "--cold-labels", "64")
 PATIENCE = 180.0
 
