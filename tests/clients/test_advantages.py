@@ -80,7 +80,7 @@ class ShapedGroup:
 
 
 @cache
-def shaped_groups(rule: SelectionRule) -> Sequence[ShapedGroup]:
+def shaped_groups(rule: Any) -> Sequence[ShapedGroup]:  # a SelectionRule, of those that can be hashed
     """Return all groups that the policy can generate under a rule, and how likely each is."""
     count = rule.size if isinstance(rule, InOrder) else CANDIDATES
     orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
@@ -116,7 +116,9 @@ def test_the_expected_gradient_is_the_true_one(rule: SelectionRule, baseline: fl
 
 @pytest.mark.parametrize("rule", [SampledTail(2, 1), CutTail(1, 1), InOrder(3)], ids=str)
 def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None:
-    mean = sum(shaped.probability * weighted_mean(shaped.group, shaped.rewards) for shaped in shaped_groups(rule))
+    mean = 0.0
+    for shaped in shaped_groups(rule):
+        mean += shaped.probability * weighted_mean(shaped.group, shaped.rewards)
     assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
 
 
