@@ -25,6 +25,7 @@ MAX_TOKENS = 3
 STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])
 """Of a policy that at each position either stops or goes on: its parameters are the logits of these."""
 CANDIDATES = 4
+Rule = SampledTail | CutTail | InOrder
 
 
 class Outcome:
@@ -80,7 +81,7 @@ class ShapedGroup:
 
 
 @cache
-def shaped_groups(rule: Any) -> Sequence[ShapedGroup]:  # a SelectionRule, of those that can be hashed
+def shaped_groups(rule: Rule) -> Sequence[ShapedGroup]:
     """Return all groups that the policy can generate under a rule, and how likely each is."""
     count = rule.size if isinstance(rule, InOrder) else CANDIDATES
     orders = list(permutations([i / 10 for i in range(count)])) if rule.samples_rest else [(0.0,) * count]
@@ -93,7 +94,7 @@ def shaped_groups(rule: Any) -> Sequence[ShapedGroup]:  # a SelectionRule, of th
     ]
 
 
-def expected_gradient(rule: SelectionRule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
+def expected_gradient(rule: Rule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
     total = np.zeros(MAX_TOKENS)
     for shaped in shaped_groups(rule):
         rewards = shaped.rewards
@@ -110,12 +111,12 @@ def expected_gradient(rule: SelectionRule, baseline: float | None = None, *, wei
 @pytest.mark.parametrize(
     "rule", [SampledTail(2, 1), SampledTail(1, 1), SampledTail(1, 2), CutTail(2, 1), InOrder(3)], ids=str
 )
-def test_the_expected_gradient_is_the_true_one(rule: SelectionRule, baseline: float | None) -> None:
+def test_the_expected_gradient_is_the_true_one(rule: Rule, baseline: float | None) -> None:
     np.testing.assert_allclose(expected_gradient(rule, baseline), TRUE, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", [SampledTail(2, 1), CutTail(1, 1), InOrder(3)], ids=str)
-def test_the_expected_weighted_mean_is_the_true_one(rule: SelectionRule) -> None:
+def test_the_expected_weighted_mean_is_the_true_one(rule: Rule) -> None:
     mean = 0.0
     for shaped in shaped_groups(rule):
         mean += shaped.probability * weighted_mean(shaped.group, shaped.rewards)
