@@ -109,11 +109,12 @@ class Settings(BaseSettings):
         "protects prompts that need much longer answers than others.",
     )
     auto_allow: Runtime[str] = Field(
-        "uniform,darts",
+        "uniform,darts,defer",
         pattern=RULES,
         description="auto: what it may do besides off, separated by commas: uniform, darts, cut (darts_cut with the "
         "same number of candidates for every prompt), cap, limit (off with a smaller max_tokens, found from the "
-        "lengths). The last three return truncated trajectories.",
+        "lengths), defer (end a batch that has min_groups before all of its groups are complete). cut, cap and limit "
+        "return truncated trajectories.",
     )
     most_lost: Runtime[float] = Field(
         0.2,

@@ -12,7 +12,7 @@ HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
 
-RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit)")
+RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|defer)")
 """What the policy auto may choose, separated by commas."""
 
 LogFormat = Literal["console", "json"]

@@ -125,7 +125,7 @@ def _parse_auto(text: str, options: Mapping[str, str], size: int) -> Auto:
     number = partial(_number, text, options)
     allow = tuple(options["allow"].split("+")) if "allow" in options else AutoLimits().allow
     for rule in allow:
-        if rule not in RULES:
+        if "allow" in options and rule not in RULES:  # nothing is deferred here
             raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
     limits = AutoLimits(
         allow=allow,

@@ -4,16 +4,21 @@ It begins as ``off``. Once some batches were measured, every option is forecast 
 fastest within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures
 corrects the forecasts of its option and, less so, those of the others; the more, the less the batches vary. An option
 that was slower than ``off`` is expected to be is withdrawn, each time for longer.
+
+Where the caller can defer prompts, it also chooses with how many complete groups the batch ends: the number for which
+a step takes the least time per group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, inf, log, sqrt
+from functools import partial
+from math import exp, log, sqrt
 
 import numpy as np
 
 from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
-from darts_server.policy.auto.options import OFF, UNSHAPED, Auto, AutoLimits, Option
+from darts_server.policy.auto.options import DEFER, OFF, UNSHAPED, Auto, AutoLimits, Option, measured_name
+from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost
 from darts_server.policy.auto.state import (
     FIRST_BATCHES,
     FIRST_NOISE,
@@ -38,10 +43,6 @@ NEAR = 1.1
 MIN_TRIES = 2
 """What explores takes options of rules first that were measured less often: forecasts are off by more between rules
 than within one."""
-EDGE = 0.1
-"""By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on
-average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
-by chance, or by the error of the forecast."""
 OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once an option has a few."""
 LOSS, FIRST_LOSS = 0.02, 0.2
@@ -49,6 +50,10 @@ LOSS, FIRST_LOSS = 0.02, 0.2
 REST = 16
 """Batches for which an option is withdrawn the first time; twice as long every further time."""
 MAX_DOUBLINGS = 8
+MOST_DEFERRING = 3
+"""Options of which it is forecast what they would do with fewer groups, besides ``off``: those with the least cost for
+all groups. Each takes two more forecasts."""
+NOTHING_ELSE = "nothing else is within the limits"
 MOST_CANDIDATES = 65_536
 """Candidates of a batch for which all options together are forecast in a few seconds."""
 
@@ -61,6 +66,8 @@ class Choice:
     ``None`` likewise. ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was
     expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
     below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
+    ``enough``: complete groups with which the batch ends, the others being deferred; ``None`` if this defers none.
+    ``usual_length`` is then of the groups that are not deferred.
     """
 
     option: Option
@@ -74,6 +81,22 @@ class Choice:
     groups: int = 0
     usual_length: float = 0.0
     limits: AutoLimits = field(default_factory=AutoLimits)
+    enough: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name under which it is measured."""
+        return measured_name(self.option, self.enough)
+
+    @property
+    def share(self) -> float:
+        """Share of the groups that are not deferred."""
+        return 1.0 if self.enough is None else self.enough / self.groups
+
+    @property
+    def scope(self) -> str:
+        """Which groups are waited for, in words; empty if all are."""
+        return _scope(self.enough, self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +119,6 @@ class Measured:
     truncated: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Outlook:
-    """An option with its forecast, and the seconds of its rollout and of its step as expected."""
-
-    option: Option
-    forecast: Forecast
-    seconds: float
-    step: float
-    cost: float
-    below_bias: float = 1.0
-    below_lost: float = 1.0
-
-    def is_within(self, state: AutoState, groups: int) -> bool:
-        """Whether it is within the user's limits, on average with the batches before it."""
-        spares = ((self.below_bias, state.spare_bias), (self.below_lost, state.spare_lost))
-        return all(below >= -EDGE and below * groups + spare >= 0 for below, spare in spares)
-
-
 def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
     """Choose what is done with a batch that has too few groups or too many candidates; ``None`` for all others."""
     if groups < MIN_GROUPS:
@@ -132,22 +137,24 @@ def choose(
     enough: int,
     rng: np.random.Generator,
     most_samples: int = MAX_SAMPLES,
+    min_groups: int | None = None,
 ) -> Choice:
     """Choose what is done with a batch of groups of ``size``, for which `choose_by_size` chooses nothing.
 
     ``expectation``, ``machine``: ``None`` while nothing is known. ``enough``: complete groups with which it ends.
-    ``most_samples``: of the batch, by which each option is forecast.
+    ``most_samples``: of the batch, by which each option is forecast. ``min_groups``: complete groups with which it may
+    end where ``enough`` are all; ``None`` if the caller can defer no prompts.
     """
     if expectation is None or machine is None:
         return Choice(UNSHAPED, "lengths and step times are not known yet")
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng, most_samples)
     groups = expectation.groups
-    unshaped = forecast(UNSHAPED, size, expectation.stds, batches, machine, enough)
-    off = _look(UNSHAPED, unshaped, state, auto.limits, groups)
+    foresee = partial(forecast, size=size, stds=expectation.stds, batches=batches, machine=machine)
+    off = expect(UNSHAPED, foresee(UNSHAPED, enough=enough), state, auto.limits, groups)
     usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
 
-    def chosen(one: _Outlook, reason: str, *, explores: bool = False) -> Choice:
+    def chosen(one: Outlook, reason: str, *, explores: bool = False) -> Choice:
         return Choice(
             one.option,
             reason,
@@ -158,8 +165,9 @@ def choose(
             one.below_bias,
             one.below_lost,
             groups,
-            usual_length,
+            usual_length * one.length_share,
             auto.limits,
+            one.enough,
         )
 
     if state.of(UNSHAPED.name).tries < MIN_OFF:
@@ -170,21 +178,22 @@ def choose(
             continue
         if option.cut_share is not None:
             option = option.at(limit_of(option.cut_share, batches))
-        found = forecast(option, size, expectation.stds, batches, machine, enough)
-        outlook = _look(option, found, state, auto.limits, groups, off.forecast)
+        outlook = expect(option, foresee(option, enough=enough), state, auto.limits, groups, off.forecast)
         if outlook.is_within(state, groups):
             outlooks.append(outlook)
+    if min_groups is not None and DEFER in auto.limits.allow:
+        outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
     if best.cost > (1 - MARGIN) * off.cost:
-        reason = f"{_seconds(off)} a step, {_named(best)}" if best is not off else "nothing else is within the limits"
+        reason = f"{_step(off, groups)}, {_named(best, groups)}" if best is not off else NOTHING_ELSE
         best = off
     else:
-        reason = f"{_seconds(best)} a step, {_named(off)}"
+        reason = f"{_step(best, groups)}, {_named(off, groups)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
         least = min(others, key=lambda one: _by_tries(one, state), default=None)
         if least is not None:
-            reason = f"explored: {_seconds(least)} a step, {_named(best)}, {_named(off)}"
+            reason = f"explored: {_step(least, groups)}, {_named(best, groups)}, {_named(off, groups)}"
             return chosen(least, reason, explores=True)
     return chosen(best, reason)
 
@@ -204,7 +213,7 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     state = replace(state, max_tokens=limit, means=(*state.means, *measured.means)[-MEANS:])
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
-    name, before = choice.option.name, state.of(choice.option.name)
+    name, before = choice.name, state.of(choice.name)
     state = _learn_limits(state, choice, choice.forecast, measured)
     weight = max(1 / (before.tries + 1), WEIGHT)
     found = {
@@ -223,11 +232,11 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         more_cut=_mix(before.more_cut, kept["more_cut"], weight),
     )
     state = _learn_noise(state, before, usual, cuts=choice.forecast.cut > 0)
-    if choice.option.shaping is None:
+    if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
         state = replace(state, truncated=_mix(known, measured.truncated, weight))
-    if choice.option.shaping is not None and choice.off_seconds is not None:
-        step = measured.seconds + state.training_seconds(measured.returned)
+    if choice.name != OFF and choice.off_seconds is not None:
+        step = (measured.seconds + state.training_seconds(measured.returned)) / choice.share
         after = _judge(after, log(step / choice.off_seconds), state.batches)
     # Without those that were measured the longest ago, where a restored state has as many as it may have.
     others = [(other, option) for other, option in state.options.items() if other != name][1 - MAX_OPTIONS :]
@@ -258,9 +267,9 @@ def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured
     if choice.option.shaping is None:
         return state
     limits = choice.limits
-    bias = _below(1 - measured.mean_length / choice.usual_length, limits.most_bias)
-    share = _lost(forecast, measured.cut - forecast.cut, state.truncated, choice.groups)
-    lost = _below(share, limits.most_lost)
+    bias = below_limit(1 - measured.mean_length / choice.usual_length, limits.most_bias)
+    share = share_lost(forecast, measured.cut - forecast.cut, state.truncated, choice.groups)
+    lost = below_limit(share, limits.most_lost)
     return _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
 
 
@@ -305,52 +314,37 @@ def _clip(value: float) -> float:
     return min(max(value, -MOST), MOST)
 
 
-def _by_tries(one: _Outlook, state: AutoState) -> tuple[bool, int, float]:
+def _deferring(
+    outlooks: Sequence[Outlook],
+    state: AutoState,
+    limits: AutoLimits,
+    groups: int,
+    min_groups: int,
+    foresee: Callable[..., Forecast],
+) -> Iterator[Outlook]:
+    """Yield what is expected of the likeliest of the options, and of the first, ``off``, if prompts are deferred."""
+    off, *others = outlooks
+    likely = sorted(others, key=lambda one: one.cost)[:MOST_DEFERRING]
+    for whole in (off, *likely):
+        if state.of(measured_name(whole.option, min_groups)).until > state.batches:
+            continue
+        for enough in sorted({min_groups, (min_groups + groups) // 2}):
+            found = foresee(whole.option, enough=enough)
+            yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
+
+
+def _by_tries(one: Outlook, state: AutoState) -> tuple[bool, int, float]:
     """Return a sort key by which what was measured the least comes first, rules before their options."""
-    name = one.option.name
-    return state.tries(name) >= MIN_TRIES, state.of(name).tries, one.cost
+    return state.tries(one.name) >= MIN_TRIES, state.of(one.name).tries, one.cost
 
 
-def _look(
-    option: Option, found: Forecast, state: AutoState, limits: AutoLimits, groups: int, off: Forecast | None = None
-) -> _Outlook:
-    seconds = found.seconds * exp(state.error(option.name))
-    step = seconds + state.training_seconds(found.returned)
-    if off is None:
-        return _Outlook(option, found, seconds, step, step)
-    off_step = off.seconds * exp(state.error(OFF)) + state.training_seconds(off.returned)
-    price = limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
-    length = found.mean_length * exp(state.length_error(option.name))
-    bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
-    lost = _lost(found, state.more_cut(option.name), state.truncated, groups)
-    below = _below(bias, limits.most_bias), _below(lost, limits.most_lost)
-    return _Outlook(option, found, seconds, step, step + price, *below)
+def _step(one: Outlook, groups: int) -> str:
+    return f"{one.step:.3g} s a step{_scope(one.enough, groups)}"
 
 
-def _lost(found: Forecast, more_cut: float, truncated: float | None, groups: int) -> float:
-    """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended.
-
-    ``truncated``: share that ``off`` truncates. Of what is cut no more than that can be taken for not lost, and what a
-    batch of ``groups`` usually has more: which of them would have ended does not show, and lengths that are cut in each
-    batch are taken for longer and longer ones.
-    """
-    expected = max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
-    if truncated is None:
-        return expected
-    anyway = truncated + sqrt(truncated * (1 - truncated) / max(groups, 1))
-    return max(expected, (found.cut + more_cut - anyway) / (1 - anyway)) if anyway < 1 else expected
+def _named(one: Outlook, groups: int) -> str:
+    return f"{one.option.name} {one.step:.3g} s{_scope(one.enough, groups)}"
 
 
-def _below(value: float, limit: float) -> float:
-    """Return by which share of a limit a value is below it."""
-    if limit == 0:
-        return 0.0 if value <= 0 else -inf
-    return 1 - value / limit
-
-
-def _seconds(one: _Outlook) -> str:
-    return f"{one.step:.3g} s"
-
-
-def _named(one: _Outlook) -> str:
-    return f"{one.option.name} {_seconds(one)}"
+def _scope(enough: int | None, groups: int) -> str:
+    return "" if enough is None else f" for {enough} of {groups} groups"

@@ -12,6 +12,9 @@ OFF = "off"
 RULES = ("uniform", "darts", "cut", "cap", "limit")
 """What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt;
 ``limit`` is `OFF` with a smaller length limit, the same for all trajectories of a batch."""
+DEFER = "defer"
+"""May be allowed beside `RULES`: where the caller of a batch can defer prompts, it may end before all groups are
+complete, under each of them and `OFF`."""
 REDUNDANCIES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """Candidates over those that are returned, as far as the maximum that the user sets, which is one of them too. Each
 adds about as large a share as the one before."""
@@ -26,8 +29,8 @@ CUT_SHARES = (0.02, 0.05, 0.1, 0.2)
 class AutoLimits:
     """What the user allows.
 
-    ``allow``: of `RULES`. ``most_lost``: of the returned trajectories that would have ended, the largest share that a
-    rule may cut. ``most_bias``: largest share by which their mean length may be below that of all
+    ``allow``: of `RULES` and `DEFER`. ``most_lost``: of the returned trajectories that would have ended, the largest
+    share that a rule may cut. ``most_bias``: largest share by which their mean length may be below that of all
     trajectories. ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are
     generated and not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
     another option than the one that is expected to be the fastest.
@@ -36,7 +39,7 @@ class AutoLimits:
         ValueError: a rule is unknown, or a number is out of range.
     """
 
-    allow: tuple[str, ...] = ("uniform", "darts")
+    allow: tuple[str, ...] = ("uniform", "darts", DEFER)
     most_lost: float = 0.2
     most_bias: float = 0.5
     tokens_price: float = 0.0
@@ -44,8 +47,8 @@ class AutoLimits:
 
     def __post_init__(self) -> None:
         for rule in self.allow:
-            if rule not in RULES:
-                raise ValueError(f"allow must be of {', '.join(RULES)}, got {rule!r}")
+            if rule not in (*RULES, DEFER):
+                raise ValueError(f"allow must be of {', '.join((*RULES, DEFER))}, got {rule!r}")
         for name in ("most_lost", "most_bias", "exploration"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
@@ -78,6 +81,14 @@ UNSHAPED = Option(OFF)
 def rule_of(name: str) -> str:
     """Return an option's rule, without its numbers."""
     return name.partition(" ")[0]
+
+
+def measured_name(option: Option, enough: int | None) -> str:
+    """Return the name under which a batch is measured that ends with ``enough`` groups; ``None``: with all.
+
+    What the model gets wrong about deferring must not spoil what is known of the option itself. Both have one rule.
+    """
+    return option.name if enough is None else f"{option.name} deferring"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,9 @@ class CohortChoice:
         return self.choice.option.shaping or UNSHAPED
 
     def without_room(self) -> "CohortChoice":
-        """Return what is done instead where its candidates are not admitted."""
-        return replace(self, choice=Choice(UNSHAPED_OPTION, f"no room for the candidates of {self.choice.option.name}"))
+        """Return what is done instead where its candidates are not admitted, until as many groups are complete."""
+        reason = f"no room for the candidates of {self.choice.option.name}{self.choice.scope}"
+        return replace(self, choice=Choice(UNSHAPED_OPTION, reason))
 
 
 @dataclass(slots=True)
@@ -140,9 +141,17 @@ class Allocator(GroupObserver):
             raise
 
     async def choose(
-        self, plan: Plan, prompt_keys: Sequence[str], prompt_tokens: Sequence[int], enough: int | None = None
+        self,
+        plan: Plan,
+        prompt_keys: Sequence[str],
+        prompt_tokens: Sequence[int],
+        enough: int | None = None,
+        min_groups: int | None = None,
     ) -> CohortChoice | None:
-        """Choose what is done with a cohort under `auto`; ``None`` under other policies."""
+        """Choose what is done with a cohort under `auto`; ``None`` under other policies.
+
+        ``enough``, ``min_groups``: see `AutoCohorts.choose`.
+        """
         if plan.auto is None:
             return None
 
@@ -150,7 +159,8 @@ class Allocator(GroupObserver):
             return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
 
         auto = plan.auto.with_deadlines(rule)
-        return CohortChoice(await self.auto.choose(auto, plan.size, prompt_keys, prompt_tokens, enough), enough)
+        choice = await self.auto.choose(auto, plan.size, prompt_keys, prompt_tokens, enough, min_groups)
+        return CohortChoice(choice, enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,

@@ -66,11 +66,18 @@ class AutoCohorts:
         return state or AutoState()
 
     async def choose(
-        self, auto: Auto, size: int, keys: Sequence[str], prompt_tokens: Sequence[int], enough: int | None
+        self,
+        auto: Auto,
+        size: int,
+        keys: Sequence[str],
+        prompt_tokens: Sequence[int],
+        enough: int | None,
+        min_groups: int | None = None,
     ) -> Choice:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
-        ``prompt_tokens``: of each prompt. They take room in the KV caches as what is generated does.
+        ``prompt_tokens``: of each prompt. They take room in the KV caches as what is generated does. ``enough``:
+        complete groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
@@ -82,7 +89,7 @@ class AutoCohorts:
         usual_prompt = max(1, round(fmean(prompt_tokens)))
         expectation = Expectation.of(means, stds, ratios, state, rng, usual_prompt)
         enough = enough or len(keys)
-        arguments = (auto, state, size, expectation, machine, enough, rng)
+        arguments = (auto, state, size, expectation, machine, enough, rng, min_groups)
         return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
 
     def _choose(
@@ -94,10 +101,11 @@ class AutoCohorts:
         machine: Machine | None,
         enough: int,
         rng: np.random.Generator,
+        min_groups: int | None,
     ) -> Choice:
         """Choose with as many samples as there is time for, by how long these have taken."""
         most, began = self._most_samples.get(size, MAX_SAMPLES), self._clock()
-        choice = choose(auto, state, size, expectation, machine, enough, rng, most)
+        choice = choose(auto, state, size, expectation, machine, enough, rng, most, min_groups)
         taken = self._clock() - began
         if expectation is not None and choice.off_seconds is not None and taken > 0:
             possible = FORECAST_SHARE * choice.off_seconds * expectation.samples(most) / taken

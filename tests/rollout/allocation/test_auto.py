@@ -136,8 +136,9 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
     used, seconds_a_sample = [], 0.0
 
     def slow(*arguments: Any) -> Choice:
-        used.append(arguments[-1])
-        made.engine.now += seconds_a_sample * arguments[3].samples(arguments[-1])
+        most_samples = arguments[7]
+        used.append(most_samples)
+        made.engine.now += seconds_a_sample * arguments[3].samples(most_samples)
         return choose(*arguments)
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)

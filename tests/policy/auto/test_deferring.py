@@ -1,0 +1,135 @@
+"""With how many complete groups `auto` lets a batch end whose caller can defer prompts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from darts_server.policy.auto.chooser import MIN_OFF, Choice, begin, choose, learn
+from darts_server.policy.auto.forecast import Expectation
+from darts_server.policy.auto.options import DEFER, UNSHAPED, Auto, AutoLimits, build_auto
+from darts_server.policy.auto.state import AutoState, OptionState
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
+from tests.policy.auto.test_chooser import EMPTY, EQUAL, FULL, MEASURED, SIZE, TAIL, measured
+
+GROUPS, LEAST = 16, 12
+LONG = [100.0] * 14 + [1500.0] * 2
+"""Mean lengths of prompts, two of which need much longer answers."""
+OFF_ALONE = AutoLimits(allow=(DEFER,), most_lost=1.0, most_bias=1.0, exploration=0.0)
+UNIFORM = replace(OFF_ALONE, allow=("uniform", DEFER))
+
+
+def chosen(
+    means: list[float],
+    limits: AutoLimits = OFF_ALONE,
+    state: AutoState = MEASURED,
+    ratios: np.ndarray = EQUAL,
+    min_groups: int | None = LEAST,
+) -> Choice:
+    expectation = Expectation(means, [10.0] * len(means), ratios, max_tokens=4000)
+    made: Auto = build_auto(Shaping(), Deadline(exploration=0.0), limits)
+    rng = np.random.default_rng(0)
+    return choose(made, state, SIZE, expectation, EMPTY, len(means), rng, min_groups=min_groups)
+
+
+def test_a_few_long_prompts_are_deferred() -> None:
+    choice = chosen(LONG)
+    assert (choice.option.name, choice.name, choice.enough) == ("off", "off deferring", 14)
+    assert choice.share == 14 / 16
+    assert "s a step for 14 of 16 groups, off" in choice.reason
+    assert choice.scope == " for 14 of 16 groups"
+    assert choice.seconds is not None
+    assert choice.off_seconds is not None
+    assert choice.seconds < 0.1 * choice.off_seconds
+
+
+def test_more_are_deferred_where_more_are_long() -> None:
+    assert chosen([100.0] * 12 + [1500.0] * 4).enough == LEAST
+
+
+def test_a_long_tail_of_each_prompt_is_deferred_under_the_option_that_is_best_for_fewer() -> None:
+    choice = chosen([100.0] * GROUPS, replace(UNIFORM, most_bias=0.9), ratios=TAIL)
+    assert choice.option.shaping is not None
+    assert choice.enough is not None
+
+
+def test_equal_prompts_are_all_waited_for() -> None:
+    choice = chosen([100.0] * GROUPS)
+    assert (choice.option.name, choice.enough, choice.share, choice.scope) == ("off", None, 1.0, "")
+    assert "off 1 s for 14 of 16 groups" in choice.reason
+
+
+def test_full_engines_generate_too_much_for_those_that_are_deferred() -> None:
+    expectation = Expectation([100.0] * GROUPS, [10.0] * GROUPS, EQUAL, max_tokens=4000)
+    made = build_auto(Shaping(), Deadline(exploration=0.0), UNIFORM)
+    rng = np.random.default_rng(0)
+    assert choose(made, MEASURED, SIZE, expectation, FULL, GROUPS, rng, min_groups=LEAST).enough is None
+
+
+def test_nothing_is_deferred_where_the_caller_or_the_user_does_not_allow_it() -> None:
+    for choice in (chosen(LONG, min_groups=None), chosen(LONG, replace(OFF_ALONE, allow=()))):
+        assert (choice.option, choice.enough) == (UNSHAPED, None)
+        assert choice.reason == "nothing else is within the limits"
+
+
+def test_off_is_measured_with_all_groups_first() -> None:
+    assert chosen(LONG, state=AutoState(options={"off": OptionState(tries=MIN_OFF - 1)})).enough is None
+
+
+def test_the_wasted_tokens_of_deferred_prompts_have_a_price() -> None:
+    assert chosen([100.0] * 14 + [140.0] * 2).enough == 14
+    assert chosen([100.0] * 14 + [140.0] * 2, replace(OFF_ALONE, tokens_price=5.0)).enough is None
+
+
+@pytest.mark.parametrize("least", [1, 15])
+def test_one_group_may_be_enough_or_all_but_one(least: int) -> None:
+    assert chosen([100.0] * 15 + [1500.0], min_groups=least).enough == max(least, 8)
+
+
+def test_what_is_learned_of_deferring_does_not_change_what_is_expected_of_all_groups() -> None:
+    choice = chosen(LONG)
+    before = begin(MEASURED, choice)
+    state = learn(before, choice, measured(choice))
+    assert state.of("off deferring").tries == 1
+    assert state.of("off deferring").error == pytest.approx(0.0)
+    assert state.of("off") == MEASURED.of("off")
+    assert state.truncated is None
+
+
+def test_a_limit_of_lengths_counts_no_deferred_prompt() -> None:
+    limits = replace(UNIFORM, most_bias=0.05)
+    choice = chosen(LONG, limits)
+    assert choice.enough == 14
+    assert choice.forecast is not None
+    whole = chosen(LONG, replace(limits, allow=()))
+    assert whole.forecast is not None
+    assert choice.forecast.mean_length < 0.5 * whole.forecast.mean_length
+    assert choice.below_bias >= 0
+    assert choice.usual_length == pytest.approx(choice.forecast.mean_length, rel=0.05)
+    state = begin(MEASURED, choice)
+    assert learn(state, choice, measured(choice)).spare_bias == pytest.approx(state.spare_bias, rel=0.05)
+
+
+def test_deferring_that_loses_is_withdrawn_and_all_groups_are_waited_for() -> None:
+    choice = chosen(LONG)
+    assert choice.off_seconds is not None
+    assert choice.seconds is not None
+    state = learn(begin(MEASURED, choice), choice, measured(choice, 1.5 * choice.off_seconds / choice.seconds))
+    assert state.of("off deferring").withdrawals == 1
+    assert chosen(LONG, state=state).enough is None
+
+
+def test_it_is_judged_by_the_share_that_it_returns() -> None:
+    """A step of half the groups that takes 0.9 times as long is slower."""
+    choice = replace(chosen(LONG), enough=8)
+    assert choice.off_seconds is not None
+    assert choice.forecast is not None
+    outcome = replace(measured(choice), seconds=0.9 * choice.off_seconds)
+    assert learn(begin(MEASURED, choice), choice, outcome).of(choice.name).withdrawals == 1
+    assert (
+        learn(begin(MEASURED, choice), choice, replace(outcome, seconds=0.4 * choice.off_seconds))
+        .of(choice.name)
+        .withdrawals
+        == 0
+    )
