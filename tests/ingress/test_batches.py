@@ -396,6 +396,7 @@ async def test_batches_that_one_replica_keeps_run_on_the_same_one() -> None:
         for fields, headers in (
             ({}, {"Idempotency_Key": "k"}),
             ({"carry": "resume", "num_groups": 2}, {}),
+            ({"carry": "restart", "min_groups": 2}, {}),
             ({"carried": True}, {}),
         ):
             answers = [await running.post(PATH, request(6, **fields), **headers) for _ in range(4)]

@@ -182,6 +182,7 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         policy=body.policy,
         budget=body.budget,
         num_groups=body.num_groups,
+        min_groups=body.min_groups,
         survivors=body.survivors,
         partial=body.partial,
         carry=body.carry,

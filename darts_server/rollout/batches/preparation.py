@@ -55,13 +55,17 @@ class PreparedGroup(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch(Generic[RequestT]):
-    """A batch that was checked and allocated. ``sampling``: in force. ``ticket``: holds its candidates."""
+    """A batch that was checked and allocated.
+
+    ``sampling``: in force. ``ticket``: holds its candidates. ``enough``: complete groups with which it ends.
+    """
 
     batch_id: str
     plan: Plan
     sampling: Mapping[str, object]
     groups: Sequence[PreparedGroup[RequestT]]
     ticket: Ticket
+    enough: int
 
     @property
     def terms(self) -> str:
@@ -115,7 +119,7 @@ async def prepare_batch(
             for identity, each in zip(identities, carried, strict=True)
         ]
         prompt_tokens = [renderer.prompt_tokens(request) for request in requests]
-        chosen = await rollouts.allocator.choose(plan, keys, prompt_tokens, batch.num_groups)
+        chosen = await rollouts.allocator.choose(plan, keys, prompt_tokens, batch.num_groups, batch.min_groups)
         allocations = _allocate(rollouts, ticket, plan, keys, batch, resumed, chosen)
     except BaseException:
         ticket.release()
@@ -123,7 +127,8 @@ async def prepare_batch(
         raise
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
     groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
-    return PreparedBatch(batch_id, plan, sampling, groups, ticket)
+    enough = batch.num_groups if chosen is None else chosen.enough
+    return PreparedBatch(batch_id, plan, sampling, groups, ticket, len(groups) if enough is None else enough)
 
 
 async def plan_batch(

@@ -27,6 +27,7 @@ class BatchRequest:
         policy: overrides of the server's policy settings by name, and under ``name`` which policy.
         budget: candidates in all; ``None`` leaves it to the policy.
         num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
+        min_groups: complete groups with which the batch may end, if the policy chooses so; ``None`` for all.
         survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
             the policy.
         partial: with survivors, return the prefixes of pruned candidates too.
@@ -43,6 +44,7 @@ class BatchRequest:
     policy: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     num_groups: int | None = None
+    min_groups: int | None = None
     survivors: bool | None = None
     partial: bool = False
     carry: Carry = Carry.DROP
@@ -74,9 +76,22 @@ def check_terms(
     Raises:
         InvalidRequest: names the field.
     """
+    if batch.min_groups is not None:
+        _check_deferrable(batch)
     plan = _plan(batch, new_planner(batch.policy))
     rollouts.check_scorable(plan)
     return plan, renderer.effective_sampling(batch.sampling)
+
+
+def _check_deferrable(batch: BatchRequest) -> None:
+    if batch.num_groups is not None:
+        raise InvalidRequest(
+            "min_groups", "leaves to the policy what num_groups says: how many groups are enough; leave out one of them"
+        )
+    if batch.carry is not Carry.RESTART:
+        raise InvalidRequest(
+            "min_groups", 'is only valid with "carry": "restart", which keeps the prompts of the other groups; add it'
+        )
 
 
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:
@@ -117,6 +132,12 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
         _check_grant(batch.part.grant, plan, prompts)
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
+    if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:
+        raise InvalidRequest(
+            "min_groups",
+            f"must be at least 1 and below {prompts}, the number of prompts, got {batch.min_groups}; change it, or "
+            "leave it out",
+        )
 
 
 def _check_grant(grant: Grant, plan: Plan, prompts: int) -> None:

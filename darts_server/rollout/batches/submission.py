@@ -47,7 +47,7 @@ class Submission(Generic[RequestT, OutputT]):
         """By the groups that have ended, also by those that failed or were stopped."""
         self._groups = prepared.groups
         self._terms = prepared.terms
-        self._wanted = len(prepared.groups) if batch.num_groups is None else batch.num_groups
+        self._wanted = prepared.enough
         self._started: set[int] = set()
         self._runs: dict[int, GroupRun[RequestT, OutputT]] = {}
         self._stopped: dict[int, CarriedGroup[OutputT] | None] = {}

@@ -9,7 +9,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.auto.options import Auto, AutoLimits, build_auto
+from darts_server.policy.auto.chooser import MIN_OFF
+from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import Carry
@@ -179,6 +180,39 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
     assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
 
 
+async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defer_the_others() -> None:
+    harness, decided = with_latency(), []
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((DEFER,)))
+    batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
+    for _ in range(6):
+        submission = await submit(harness, batch, "auto", auto)
+        results = await play(harness, submission)
+        decided.append(len(results))
+        assert submission.keep_undecided() == len(submission.unfinished) == 11 - len(results)
+    assert decided[0] == 11, "nothing was known"
+    assert 8 <= decided[-1] < 11
+    assert {unfinished.carry for unfinished in submission.unfinished} == {Carry.RESTART}
+    assert 10 in {unfinished.number for unfinished in submission.unfinished}
+    record = results[0].record
+    assert record is not None
+    assert record.chosen is not None
+    assert record.chosen.option == "off"
+    assert f"a step for {decided[-1]} of 11 groups" in record.chosen.reason
+    state = harness.rollouts.allocator.auto.state(SIZE)
+    assert state.of("off deferring").tries == sum(number < 11 for number in decided)
+    assert state.of("off").tries == MIN_OFF
+
+
+@pytest.mark.parametrize("policy", ["shortest", "cut", "auto"])
+async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: str) -> None:
+    harness = with_latency()
+    batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
+    for _ in range(5):
+        submission = await submit(harness, batch, policy)
+        assert len(await play(harness, submission)) == 11
+        assert submission.unfinished == []
+
+
 async def test_auto_expects_longer_prompts_of_a_batch_to_fill_the_kv_cache() -> None:
     harness, predicted = with_latency(), []
     harness.rollouts.statistics.latency.kv_tokens = 1000
@@ -237,6 +271,11 @@ async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(
         (batch_request("10", policy={"name": "auto"}, carry=Carry.RESUME), "carry"),
         (batch_request("10", num_groups=2), "num_groups"),
         (batch_request("10", num_groups=0), "num_groups"),
+        (batch_request("10", "20", min_groups=1), "min_groups"),
+        (batch_request("10", "20", min_groups=1, carry=Carry.RESUME), "min_groups"),
+        (batch_request("10", "20", min_groups=1, num_groups=1, carry=Carry.RESTART), "min_groups"),
+        (batch_request("10", "20", min_groups=0, carry=Carry.RESTART), "min_groups"),
+        (batch_request("10", "20", min_groups=2, carry=Carry.RESTART), "min_groups"),
         (BatchRequest([PromptSpec(text="10")], 65), "n"),
     ],
 )
