@@ -26,7 +26,7 @@ from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 Stream = Literal["groups", "tokens"] | None
 """How a batch is answered; None for one answer."""
 Carry = Literal["drop", "restart", "resume"]
-"""What happens to prompts that are not decided when `num_groups` others are."""
+"""What happens to prompts that are not decided when `num_groups` others are, or as many as `min_groups` allows."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
 
@@ -103,6 +103,7 @@ def rollouts_request(
     policy: str | Mapping[str, Any] | None,
     budget: int | None,
     num_groups: int | None,
+    min_groups: int | None,
     survivors: bool | None,
     partial: bool,
     carry: Carry | None,
@@ -127,6 +128,7 @@ def rollouts_request(
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
         "num_groups": num_groups,
+        "min_groups": min_groups,
         "survivors": survivors,
         "partial": partial or None,
         "carry": carry,

@@ -157,6 +157,7 @@ class Client:
         policy: str | Mapping[str, Any] | None = None,
         budget: int | None = None,
         num_groups: int | None = None,
+        min_groups: int | None = None,
         survivors: bool | None = None,
         partial: bool = False,
         carry: Carry | None = None,
@@ -177,11 +178,12 @@ class Client:
 
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol` and
+        With `num_groups` the batch ends with the first that many groups; with `min_groups` the policy `auto` chooses
+        how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol` and
         `roulette`, a group has all trajectories that were not pruned, more or fewer than `group_size`; with `partial`
         also what the pruned ones had generated. Any other of vLLM's sampling parameters is passed on.
 
-        With `carry="restart"` the server keeps the prompts that `num_groups` left undecided. They start first in a
+        With `carry="restart"` the server keeps the prompts that are left undecided. They start first in a
         later batch with `carry` that has them, or that asks for all with `carried=True`; then `prompts` may be empty,
         and the numbers of these groups follow after those of `prompts`. With "resume" their trajectories go on from
         what was generated; `version_spans` says with which weights.
@@ -205,6 +207,7 @@ class Client:
             policy=policy,
             budget=budget,
             num_groups=num_groups,
+            min_groups=min_groups,
             survivors=survivors,
             partial=partial,
             carry=carry,
@@ -226,6 +229,7 @@ class Client:
         policy: str | Mapping[str, Any] | None = None,
         budget: int | None = None,
         num_groups: int | None = None,
+        min_groups: int | None = None,
         survivors: bool | None = None,
         partial: bool = False,
         carry: Carry | None = None,
@@ -255,6 +259,7 @@ class Client:
             policy=policy,
             budget=budget,
             num_groups=num_groups,
+            min_groups=min_groups,
             survivors=survivors,
             partial=partial,
             carry=carry,

@@ -23,6 +23,7 @@ def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
         "policy": None,
         "budget": None,
         "num_groups": None,
+        "min_groups": None,
         "survivors": None,
         "partial": False,
         "carry": None,
