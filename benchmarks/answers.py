@@ -114,6 +114,7 @@ REQUEST = rollouts_request(
     policy=None,
     budget=None,
     num_groups=None,
+    min_groups=None,
     survivors=None,
     partial=False,
     carry=None,
