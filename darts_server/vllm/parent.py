@@ -33,7 +33,7 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or os.environ.get(SERVER_PID) in (None, str(os.getpid())):
         return
-    end_with(parent.pid, parent.sentinel)
+    end_when_gone(parent.pid, parent.sentinel)
     _watch_forks()
 
 
@@ -41,11 +41,11 @@ def end_with_process(pid: int) -> None:
     """Let this process end with its parent, which has this id, however that ends."""
     if os.getppid() != pid:
         os._exit(1)  # it has ended already
-    end_with(pid)
+    end_when_gone(pid)
 
 
-def end_with(pid: int, sentinel: int | None = None) -> None:
-    """Let this process end with another one.
+def end_when_gone(pid: int, sentinel: int | None = None) -> None:
+    """Let this process end when another one, whose child it need not be, has ended.
 
     ``sentinel``: a pipe of the other one, whose end counts too. Forks may keep it open after the end of the process.
     """
@@ -68,7 +68,7 @@ def _watch_forks() -> None:
         nonlocal parent
         parent = os.getpid()
 
-    os.register_at_fork(before=note_parent, after_in_child=lambda: end_with(parent))
+    os.register_at_fork(before=note_parent, after_in_child=lambda: end_when_gone(parent))
 
 
 def _exit_after(ended: Sequence[int]) -> None:

@@ -142,7 +142,7 @@ async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
     await check_weights_switch_together(cluster)
 
 
-async def test_a_server_that_is_killed_is_not_noticed_and_gets_the_weights_when_it_is_back(
+async def test_a_server_that_was_killed_gets_the_weights_when_it_is_back(
     cluster: Cluster, serve: Serve, tmp_path: Path, nightly: bool
 ) -> None:
     dying, other, _ = cluster.servers

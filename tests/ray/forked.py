@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from darts_server.vllm.parent import end_with, end_with_process
+from darts_server.vllm.parent import end_when_gone, end_with_process
 from tests.conftest import FORKS
 from tests.integration.fork_server import Forks
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == IN_FORK:
         del sys.argv[1]
-        end_with(int(sys.argv.pop(1)))
+        end_when_gone(int(sys.argv.pop(1)))
         runpy.run_module("darts_server", run_name="__main__", alter_sys=True)
     else:
         end_with_process(int(sys.argv.pop(1)))
