@@ -2,6 +2,7 @@
 
     python -m benchmarks.rl
     python -m benchmarks.rl --quick
+    python -m benchmarks.rl --frozen --policies off uniform darts auto
 
 For each start and seed all policies train in turns of a few steps, on the same prompts in the same order. Before its
 turn a run's weights are pushed and the server's state under its policy is restored. So other load on the machine
@@ -11,6 +12,9 @@ for the policies that prune by quality, each of which has its own that goes on l
 that resumes, since the others' weights would make what it has generated too old. Evaluation is
 unshaped, on other prompts, with the same random numbers for all policies and steps, and not part of the time. Before
 training it is done once for all policies.
+
+With --frozen the models stay as they are: trained with a learning rate of 0, all policies have the same lengths to deal
+with, so that a few steps show what each costs. What they teach it does not show.
 
 Methods called "unbiased" train with the trajectories' weights, the others with GRPO's advantages. The former are scaled
 for the step as a whole; compare them with "off, unbiased", so that this is not taken for an effect of the policy.
@@ -58,6 +62,7 @@ QUICK_STEPS, QUICK_SEEDS = 12, (0, 1)
 STARTED = Path(__file__).parent / "rl_starts"
 """Models of starts: runs of several sittings, and on several machines, begin with the same weights."""
 EVALUATED = 3  # steps from one evaluation to the next
+LAST_ALONE = 1_000_000  # in place of it: only the last step is evaluated
 QUICK = "Quick: one start, {seeds} seeds, {steps} steps of {policies}. Too few to conclude anything."
 
 
@@ -87,7 +92,7 @@ class Run:
         self._client = client
         self._resumes = method.carry == "resume"
         self._served: int | None = None
-        self._learner = Learner(model)
+        self._learner = Learner(model, recipe.learning_rate)
         self._progress = Progress()
         self._log, self._state, self._checkpoint = log, log.with_suffix(".state"), log.with_suffix(".pt")
         self._settings = f"{method.settings} {replace(recipe, steps=0)}"
@@ -296,12 +301,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = [name for name in every_name() if name not in NAMED_ONLY]
     names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(NAMED_ONLY)})"
     add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
-    add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl, or out/rl-quick)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for logs and models (default: out/rl, out/rl-quick or out/rl-frozen)",
+    )
     turn_help = (
         "steps of a policy before the next one's turn; with 1 auto learns no training times (default: %(default)s)"
     )
     add("--turn", type=int, default=EVALUATED, metavar="N", help=turn_help)
     add("--keep", type=Path, metavar="FOLDER", help="copy the logs of complete runs there, shortened")
+    add(
+        "--frozen",
+        action="store_true",
+        help="leave the models as they are; evaluate at the beginning and the end alone",
+    )
     add("--report", action="store_true", help="run nothing; print the tables of the logs in --out")
     options = parser.parse_args(argv)
     quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies
@@ -309,12 +324,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--policies must include {BASE}, which the others are compared with")
     if options.turn < 1 or EVALUATED % options.turn:
         parser.error(f"--turn must be 1 or {EVALUATED}: evaluations lie between turns, not within")
-    options.out = options.out or Path("out/rl-quick" if quick else "out/rl")
+    options.out = options.out or Path("out/rl-frozen" if options.frozen else "out/rl-quick" if quick else "out/rl")
+    recipe = Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=EVALUATED)
+    if options.frozen:
+        recipe = replace(recipe, learning_rate=0.0, held_out_every=LAST_ALONE)
     options.plan = Plan(
         starts=("standard",) if quick else options.starts,
         policies=policies,
         seeds=options.seeds or (QUICK_SEEDS if quick else (0, 1, 2)),
-        recipe=Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=EVALUATED),
+        recipe=recipe,
         turn=options.turn,
     )
     return options

@@ -36,7 +36,7 @@ from darts_client import Client, DartsError, Group, PromptSpec, Trajectory
 from darts_client.advantages import unbiased_advantages
 from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, MODEL, serving
-from examples.tiny_rl.grpo import Learner, Trained, Update, advantages, scaled
+from examples.tiny_rl.grpo import LEARNING_RATE, Learner, Trained, Update, advantages, scaled
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import TIMEOUT_SECONDS, Rollouts, rollouts, samples, truncated
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -59,6 +59,7 @@ class Recipe:
     held_out_samples: int = 4  # of each
     held_out_every: int = 5  # steps
     difficulties: tuple[Difficulty | None, ...] = (None,)  # of the prompts, in turns; None for easy or hard
+    learning_rate: float = LEARNING_RATE
 
 
 @dataclass
@@ -304,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             log = stack.enter_context((options.out / "log.jsonl").open("w"))
-            learner, recipe = Learner(options.model), Recipe(options.steps)
+            recipe = Recipe(options.steps)
+            learner = Learner(options.model, recipe.learning_rate)
             steps = train(client, options.method, learner, recipe, options.seed)
             entries = run(steps, options.steps, log)
         picture(entries, options.policy, options.out / "training.png")

@@ -281,6 +281,15 @@ def test_a_turn_that_an_evaluation_would_interrupt_is_refused(steps: str, capsys
     assert "--turn must be 1 or 3" in capsys.readouterr().err
 
 
+def test_frozen_models_learn_nothing_and_are_evaluated_at_the_end_alone() -> None:
+    options = rl.arguments(["--frozen", "--steps", "6"])
+    recipe = options.plan.recipe
+    assert (recipe.learning_rate, str(options.out)) == (0.0, "out/rl-frozen")
+    assert not any(step % recipe.held_out_every == 0 for step in range(1, recipe.steps + 1))
+    learns = rl.arguments(["--steps", "6"]).plan.recipe
+    assert (learns.learning_rate > 0, learns.held_out_every) == (True, 3)
+
+
 def test_a_start_s_model_is_taken_from_the_repository_or_trained_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

