@@ -41,15 +41,19 @@ class AutoRun:
     state: AutoState = field(default_factory=AutoState)
     profile: LengthProfile = field(default_factory=LengthProfile)
 
-    def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
-        """Run one batch."""
-        choice = choose_by_size(self.auto, self.setting.size, len(prompts)) or self._choose(prompts)
+    def run(
+        self, prompts: Sequence[Prompt], *, num_groups: int | None = None, min_groups: int | None = None
+    ) -> tuple[Choice, Step]:
+        """Run one batch. ``num_groups``, ``min_groups``: groups with which it ends, or may end, as of a request."""
+        by_size = choose_by_size(self.auto, self.setting.size, len(prompts))
+        choice = by_size or self._choose(prompts, num_groups or len(prompts), min_groups)
         self.state = begin(self.state, choice)
-        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates, self.setting)
+        policy = Policy(choice.option.name, choice.option.shaping)
+        step = run_step(policy, prompts, choice.enough or num_groups, self.candidates, self.setting)
         self._learn(choice, step, prompts)
         return choice, step
 
-    def _choose(self, prompts: Sequence[Prompt]) -> Choice:
+    def _choose(self, prompts: Sequence[Prompt], enough: int, min_groups: int | None) -> Choice:
         rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
         expectation = Expectation.of(
@@ -60,7 +64,8 @@ class AutoRun:
             rng,
             round(float(self.candidates.batch(prompts, 1).prompt_tokens.mean())),
         )
-        return choose(self.auto, self.state, self.setting.size, expectation, self.setting.machine, len(prompts), rng)
+        size, machine = self.setting.size, self.setting.machine
+        return choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
 
     def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt]) -> None:
         rollout, batch = step.rollout, step.batch
@@ -68,13 +73,17 @@ class AutoRun:
         ended = batch.valid & (rollout.generated == batch.ends)
         means = []
         for row, prompt in enumerate(prompts):
+            earlier = self.candidates.earlier(prompt.number)
+            if np.isinf(rollout.completed_at[row]):  # deferred: nothing is learned from it
+                means += [] if earlier is None else [earlier.mean_ema]
+                continue
             observed = [
                 Observation(int(tokens), censored=not end)
                 for tokens, end, started in zip(rollout.generated[row], ended[row], counts[row], strict=True)
                 if started and tokens > 0
             ]
             if observed:
-                self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
+                self.profile.observe(ratios_to_mean(observed, earlier))
                 means.append(estimate_lengths(observed).mean)
         returned = sum(one.tokens for one in rollout.returned)
         cut = sum(one.truncated and one.tokens < batch.ends[one.group, one.index] for one in rollout.returned)

@@ -141,6 +141,7 @@ async def serve(
     supervision: Supervision,
 ) -> None:
     """Serve the app until the server stops. ``work``: what runs on the engine, beside requests of vLLM's routes."""
+    envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     async with supervise(llm, work, application, supervision) as ending:
 
         async def handle_own_signals() -> None:

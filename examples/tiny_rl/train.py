@@ -59,7 +59,7 @@ class Recipe:
     held_out_samples: int = 4  # of each
     held_out_every: int = 5  # steps
     difficulties: tuple[Difficulty | None, ...] = (None,)  # of the prompts, in turns; None for easy or hard
-    learning_rate: float = LEARNING_RATE
+    learning_rate: float = field(default=LEARNING_RATE, repr=False)  # as runs that were saved before do not name it
 
 
 @dataclass

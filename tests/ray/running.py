@@ -21,6 +21,7 @@ START_SECONDS = 1500.0
 """A Ray cluster and several servers that nobody has forked, on a busy machine."""
 STOP_SECONDS = 300.0
 CLUSTER_TRIES = 5
+CONNECTED = (b"Started a local Ray instance", b"Connected to Ray cluster")
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def _start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
                 process_group=0,
                 preexec_fn=_heed_interrupts,
             )
-        while process.poll() is None and b"Started a local Ray instance" not in log.read_bytes():
+        while process.poll() is None and not any(sign in log.read_bytes() for sign in CONNECTED):
             time.sleep(0.5)
         if process.poll() is None:
             break

@@ -92,7 +92,7 @@ LEANED_ON = {
     },
     "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ""},
     "vllm.entrypoints.serve.utils.server_utils": {"get_uvicorn_log_config": ""},
-    "vllm.envs": {"VLLM_API_KEY": "", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ""},
+    "vllm.envs": {"VLLM_API_KEY": "", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "", "enable_envs_cache": ""},
     "vllm.exceptions": {
         "GracefulHTTPError": "",
         "VLLMClientError": "",
@@ -103,7 +103,7 @@ LEANED_ON = {
         "VLLMValidationError": "",
     },
     "vllm.logger": {"": "", "configure_logging_from_args": ""},
-    "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": ""},
+    "vllm.logprobs": {"Logprob": "logprob", "SampleLogprobs": "", "append_logprobs_for_next_position": ""},
     "vllm.lora.layers.base_linear": {"BaseLinearLayerWithLoRA": ""},
     "vllm.lora.model_manager": {"LoRAModelManager": "modules packed_modules_mapping"},
     "vllm.lora.request": {"LoRARequest": "load_inplace lora_int_id lora_name lora_path"},
@@ -130,6 +130,7 @@ LEANED_ON = {
         "StructuredOutputsParams": "",
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
+    "vllm.tokenizers.detokenizer_utils": {"convert_ids_list_to_tokens": ""},
     "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
     "vllm.tracing": {"extract_trace_context": "", "instrument_manual": ""},
     "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
@@ -164,7 +165,9 @@ LEANED_ON = {
     "vllm.v1.engine.exceptions": {"EngineDeadError": ""},
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
     "vllm.v1.engine.logprobs": {
-        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs tokenizer update_from_output"
+        "NONES": "",
+        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer "
+        "update_from_output",
     },
     "vllm.v1.engine.output_processor": {
         "OutputProcessor": "add_request get_num_unfinished_requests propagate_error request_states",
