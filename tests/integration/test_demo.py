@@ -1,4 +1,4 @@
-"""``darts-server demo``, as it is installed from a wheel: without a checkout."""
+"""``darts-server demo``, as it is installed from a wheel: without a checkout, and without Ray."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ QUICK = ("--steps", "2", "--prompts", "8", "--group-size", "4")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but our wheel, unpacked. It shadows the editable installation of this environment."""
+    """A folder with nothing but our wheel, unpacked, and a module that hides Ray. It shadows the editable installation of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
@@ -23,6 +23,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = folder / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True, timeout=240)
+    # vLLM imports Ray where it is installed, and does without it where it is not.
+    (site / "ray.py").write_text("raise ModuleNotFoundError('Ray is hidden', name='ray')\n")
     return site
 
 
