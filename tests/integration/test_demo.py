@@ -15,7 +15,10 @@ QUICK = ("--steps", "2", "--prompts", "8", "--group-size", "4")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but our wheel, unpacked, and a module that hides Ray. It shadows the editable installation of this environment."""
+    """A folder with our wheel, unpacked, and a module that hides Ray.
+
+    It shadows the editable installation of this environment.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
