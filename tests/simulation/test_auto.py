@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.auto.options import DEFER, RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.simulation.auto import LEARNING, AutoRun, run_auto
@@ -55,6 +55,30 @@ def test_its_first_batches_are_those_of_off() -> None:
         assert done.batch.lengths.shape == (16, 8)
     assert run.state.of("off").tries == 2
     assert len(run.state.training) == 3
+
+
+def test_groups_that_are_deferred_teach_it_nothing() -> None:
+    candidates, setting = small("dapo-32b", 16, knows_prompts=False)
+    run = AutoRun(AUTO, candidates, setting)
+    _, done = run.run(candidates.step_prompts(0), num_groups=12)
+    complete = np.isfinite(done.rollout.completed_at)
+    assert complete.sum() == len(run.state.means) == 12
+
+    known = AutoRun(AUTO, *small("dapo-32b", 16))
+    known.run(candidates.step_prompts(0), num_groups=12)
+    assert len(known.state.means) == 16, "with what is known of deferred prompts"
+
+
+def test_it_ends_with_fewer_groups_where_that_takes_less_time_for_each() -> None:
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=(DEFER,)))
+    for preset, prompts, is_deferring in (("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, False)):
+        run = AutoRun(auto, *(of := small(preset, prompts)))
+        steps = [run.run(of[0].step_prompts(number), min_groups=3 * prompts // 4) for number in range(STEPS)]
+        choice, done = steps[-1]
+        assert [choice.enough is None for choice, _ in steps[:3]] == [True] * 3
+        assert (choice.enough is not None) is is_deferring, preset
+        complete = np.isfinite(done.rollout.completed_at).sum()
+        assert complete == (choice.enough or prompts)
 
 
 def test_all_policies_are_measured_on_the_same_steps() -> None:
