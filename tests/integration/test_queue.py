@@ -207,6 +207,7 @@ def check_counters(server: Server, consumers: Consumers, put_so_far: int, added:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # six servers that nobody has forked
 def test_each_group_is_acknowledged_once_although_servers_are_killed_and_consumers_die(tmp_path: Path) -> None:
     """Six consumers with leases of a second, some of which die or are late, and five servers that are killed."""
     part = 60
