@@ -21,6 +21,8 @@ START_SECONDS = 1500.0
 """A Ray cluster and several servers that nobody has forked, on a busy machine."""
 STOP_SECONDS = 300.0
 CLUSTER_TRIES = 5
+PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+"""Ray Serve's own proxy is given up after 15 s in which it does not answer."""
 CONNECTED = (b"Started a local Ray instance", b"Connected to Ray cluster")
 
 
@@ -57,7 +59,7 @@ def _heed_interrupts() -> None:
 
 def _start(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
     """Start a command; again if Ray gives up, which waits for 30 s for a cluster to start, however busy the machine."""
-    environment = ENVIRONMENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
+    environment = ENVIRONMENT | PATIENT | os.environ | EAGER | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients'}"}
     for _ in range(CLUSTER_TRIES):
         with log.open("wb") as output:
             process = subprocess.Popen(
