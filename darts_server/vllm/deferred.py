@@ -140,7 +140,7 @@ class CollectedLogprobs(LogprobsProcessor):
         completion.logprobs, completion.cumulative_logprob = processor.logprobs, processor.cumulative_logprob
 
     def _format(self, rows: LogprobsLists, processor: LogprobsProcessor) -> None:
-        """Add log-probs to those of a processor: what its own method does, a third as long where all texts are whole.
+        """Add log-probs to those of a processor, as its own method does, but without arrays of single tokens.
 
         A token that is a part of a character gets its text from those before it, which is left to vLLM.
         """
