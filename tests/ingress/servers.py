@@ -130,9 +130,10 @@ class FakeServer:
     async def kill(self) -> None:
         """End as a process does that is killed: the port is closed, and connections are cut."""
         assert self._server is not None
+        self.killed = True
+        await stop_accepting(self._server)
         for server in self._server.servers:
             server.close()
-        self.killed = True
         self.abort_connections()
         await asyncio.sleep(0)
 
@@ -145,6 +146,17 @@ class FakeServer:
 def abort_connections(server: uvicorn.Server) -> None:
     for connection in list(server.server_state.connections):
         connection.transport.abort()
+
+
+async def stop_accepting(server: uvicorn.Server) -> None:
+    """Accept nothing any more, and have what was accepted attached.
+
+    In Python 3.11 a connection whose server closes between the two is never closed.
+    """
+    for each in server.servers:
+        for socket in each.sockets:
+            asyncio.get_running_loop().remove_reader(socket.fileno())
+    await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -170,6 +182,7 @@ async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
     try:
         yield server
     finally:
+        await stop_accepting(server)
         server.should_exit = True
         await serving
         for _ in range(10):  # what was being accepted, or was cancelled while it connected, is closed in later turns
