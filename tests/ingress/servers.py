@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,8 +160,24 @@ async def stop_accepting(server: uvicorn.Server) -> None:
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
-    """Serve an app on a free port."""
+async def listening(*apps: ASGIApp) -> AsyncIterator[list[uvicorn.Server]]:
+    """Serve each app on a free port. They end at once and together, where uvicorn's own loop looks now and then."""
+    servers = [_server_of(app) for app in apps]
+    for server in servers:
+        await server.startup()
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            await stop_accepting(server)
+        await asyncio.gather(*(server.shutdown() for server in servers))
+        for _ in range(10):  # what was being accepted, or was cancelled while it connected, is closed in later turns
+            for server in servers:
+                abort_connections(server)
+            await asyncio.sleep(0)
+
+
+def _server_of(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         "127.0.0.1",
@@ -174,20 +190,10 @@ async def listening(app: ASGIApp) -> AsyncIterator[uvicorn.Server]:
         proxy_headers=False,
         timeout_graceful_shutdown=1,
     )
+    config.load()
     server = uvicorn.Server(config)
-    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]  # signals are for pytest
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.001)
-    try:
-        yield server
-    finally:
-        await stop_accepting(server)
-        server.should_exit = True
-        await serving
-        for _ in range(10):  # what was being accepted, or was cancelled while it connected, is closed in later turns
-            abort_connections(server)
-            await asyncio.sleep(0)
+    server.lifespan = config.lifespan_class(config)
+    return server
 
 
 def port_of(server: uvicorn.Server) -> int:
@@ -197,11 +203,11 @@ def port_of(server: uvicorn.Server) -> int:
 @asynccontextmanager
 async def fake_servers(count: int) -> AsyncIterator[list[FakeServer]]:
     """Run servers that answer with their names: a, b, c and so on."""
-    async with AsyncExitStack() as stack:
-        fakes = [FakeServer(chr(ord("a") + number)) for number in range(count)]
-        for fake in fakes:
-            fake._server = await stack.enter_async_context(listening(fake))
-            fake.url = f"http://127.0.0.1:{port_of(fake._server)}"
+    fakes = [FakeServer(chr(ord("a") + number)) for number in range(count)]
+    async with listening(*fakes) as servers:
+        for fake, server in zip(fakes, servers, strict=True):
+            fake._server = server
+            fake.url = f"http://127.0.0.1:{port_of(server)}"
         yield fakes
 
 
@@ -228,7 +234,7 @@ async def ingress(fakes: Sequence[FakeServer], **settings: Any) -> AsyncIterator
     replicas = [HttpReplica(url) for url in checked.server_list]
     async with (
         make_fleet(checked, replicas).polled() as fleet,
-        listening(make_app(fleet, checked, lifecycle)) as server,
+        listening(make_app(fleet, checked, lifecycle)) as [server],
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
     ):
         yield RunningIngress(client, fleet, lifecycle, str(client.base_url))

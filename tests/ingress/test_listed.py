@@ -49,7 +49,7 @@ async def ingress_of(listing: Listing) -> AsyncIterator[RunningIngress]:
     async with (
         make_fleet(settings, []).polled() as fleet,
         following(fleet, listing, HttpReplica, POLL_SECONDS),
-        listening(make_app(fleet, settings, lifecycle)) as server,
+        listening(make_app(fleet, settings, lifecycle)) as [server],
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
     ):
         yield RunningIngress(client, fleet, lifecycle, str(client.base_url))
