@@ -3,7 +3,8 @@
 It begins as ``off``. Once some batches were measured, every option is forecast by the model of a rollout, and the
 fastest within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures
 corrects the forecasts of its option and, less so, those of the others; the more, the less the batches vary. An option
-that was slower than ``off`` is expected to be is withdrawn, each time for longer.
+that was slower than ``off`` is expected to be is withdrawn, each time for longer. Where trajectories are longer or
+shorter than expected, as the model learns, what that explains does not count for or against an option.
 
 Where the caller can defer prompts, it also chooses with how many complete groups the batch ends: the number for which
 a step takes the least time per group.
@@ -216,9 +217,12 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     name, before = choice.name, state.of(choice.name)
     state = _learn_limits(state, choice, choice.forecast, measured)
     weight = max(1 / (before.tries + 1), WEIGHT)
+    length_error = log(measured.mean_length / choice.forecast.mean_length)
+    longer = length_error - state.length_error(name) if state.options else 0.0
+    expected = state.error(name)
     found = {
-        "error": _clip(log(measured.seconds / choice.forecast.seconds)),
-        "length_error": _clip(log(measured.mean_length / choice.forecast.mean_length)),
+        "error": _clip(expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)),
+        "length_error": _clip(length_error),
         "more_cut": _clip(measured.cut - choice.forecast.cut),
     }
     usual = {key: _without_outlier(state, before, key, value) for key, value in found.items()}
@@ -237,7 +241,7 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         state = replace(state, truncated=_mix(known, measured.truncated, weight))
     if choice.name != OFF and choice.off_seconds is not None:
         step = (measured.seconds + state.training_seconds(measured.returned)) / choice.share
-        after = _judge(after, log(step / choice.off_seconds), state.batches)
+        after = _judge(after, _unexplained(log(step / choice.off_seconds), longer), state.batches)
     # Without those that were measured the longest ago, where a restored state has as many as it may have.
     others = [(other, option) for other, option in state.options.items() if other != name][1 - MAX_OPTIONS :]
     return replace(state, options=dict([*others, (name, after)]))
@@ -247,6 +251,15 @@ def learn_training(state: AutoState, returned: float, seconds: float) -> AutoSta
     """Learn how long it took from the end of a batch with so many returned tokens to the next batch."""
     pair = (min(max(returned, 0.0), LARGEST), min(max(seconds, 0.0), LARGEST))
     return replace(state, training=(*state.training, pair)[-TRAINED:])
+
+
+def _unexplained(slower: float, longer: float) -> float:
+    """Return by how much a batch was slower, or faster, than its trajectories being longer, or shorter, explains.
+
+    In logarithms. Training changes lengths from batch to batch. Without this a batch that is slow as its lengths have
+    grown would count against its option, and one that is quick as they have shrunk for it.
+    """
+    return slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0))
 
 
 def _judge(option: OptionState, against_off: float, batches: int) -> OptionState:

@@ -330,6 +330,52 @@ def test_an_option_that_is_withdrawn_again_rests_twice_as_long() -> None:
     assert state.of(choice.option.name).until == MEASURED.batches + 2 * REST
 
 
+@pytest.mark.parametrize(
+    ("slower", "longer", "counted"),
+    [
+        (4.0, 4.0, 1.0),
+        (4.0, 2.0, 2.0),
+        (4.0, 8.0, 1.0),
+        (4.0, 0.5, 4.0),
+        (0.25, 0.5, 0.5),
+        (0.25, 0.1, 1.0),
+        (0.25, 2, 0.25),
+    ],
+)
+def test_what_other_lengths_explain_does_not_count_for_or_against_an_option(
+    slower: float, longer: float, counted: float
+) -> None:
+    choice = chosen(MEASURED)
+    assert choice.forecast is not None
+    state = learn(MEASURED, choice, changed(choice, slower, longer))
+    assert np.exp(state.of(choice.option.name).error) == pytest.approx(counted)
+    assert np.exp(state.of(choice.option.name).length_error) == pytest.approx(longer)
+
+
+def changed(choice: Choice, slower: float, longer: float) -> Measured:
+    found = measured(choice, slower)
+    return replace(found, mean_length=longer * found.mean_length)
+
+
+@pytest.mark.parametrize(("longer", "withdrawals"), [(1.0, 1), (4.0, 0)])
+def test_an_option_is_not_withdrawn_since_the_model_began_to_answer_longer(longer: float, withdrawals: int) -> None:
+    choice = chosen(MEASURED)
+    assert choice.seconds is not None
+    assert choice.off_seconds is not None
+    slower = 2 * choice.off_seconds / choice.seconds
+    state = learn(MEASURED, choice, changed(choice, slower, longer))
+    assert state.of(choice.option.name).withdrawals == withdrawals
+
+
+def test_lengths_that_stay_longer_are_expected() -> None:
+    state, choice = MEASURED, chosen(MEASURED)
+    for _ in range(30):
+        state = learn(begin(state, choice), choice, changed(choice, 2.0, 2.0))
+    assert np.exp(state.error(choice.option.name)) == pytest.approx(2.0, rel=0.1)
+    first = chosen(AutoState())
+    assert np.exp(learn(AutoState(), first, changed(first, 2.0, 2.0)).of("off").error) == pytest.approx(2.0)
+
+
 @pytest.mark.untraced
 def test_forecasts_are_corrected_by_what_was_measured() -> None:
     choices, state = run(10, lambda _: 3.0)
