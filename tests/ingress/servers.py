@@ -161,11 +161,14 @@ async def stop_accepting(server: uvicorn.Server) -> None:
 
 @asynccontextmanager
 async def listening(*apps: ASGIApp) -> AsyncIterator[list[uvicorn.Server]]:
-    """Serve each app on a free port. They end at once and together, where uvicorn's own loop looks now and then."""
-    servers = [_server_of(app) for app in apps]
-    for server in servers:
-        await server.startup()
+    """Serve each app on a free port. They are shut down together, and do not wait for uvicorn's main loop to notice."""
+    servers: list[uvicorn.Server] = []
     try:
+        for app in apps:
+            server = _server_of(app)
+            await server.startup()
+            servers.append(server)
+            await server.on_tick(0)  # sets the headers of answers
         yield servers
     finally:
         for server in servers:

@@ -68,7 +68,8 @@ class Choice:
     expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
     below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
     ``enough``: complete groups with which the batch ends, the others being deferred; ``None`` if this defers none.
-    ``usual_length`` is then of the groups that are not deferred.
+    ``usual_length`` is then of the groups that are not deferred. ``length_error``: of the mean length that was expected
+    over the one forecast, the logarithm; ``None`` where nothing was measured yet.
     """
 
     option: Option
@@ -83,6 +84,7 @@ class Choice:
     usual_length: float = 0.0
     limits: AutoLimits = field(default_factory=AutoLimits)
     enough: int | None = None
+    length_error: float | None = None
 
     @property
     def name(self) -> str:
@@ -169,6 +171,7 @@ def choose(
             usual_length * one.length_share,
             auto.limits,
             one.enough,
+            state.length_error(one.name) if state.options else None,
         )
 
     if state.of(UNSHAPED.name).tries < MIN_OFF:
@@ -218,8 +221,8 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     state = _learn_limits(state, choice, choice.forecast, measured)
     weight = max(1 / (before.tries + 1), WEIGHT)
     length_error = log(measured.mean_length / choice.forecast.mean_length)
-    longer = length_error - state.length_error(name) if state.options else 0.0
-    expected = state.error(name)
+    longer = 0.0 if choice.length_error is None else length_error - choice.length_error
+    expected = before.error if before.tries else state.error(name)
     found = {
         "error": _clip(expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)),
         "length_error": _clip(length_error),
@@ -241,7 +244,9 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         state = replace(state, truncated=_mix(known, measured.truncated, weight))
     if choice.name != OFF and choice.off_seconds is not None:
         step = (measured.seconds + state.training_seconds(measured.returned)) / choice.share
-        after = _judge(after, _unexplained(log(step / choice.off_seconds), longer), state.batches)
+        against_off = _unexplained(log(step / choice.off_seconds), longer)
+        if against_off:  # otherwise it says nothing about the option
+            after = _judge(after, against_off, state.batches)
     # Without those that were measured the longest ago, where a restored state has as many as it may have.
     others = [(other, option) for other, option in state.options.items() if other != name][1 - MAX_OPTIONS :]
     return replace(state, options=dict([*others, (name, after)]))
@@ -254,10 +259,10 @@ def learn_training(state: AutoState, returned: float, seconds: float) -> AutoSta
 
 
 def _unexplained(slower: float, longer: float) -> float:
-    """Return by how much a batch was slower, or faster, than its trajectories being longer, or shorter, explains.
+    """Return ``slower`` without the part that ``longer`` explains: at most all of it, nothing if the signs differ.
 
-    In logarithms. Training changes lengths from batch to batch. Without this a batch that is slow as its lengths have
-    grown would count against its option, and one that is quick as they have shrunk for it.
+    Logarithms, of the seconds of a batch and of its mean length over what was expected. Training changes lengths from
+    batch to batch: a batch that is slow as its trajectories are longer should not count against its option.
     """
     return slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0))
 

@@ -367,10 +367,37 @@ def test_an_option_is_not_withdrawn_since_the_model_began_to_answer_longer(longe
     assert state.of(choice.option.name).withdrawals == withdrawals
 
 
+def test_batches_in_flight_together_are_explained_alike() -> None:
+    choice = chosen(MEASURED)
+    assert choice.seconds is not None
+    assert choice.off_seconds is not None
+    slower = 2 * choice.off_seconds / choice.seconds
+    state = MEASURED
+    for _ in range(3):
+        state = learn(state, choice, changed(choice, slower, slower))
+    found = state.of(choice.option.name)
+    assert (found.tries, found.withdrawals) == (3, 0)
+    assert found.error == pytest.approx(0.0)
+
+
+def test_a_batch_that_is_explained_says_nothing_about_an_option_that_was_slower_before() -> None:
+    choice = chosen(MEASURED)
+    assert choice.seconds is not None
+    assert choice.off_seconds is not None
+    slower = 1.1 * choice.off_seconds / choice.seconds
+    before = OptionState(1, error=0.3, against_off=0.15)
+    state = replace(MEASURED, options={**MEASURED.options, choice.option.name: before})
+    for longer, against_off in ((slower, 0.15), (1.0, 0.0)):  # the latter is withdrawn
+        after = learn(state, choice, changed(choice, slower, longer)).of(choice.option.name)
+        assert after.against_off == pytest.approx(against_off)
+        assert after.withdrawals == int(longer == 1.0)
+
+
 def test_lengths_that_stay_longer_are_expected() -> None:
     state, choice = MEASURED, chosen(MEASURED)
     for _ in range(30):
-        state = learn(begin(state, choice), choice, changed(choice, 2.0, 2.0))
+        now = replace(choice, length_error=state.length_error(choice.option.name))
+        state = learn(begin(state, now), now, changed(now, 2.0, 2.0))
     assert np.exp(state.error(choice.option.name)) == pytest.approx(2.0, rel=0.1)
     first = chosen(AutoState())
     assert np.exp(learn(AutoState(), first, changed(first, 2.0, 2.0)).of("off").error) == pytest.approx(2.0)
