@@ -68,8 +68,8 @@ class Choice:
     expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
     below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
     ``enough``: complete groups with which the batch ends, the others being deferred; ``None`` if this defers none.
-    ``usual_length`` is then of the groups that are not deferred. ``length_error``: of the mean length that was expected
-    over the one forecast, the logarithm; ``None`` where nothing was measured yet.
+    ``usual_length`` is then of the groups that are not deferred. ``length_error``: logarithm of the mean length, as
+    corrected by what was measured, over the one forecast; ``None`` where nothing was measured yet.
     """
 
     option: Option
