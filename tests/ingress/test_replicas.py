@@ -208,15 +208,19 @@ async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_
         assert health["replicas"][0]["detail"] == "it is stopping"
 
 
-async def test_a_503_of_a_replica_that_is_well_reaches_the_caller() -> None:
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_error_of_a_replica_that_is_well_reaches_the_caller(status: int) -> None:
     async with ingress_over(1) as (running, [server]):
-        server.answer("POST", PATH, {"error": {"message": "engine is full"}}, 503)
+        server.answer("POST", PATH, {"error": {"message": "engine is full"}}, status)
         answer = await running.post(PATH, {"prompt": "p"})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "engine is full")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (status, "engine is full")
         assert len(server.received) == 1
 
 
-async def test_a_503_of_a_replica_that_ends_before_it_answers_the_poll_does_not_reach_the_caller() -> None:
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_error_of_a_replica_that_ends_before_it_answers_the_poll_does_not_reach_the_caller(
+    status: int,
+) -> None:
     async with ingress_over(2) as (running, servers):
         dying, other = servers
 
@@ -224,7 +228,7 @@ async def test_a_503_of_a_replica_that_ends_before_it_answers_the_poll_does_not_
             dying.abort_connections()
             return {}
 
-        dying.answer("POST", PATH, {"error": {"message": "the engine died"}}, 503)
+        dying.answer("POST", PATH, {"error": {"message": "the engine died"}}, status)
         dying.health_headers = end
         found = [(await running.post(PATH, {"prompt": f"{i}", "n": 2})).json().get("server") for i in range(4)]
         assert found == [other.name] * 4

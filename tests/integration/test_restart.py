@@ -1,5 +1,6 @@
 """Learned statistics survive a server that is killed, and what groups have generated one that ends in order."""
 
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server
+from darts_server.policy.latency.model import LatencyModel, LatencyState
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_counted
@@ -41,11 +43,15 @@ def learned(state: Path) -> dict[str, dict[str, Any]]:
 
 
 def wait_written(state: Path, keys: int) -> None:
-    """Wait until two groups of each prompt are on the disk, and what was learned from them."""
+    """Wait until two groups of each prompt are on the disk, and what was learned from them and of the engine."""
 
     def is_written(found: dict[str, dict[str, Any]]) -> bool:
         prompts = found["prompt"].values()
-        return all(found[kind] for kind in WRITTEN) and len(prompts) == keys and all(p["groups"] >= 2 for p in prompts)
+        if not all(found[kind] for kind in WRITTEN):
+            return False
+        steps = LatencyState(**json.loads(found["latency"]["engine"]["value"]))
+        is_known = LatencyModel(steps).curve is not None
+        return is_known and len(prompts) == keys and all(p["groups"] >= 2 for p in prompts)
 
     began = time.monotonic()
     while not is_written(found := learned(state)):

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5
 """``Retry-After`` while the ingress has no room for another connection."""
+LOST = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR)
+"""Statuses of a replica that is stopping or whose engine died: the latter is what vLLM's own routes answer."""
 MAX_ATTEMPTS = 6
 MAX_ATTEMPTS_ON_ONE = 2
 """A connection may be lost though the replica is well."""
@@ -105,13 +107,13 @@ class Forwarder:
 
     async def _run(self, member: Member, outgoing: Outgoing, placement: Placement, reply: Reply) -> int:
         async with opened(member.replica, outgoing) as answer:
-            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            if answer.status in LOST:
                 await self._check_alive(member, answer)
             placement.answered(answer.status, await reply.pass_on(answer))
             return answer.status
 
     async def _check_alive(self, member: Member, answer: Answer) -> None:
-        """Find out whether a replica refused a request because it is stopping, or its engine is dead.
+        """Find out whether a replica failed a request because it is stopping, or its engine is dead.
 
         One whose engine died ends within a second, maybe before it answers the poll.
 
