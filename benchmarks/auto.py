@@ -32,14 +32,33 @@ RARE, LONGER = 12, 10.0
 """One prompt of so many needs so many times as many tokens, in a changed workload."""
 
 Ints = NDArray[np.int64]
-Change = Callable[[int, NDArray[np.float64], float], NDArray[np.float64]]
-"""From a prompt's number, the lengths of its candidates and their median to other lengths."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of a prompt's candidates, their ``median``, the prompt's ``number`` and the ``step`` that it is in."""
+
+    each: NDArray[np.float64]
+    median: float
+    number: int
+    step: int
+
+    def with_tail(self, power: float) -> NDArray[np.float64]:
+        """Return lengths whose ratio to the median is raised to a power."""
+        return np.asarray(self.median * (self.each / self.median) ** power)
+
+
+Change = Callable[[Lengths], NDArray[np.float64]]
+"""From lengths to other lengths."""
 CHANGES: dict[str, Change] = {
-    "half as long": lambda number, lengths, median: 0.5 * lengths,
-    "twice as long": lambda number, lengths, median: 2 * lengths,
-    "thicker tail": lambda number, lengths, median: np.maximum(lengths, median * (lengths / median) ** 1.5),
-    "thinner tail": lambda number, lengths, median: np.minimum(lengths, median * np.sqrt(lengths / median)),
-    "few long prompts": lambda number, lengths, median: lengths * (1.0 if number % RARE else LONGER),
+    "half as long": lambda lengths: 0.5 * lengths.each,
+    "twice as long": lambda lengths: 2 * lengths.each,
+    "thicker tail": lambda lengths: np.maximum(lengths.each, lengths.with_tail(1.5)),
+    "thinner tail": lambda lengths: np.minimum(lengths.each, lengths.with_tail(0.5)),
+    "few long prompts": lambda lengths: lengths.each * (1.0 if lengths.number % RARE else LONGER),
+    "longer from step to step": lambda lengths: 1.04**lengths.step * lengths.each,
+    "shorter from step to step": lambda lengths: 0.96**lengths.step * lengths.each,
+    "less spread from step to step": lambda lengths: lengths.with_tail(max(1 - 0.04 * lengths.step, 0.4)),
 }
 
 
@@ -49,6 +68,7 @@ class Changed:
 
     workload: Workload
     change: Change
+    prompts: int  # of a step
 
     @property
     def max_tokens(self) -> int:
@@ -60,7 +80,8 @@ class Changed:
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
         typical = self.workload.lengths(number, SIZE, np.random.default_rng(number), attempt=1)
         lengths = self.workload.lengths(number, count, rng, attempt)
-        changed = np.ceil(self.change(number, lengths.astype(np.float64), float(np.median(typical))))
+        step = number // self.prompts
+        changed = np.ceil(self.change(Lengths(lengths.astype(np.float64), float(np.median(typical)), number, step)))
         is_truncated = lengths >= self.max_tokens
         return np.where(is_truncated, self.max_tokens, np.clip(changed, 1, self.max_tokens)).astype(np.int64)
 
@@ -96,12 +117,13 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     workload: Workload = preset.workload
     if trace:
         workload = TracedWorkload(*read_traces([Path(trace)], options.format), seed=options.seed)
+    prompts = options.prompts or preset.prompts
     if change is not None:
-        workload = Changed(workload, CHANGES[change])
+        workload = Changed(workload, CHANGES[change], prompts)
     setting = Setting(
         machine=preset.machine,
         size=SIZE,
-        prompts=options.prompts or preset.prompts,
+        prompts=prompts,
         steps=LEARNING + options.steps,
         knows_prompts=not options.new_prompts,
         seed=options.seed,

@@ -1,19 +1,19 @@
 """`auto`: choose for each batch what is expected to be the fastest, and correct the expectation by what is measured.
 
-It begins as ``off``. Once some batches were measured, every option is forecast by the model of a rollout, and the
-fastest within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures
-corrects the forecasts of its option and, less so, those of the others; the more, the less the batches vary. An option
-that was slower than ``off`` is expected to be is withdrawn, each time for longer. Where trajectories are longer or
-shorter than expected, as the model learns, what that explains does not count for or against an option.
+It begins as ``off``. Once a batch was measured, every option is forecast by the model of a rollout, and the fastest
+within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures corrects
+the forecasts of its option and, less so, those of the others (see `errors`). An option that was slower than ``off`` is
+expected to be is withdrawn, each time for longer. Where trajectories are longer or shorter than expected, as the model
+learns, what that explains does not count for or against an option.
 
 Where the caller can defer prompts, it also chooses with how many complete groups the batch ends: the number for which
 a step takes the least time per group.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import exp, log, sqrt
+from math import exp, log
 
 import numpy as np
 
@@ -21,22 +21,22 @@ from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation, Forecast
 from darts_server.policy.auto.options import DEFER, OFF, UNSHAPED, Auto, AutoLimits, Option, measured_name
 from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost
 from darts_server.policy.auto.state import (
-    FIRST_BATCHES,
-    FIRST_NOISE,
     MAX_OPTIONS,
     MEANS,
+    MEASURED,
     MOST,
     TRAINED,
     WEIGHT,
     AutoState,
+    MeasuredErrors,
     OptionState,
 )
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.machine import Machine
 
-MIN_OFF = 2
-"""Batches of ``off`` that are measured before anything else is chosen: lengths, step times and their spread."""
+MIN_OFF = 1
+"""Batches of ``off`` that are forecast and measured before anything else is chosen."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
 NEAR = 1.1
@@ -44,8 +44,6 @@ NEAR = 1.1
 MIN_TRIES = 2
 """What explores takes options of rules first that were measured less often: forecasts are off by more between rules
 than within one."""
-OUTLIER, FEW = 3.0, 3
-"""Standard deviations by which a measurement counts as different at most, once an option has a few."""
 LOSS, FIRST_LOSS = 0.02, 0.2
 """By how much longer than ``off`` an option may take, in logarithms; and how much so in its first batch."""
 REST = 16
@@ -55,6 +53,8 @@ MOST_DEFERRING = 3
 """Options of which it is forecast what they would do with fewer groups, besides ``off``: those with the least cost for
 all groups. Each takes two more forecasts."""
 NOTHING_ELSE = "nothing else is within the limits"
+RECENT_BATCHES, FEWEST_MEANS = 2, 32
+"""Batches whose mean lengths stand for those of new prompts, as training changes lengths, and prompts at least."""
 MOST_CANDIDATES = 65_536
 """Candidates of a batch for which all options together are forecast in a few seconds."""
 
@@ -171,11 +171,11 @@ def choose(
             usual_length * one.length_share,
             auto.limits,
             one.enough,
-            state.length_error(one.name) if state.options else None,
+            state.length_error(one.name) if state.measured else None,
         )
 
     if state.of(UNSHAPED.name).tries < MIN_OFF:
-        return chosen(off, f"is measured {MIN_OFF} times before anything else, without pauses and weight updates")
+        return chosen(off, "is measured before anything else, in a batch without pauses and weight updates")
     outlooks = [off]
     for option in options[1:]:
         if state.of(option.name).until > state.batches:
@@ -214,33 +214,28 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     limit = state.max_tokens if measured.max_tokens is None else measured.max_tokens
     if limit is not None and measured.longest > limit:
         limit = None
-    state = replace(state, max_tokens=limit, means=(*state.means, *measured.means)[-MEANS:])
+    recent = min(max(RECENT_BATCHES * len(measured.means), FEWEST_MEANS), MEANS)
+    state = replace(state, max_tokens=limit, means=(*state.means, *measured.means)[-recent:])
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
     name, before = choice.name, state.of(choice.name)
     state = _learn_limits(state, choice, choice.forecast, measured)
-    weight = max(1 / (before.tries + 1), WEIGHT)
     length_error = log(measured.mean_length / choice.forecast.mean_length)
     longer = 0.0 if choice.length_error is None else length_error - choice.length_error
-    expected = before.error if before.tries else state.error(name)
-    found = {
-        "error": _clip(expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)),
-        "length_error": _clip(length_error),
-        "more_cut": _clip(measured.cut - choice.forecast.cut),
-    }
-    usual = {key: _without_outlier(state, before, key, value) for key, value in found.items()}
-    kept = found if before.tries < FEW else usual
-    after = replace(
-        before,
-        tries=min(before.tries + 1, LARGEST),
-        last=state.batches,
-        error=_mix(before.error, kept["error"], weight),
-        length_error=_mix(before.length_error, kept["length_error"], weight),
-        more_cut=_mix(before.more_cut, kept["more_cut"], weight),
+    expected = state.error(name)
+    error = expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)
+    found = MeasuredErrors(
+        state.batches,
+        name,
+        _clip(error),
+        _clip(length_error),
+        _clip(measured.cut - choice.forecast.cut),
     )
-    state = _learn_noise(state, before, usual, cuts=choice.forecast.cut > 0)
+    state = replace(state, measured=(*state.measured, state.without_outlier(found))[-MEASURED:])
+    after = replace(before, tries=min(before.tries + 1, LARGEST))
     if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
+        weight = max(1 / after.tries, WEIGHT)
         state = replace(state, truncated=_mix(known, measured.truncated, weight))
     if choice.name != OFF and choice.off_seconds is not None:
         step = (measured.seconds + state.training_seconds(measured.returned)) / choice.share
@@ -298,30 +293,6 @@ def _book(state: AutoState, groups: int, bias: float, lost: float) -> AutoState:
         return min(max(before + change * groups, min(before, -groups)), max(before, groups)) if groups else before
 
     return replace(state, spare_bias=spare(state.spare_bias, bias), spare_lost=spare(state.spare_lost, lost))
-
-
-_NOISES = {"error": "noise", "length_error": "length_noise", "more_cut": "cut_noise"}
-
-
-def _without_outlier(state: AutoState, before: OptionState, key: str, value: float) -> float:
-    """Return a measurement, or the nearest value that differs from those before by no more than is usual."""
-    mean: float = getattr(before, key)
-    most = OUTLIER * sqrt(max(getattr(state, _NOISES[key]), FIRST_NOISE))
-    return min(max(value, mean - most), mean + most)
-
-
-def _learn_noise(state: AutoState, before: OptionState, found: Mapping[str, float], *, cuts: bool) -> AutoState:
-    """Learn how much measurements of an option differ from those of the same one before; ``cuts``: if it cuts any."""
-    if not before.tries:
-        return state
-    weight = max(1 / (FIRST_BATCHES + state.repeated + 1), WEIGHT)
-    share = before.effective_tries / (before.effective_tries + 1)  # the mean of those before varies, too
-    noises = {
-        _NOISES[key]: (1 - weight) * getattr(state, _NOISES[key]) + weight * share * (value - getattr(before, key)) ** 2
-        for key, value in found.items()
-        if key != "more_cut" or cuts
-    }
-    return replace(state, repeated=min(state.repeated + 1, LARGEST), **noises)
 
 
 def _mix(old: float, new: float, weight: float) -> float:

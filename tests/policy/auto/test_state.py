@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 
-from darts_server.policy.auto.state import AutoState, OptionState
+from darts_server.policy.auto.state import AutoState, MeasuredErrors, OptionState
 
 STATE = AutoState(
     batches=7,
     explored=1,
-    options={"off": OptionState(tries=3, error=0.1), "cap at 0.9": OptionState(1, -0.2, 0.01, 0.05, 1, 23)},
+    options={"off": OptionState(tries=3), "cap at 0.9": OptionState(1, 0.05, 1, 23)},
     training=((1000.0, 2.0), (800.0, 1.5)),
     means=(10.0, 20.0),
     max_tokens=256,
-    repeated=2,
-    noise=0.02,
-    length_noise=0.003,
+    measured=(MeasuredErrors(6, "off", 0.1, -0.2, 0.0), MeasuredErrors(7, "cap at 0.9", 0.2, 0.3, 0.01)),
     spare_bias=0.05,
     spare_lost=-0.1,
 )
@@ -40,20 +38,24 @@ def test_tries_count_by_rule() -> None:
     assert state.tries("uniform 1.5") == 0
 
 
-def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -> None:
-    off, cut = OptionState(5, error=1.0, length_error=0.5), OptionState(5, error=-1.0, length_error=-0.5)
-    exact = AutoState(options={"off": off, "cut 1.5 at 0.8": cut}, noise=0.0, length_noise=0.0)
-    assert (exact.error("off"), exact.length_error("off")) == (1.0, 0.5)
-    assert (exact.error("cut 1.5 at 0.8"), exact.length_error("cut 1.5 at 0.8")) == (-1.0, -0.5)
-    assert (exact.error("cut 1.5 at 0.9"), exact.length_error("cut 1.5 at 0.9")) == (-1.0, -0.5)
-    assert (exact.error("uniform 1.5"), exact.length_error("uniform 1.5")) == pytest.approx((0.0, 0.0))
-    noisy = replace(exact, noise=0.04, length_noise=0.01)
-    assert 0.3 < noisy.error("off") < 0.9
-    assert 0.48 < noisy.length_error("off") < 0.5
-    assert noisy.error("cut 1.5 at 0.8") < noisy.error("cut 1.5 at 0.9") < -0.3
-    many = {f"cut {number}": cut for number in range(9)}
-    assert -1.0 < replace(noisy, options={"off": off, **many}).error("uniform 1.5") < -0.5
-    assert (AutoState().error("off"), AutoState().length_error("off")) == (0.0, 0.0)
+def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
+    rows = [MeasuredErrors(batch, "off", 0.5, -0.4, 0.2) for batch in range(1, 9)]
+    state = AutoState(batches=8, measured=rows)
+    assert state.error("off") == pytest.approx(0.5, abs=0.05)
+    assert state.length_error("off") == pytest.approx(-0.4, abs=0.05)
+    assert state.more_cut("off") == pytest.approx(0.2, abs=0.05)
+    assert AutoState().error("off") == 0.0
+
+
+def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
+    rows = [MeasuredErrors(batch, "off", 0.02 * (-1) ** batch, 0.3, 0.0) for batch in range(1, 20)]
+    state = AutoState(batches=20, measured=rows)
+    usual = MeasuredErrors(20, "off", 0.03, 0.31, -0.01)
+    assert state.without_outlier(usual) == usual
+    kept = state.without_outlier(replace(usual, error=4.0, more_cut=-0.9))
+    assert 0.05 < kept.error < 0.5
+    assert -0.5 < kept.more_cut < -0.05
+    assert kept.length_error == usual.length_error
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -
         {"batches": -1},
         {"explored": 0.5},
         {"options": {"off": {"tries": -1}}},
-        {"options": {"off": {"error": 100.0}}},
+        {"options": {"off": {"against_off": 100.0}}},
         {"options": {str(i): {} for i in range(300)}},
         {"training": [(-1.0, 1.0)]},
         {"training": [(1.0, "x")]},
@@ -71,11 +73,11 @@ def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -
         {"means": [1.0] * 257},
         {"max_tokens": 0},
         {"truncated": 1.1},
-        {"repeated": -1},
-        {"noise": -0.1},
-        {"length_noise": 26.0},
-        {"cut_noise": -1.0},
-        {"options": {"off": {"last": -1}}},
+        {"measured": [{"batch": -1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
+        {"measured": [{"batch": 1, "name": 7, "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
+        {"measured": [{"batch": 1, "name": "off", "error": 9.0, "length_error": 0.0, "more_cut": 0.0}]},
+        {"measured": [MeasuredErrors(1, "off", 0.0, 0.0, 0.0)] * 65},
+        {"options": {"off": {"until": -1}}},
         {"spare_bias": float("inf")},
         {"spare_lost": "x"},
     ],
@@ -83,16 +85,6 @@ def test_errors_of_an_option_are_drawn_towards_its_rule_and_that_towards_all() -
 def test_a_damaged_state_is_refused(wrong: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         AutoState(**wrong)
-
-
-def test_what_was_measured_long_ago_counts_less_except_of_off() -> None:
-    options = {"off": OptionState(5, length_error=0.3), "cut": OptionState(20, length_error=-0.3, more_cut=0.2)}
-    state = AutoState(options=options)
-    assert state.length_error("cut") < -0.2
-    assert state.more_cut("cut") > 0.15
-    later = replace(state, batches=500)
-    assert abs(later.more_cut("cut")) < 0.01
-    assert later.length_error("off") == state.length_error("off")
 
 
 def test_training_is_a_line_through_what_was_measured() -> None:

@@ -1,0 +1,82 @@
+"""What is expected of forecasts, after errors of known kinds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.auto.errors import LEVEL, Errors
+
+NAMES = ("off", "uniform 1.5", "uniform 2.0", "darts 1.5")
+
+
+Row = tuple[int, str, float]
+
+
+def of(name: str, values: list[float], first: int = 1) -> list[Row]:
+    return [(batch, name, value) for batch, value in enumerate(values, first)]
+
+
+def errors(*parts: list[Row]) -> Errors:
+    rows = [row for part in parts for row in part]
+    return Errors([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
+
+
+def test_nothing_is_expected_of_what_was_never_measured() -> None:
+    nothing = Errors([], [], [])
+    assert nothing.expect("off", 5) == 0.0
+    assert LEVEL < nothing.spread("off", 5) < 2 * LEVEL
+
+
+def test_what_is_repeated_is_expected() -> None:
+    found = errors(of("off", [0.4, 0.4, 0.4, 0.4, 0.4]))
+    assert found.expect("off", 6) == pytest.approx(0.4, abs=0.02)
+    assert found.spread("off", 6) < 0.1
+
+
+def test_what_all_options_have_in_common_is_expected_of_one_that_was_never_measured() -> None:
+    found = errors(of("off", [0.4, 0.4, 0.4]), of("uniform 1.5", [0.4, 0.4, 0.4], 4))
+    assert found.expect("darts 1.5", 7) == pytest.approx(0.4, abs=0.05)
+    assert found.spread("darts 1.5", 7) > found.spread("uniform 1.5", 7)
+
+
+def test_options_of_a_rule_are_alike_and_those_of_others_less_so() -> None:
+    found = errors(of("off", [0.0] * 6), of("uniform 1.5", [0.2] * 6, 7))
+    assert found.expect("uniform 1.5", 13) == pytest.approx(0.2, abs=0.03)
+    assert 0.1 < found.expect("uniform 2.0", 13) < found.expect("uniform 1.5", 13)
+    assert -0.05 < found.expect("off", 13) < 0.08  # it was steady before, so that this is uniform's own
+    assert found.expect("off", 13) < found.expect("darts 1.5", 13) < found.expect("uniform 2.0", 13)
+
+
+def test_a_level_that_drifts_is_expected_of_options_that_were_measured_before() -> None:
+    """Answers get shorter while `uniform` runs: `off`, measured before, will be quicker than forecast as well."""
+    found = errors(of("off", [0.5, 0.4, 0.3]), of("uniform 1.5", [0.2, 0.1, 0.0, -0.1, -0.2, -0.3, -0.4], 4))
+    assert found.expect("uniform 1.5", 11) < -0.35
+    assert found.expect("off", 11) < -0.15
+
+
+def test_what_differs_between_options_is_forgotten() -> None:
+    found = errors(of("off", [0.0] * 6), of("uniform 1.5", [0.2] * 6, 7))
+    soon, late = (found.expect("uniform 1.5", batch) - found.expect("off", batch) for batch in (13, 400))
+    assert soon > 0.12
+    assert abs(late) < 0.01
+
+
+def test_noise_is_told_from_what_is_measured() -> None:
+    rng = np.random.default_rng(0)
+    spreads = [errors(of("off", rng.normal(0.0, noise, 40).tolist())).spread("off", 41) for noise in (0.03, 0.12, 0.25)]
+    assert spreads == pytest.approx([0.03, 0.12, 0.25], rel=0.5)
+    noisy = errors(of("off", rng.normal(0.0, 0.25, 20).tolist()), of("uniform 1.5", [0.3], 21))
+    assert noisy.expect("uniform 1.5", 22) < 0.15  # one batch may be chance
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(NAMES), st.floats(-5, 5)), max_size=64),
+    st.integers(0, 1100),
+)
+def test_whatever_was_measured_expectations_are_finite_and_within_it(rows: list[Row], batch: int) -> None:
+    found = errors(rows)
+    most = max((abs(row[2]) for row in rows), default=0.0)
+    for name in NAMES:
+        assert abs(found.expect(name, batch)) <= 2 * most + 1e-9
+        assert 0 < found.spread(name, batch) < 10
