@@ -28,6 +28,8 @@ from darts_server.simulation.workload import TracedWorkload, Workload
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
 SIZE = 8
+AGO = 8
+"""Steps between a prompt's earlier group and the one that is measured, where lengths change from step to step."""
 RARE, LONGER = 12, 10.0
 """One prompt of so many needs so many times as many tokens, in a changed workload."""
 
@@ -80,7 +82,7 @@ class Changed:
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
         typical = self.workload.lengths(number, SIZE, np.random.default_rng(number), attempt=1)
         lengths = self.workload.lengths(number, count, rng, attempt)
-        step = number // self.prompts
+        step = max(0, number // self.prompts - (AGO if attempt else 0))
         changed = np.ceil(self.change(Lengths(lengths.astype(np.float64), float(np.median(typical)), number, step)))
         is_truncated = lengths >= self.max_tokens
         return np.where(is_truncated, self.max_tokens, np.clip(changed, 1, self.max_tokens)).astype(np.int64)

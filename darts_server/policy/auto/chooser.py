@@ -23,7 +23,6 @@ from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expec
 from darts_server.policy.auto.state import (
     MAX_OPTIONS,
     MEANS,
-    MEASURED,
     MOST,
     TRAINED,
     WEIGHT,
@@ -41,6 +40,8 @@ MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
+UNSURE = 2.0
+"""Standard deviations by which ``off`` may be faster than expected, against the best, when it is worth a batch."""
 MIN_TRIES = 2
 """What explores takes options of rules first that were measured less often: forecasts are off by more between rules
 than within one."""
@@ -195,6 +196,8 @@ def choose(
         reason = f"{_step(best, groups)}, {_named(off, groups)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
+        if best is not off and off not in others and _may_be_faster(off, best, state):
+            others.append(off)
         least = min(others, key=lambda one: _by_tries(one, state), default=None)
         if least is not None:
             reason = f"explored: {_step(least, groups)}, {_named(best, groups)}, {_named(off, groups)}"
@@ -214,8 +217,10 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     limit = state.max_tokens if measured.max_tokens is None else measured.max_tokens
     if limit is not None and measured.longest > limit:
         limit = None
-    recent = min(max(RECENT_BATCHES * len(measured.means), FEWEST_MEANS), MEANS)
-    state = replace(state, max_tokens=limit, means=(*state.means, *measured.means)[-recent:])
+    if measured.means:
+        recent = min(max(RECENT_BATCHES * len(measured.means), FEWEST_MEANS), MEANS)
+        state = replace(state, means=(*state.means, *measured.means)[-recent:])
+    state = replace(state, max_tokens=limit)
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
     name, before = choice.name, state.of(choice.name)
@@ -224,14 +229,9 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     longer = 0.0 if choice.length_error is None else length_error - choice.length_error
     expected = state.error(name)
     error = expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)
-    found = MeasuredErrors(
-        state.batches,
-        name,
-        _clip(error),
-        _clip(length_error),
-        _clip(measured.cut - choice.forecast.cut),
-    )
-    state = replace(state, measured=(*state.measured, state.without_outlier(found))[-MEASURED:])
+    more_cut = measured.cut - choice.forecast.cut if measured.cut or choice.forecast.cut else None
+    found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut)
+    state = state.with_measured(found)
     after = replace(before, tries=min(before.tries + 1, LARGEST))
     if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
@@ -322,9 +322,16 @@ def _deferring(
             yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
 
 
+def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
+    """Return whether ``off`` may be faster than what is expected to be the best, which was not compared lately."""
+    most = exp(-UNSURE * state.uncertainty(best.name))
+    return off.cost - (1 - most) * off.seconds <= best.cost
+
+
 def _by_tries(one: Outlook, state: AutoState) -> tuple[bool, int, float]:
     """Return a sort key by which what was measured the least comes first, rules before their options."""
-    return state.tries(one.name) >= MIN_TRIES, state.of(one.name).tries, one.cost
+    of_rule, own = state.tries(one.name)
+    return of_rule >= MIN_TRIES, own, one.cost
 
 
 def _step(one: Outlook, groups: int) -> str:

@@ -15,6 +15,8 @@ RULES = ("uniform", "darts", "cut", "cap", "limit")
 DEFER = "defer"
 """May be allowed beside `RULES`: where the caller of a batch can defer prompts, it may end before all groups are
 complete, under each of them and `OFF`."""
+DEFERRING = " deferring"
+"""Ends the name under which batches are measured that end before all groups are complete."""
 REDUNDANCIES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """Candidates over those that are returned, as far as the maximum that the user sets, which is one of them too. Each
 adds about as large a share as the one before."""
@@ -88,7 +90,12 @@ def measured_name(option: Option, enough: int | None) -> str:
 
     What the model gets wrong about deferring must not spoil what is known of the option itself. Both have one rule.
     """
-    return option.name if enough is None else f"{option.name} deferring"
+    return option.name if enough is None else option.name + DEFERRING
+
+
+def kind_of(name: str) -> str:
+    """Return for which of what was measured the model is wrong in the same way: a rule, with or without deferring."""
+    return rule_of(name) + DEFERRING * name.endswith(DEFERRING)
 
 
 @dataclass(frozen=True, slots=True)

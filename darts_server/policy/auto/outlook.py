@@ -52,7 +52,8 @@ def expect(
         return Outlook(option, found, seconds, step, step)
     length = found.mean_length * exp(state.length_error(option.name))
     bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
-    lost = share_lost(found, state.more_cut(option.name), state.truncated, groups)
+    more_cut = state.more_cut(option.name) if found.cut else 0.0
+    lost = share_lost(found, more_cut, state.truncated, groups)
     limited = below_limit(bias, limits.most_bias), below_limit(lost, limits.most_lost)
     return Outlook(option, found, seconds, step, step + _price(found, state, limits, off), *limited)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from darts_server.policy.auto.errors import Errors
-from darts_server.policy.auto.options import rule_of
+from darts_server.policy.auto.options import OFF, rule_of
 from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
 TRAINED = 32
@@ -19,11 +19,13 @@ SHRINKAGE = 0.1
 MEANS = 256
 """Prompts whose mean lengths stand for those of new ones, at most."""
 WEIGHT = 0.15
-"""Least weight of the newest measurement among those of the same kind."""
-MEASURED = 64
-"""Newest batches that show by how much forecasts are wrong."""
+"""Least weight of the newest batch of ``off`` in the share that it truncates."""
+MEASURED, KEPT_OFF = 64, 4
+"""Newest batches that show by how much forecasts are wrong; the last few of ``off``, with which all others are
+compared, are among them however old they are."""
 OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once there are a few."""
+KINDS = ("error", "length_error", "more_cut")
 MAX_OPTIONS = 256
 MOST = 5.0
 """Largest logarithm of a ratio that is accepted."""
@@ -54,21 +56,23 @@ class MeasuredErrors:
 
     ``batch``: of how many that had begun. ``name``: of what was measured. ``error``: logarithm of measured over
     forecast seconds of the rollout, without what other lengths than expected explain; ``length_error``: the same for
-    the mean length of what is returned, all of it. ``more_cut``: share of cut trajectories, measured less forecast.
+    the mean length of what is returned, all of it. ``more_cut``: share of cut trajectories, measured less forecast;
+    ``None`` of an option that cuts none.
     """
 
     batch: int
     name: str
     error: float
     length_error: float
-    more_cut: float
+    more_cut: float | None
 
     def __post_init__(self) -> None:
         check_count("batch", self.batch)
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, got {self.name!r}")
-        for name in ("error", "length_error", "more_cut"):
-            check_number(name, getattr(self, name), -MOST, MOST)
+        for name in KINDS:
+            if name != "more_cut" or self.more_cut is not None:
+                check_number(name, getattr(self, name), -MOST, MOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ class AutoState:
         check_length("measured", self.measured, MEASURED)
         measured = (one if isinstance(one, MeasuredErrors) else MeasuredErrors(**one) for one in self.measured)
         object.__setattr__(self, "measured", tuple(measured))
+        if self.measured and max(one.batch for one in self.measured) > self.batches:
+            raise ValueError(f"batches that were measured must be among the {self.batches} that have begun")
         for tokens, seconds in self.training:
             check_number("tokens", tokens)
             check_number("seconds", seconds)
@@ -125,9 +131,10 @@ class AutoState:
     def of(self, name: str) -> OptionState:
         return self.options.get(name, OptionState())
 
-    def tries(self, name: str) -> int:
-        """Return how many batches were measured under options of the same rule."""
-        return sum(option.tries for other, option in self.options.items() if rule_of(other) == rule_of(name))
+    def tries(self, name: str) -> tuple[int, int]:
+        """Return how many of the last `MEASURED` batches were measured under an option's rule, and under the option."""
+        names = [one.name for one in self.measured if one.batch > self.batches - MEASURED]
+        return sum(rule_of(other) == rule_of(name) for other in names), names.count(name)
 
     def error(self, name: str) -> float:
         """Return the ``error`` that is to be expected of an option in the next batch."""
@@ -141,17 +148,29 @@ class AutoState:
         """Return the ``more_cut`` that is to be expected of an option in the next batch."""
         return _errors(self.measured, "more_cut").expect(name, self.batches + 1)
 
-    def without_outlier(self, measured: MeasuredErrors) -> MeasuredErrors:
-        """Return it with the nearest values that differ from what was expected by no more than is usual."""
-        if len(self.measured) < FEW:
-            return measured
-        found = {}
-        for key in ("error", "length_error", "more_cut"):
-            errors, value = _errors(self.measured, key), getattr(measured, key)
-            expected = errors.expect(measured.name, measured.batch)
-            most = OUTLIER * errors.spread(measured.name, measured.batch)
-            found[key] = min(max(value, expected - most), expected + most)
-        return replace(measured, **found)
+    def uncertainty(self, name: str) -> float:
+        """Return the standard deviation of how an option's ``error`` differs from that of ``off``."""
+        return _errors(self.measured, "error").differ(name, OFF, self.batches + 1)
+
+    def with_measured(self, found: MeasuredErrors) -> "AutoState":
+        """Return the state with another batch. What differs from what was expected by far counts as less so."""
+        if len(self.measured) >= FEW:
+            found = self._without_outlier(found)
+        measured = [*self.measured, found]
+        if len(measured) > MEASURED:
+            off = [index for index, one in enumerate(measured) if one.name == OFF][-KEPT_OFF:]
+            del measured[next(index for index in range(len(measured)) if index not in off)]
+        return replace(self, measured=measured)
+
+    def _without_outlier(self, found: MeasuredErrors) -> MeasuredErrors:
+        usual = {}
+        for key in KINDS:
+            errors, value = _errors(self.measured, key), getattr(found, key)
+            if value is not None:
+                expected = errors.expect(found.name, found.batch)
+                most = OUTLIER * errors.spread(found.name, found.batch)
+                usual[key] = min(max(value, expected - most), expected + most)
+        return replace(found, **usual)
 
     def training_seconds(self, tokens: float) -> float:
         """Return the expected seconds from the end of a batch with so many returned tokens to the next; 0 if unknown.
@@ -172,7 +191,6 @@ class AutoState:
 
 @lru_cache(maxsize=16)
 def _errors(measured: Sequence[MeasuredErrors], key: str) -> Errors:
-    """Fit one kind of errors, once for all options of a choice."""
-    return Errors(
-        [one.batch for one in measured], [one.name for one in measured], [getattr(one, key) for one in measured]
-    )
+    """Fit one of `KINDS`, once for all options of a choice."""
+    known = [one for one in measured if getattr(one, key) is not None]
+    return Errors([one.batch for one in known], [one.name for one in known], [getattr(one, key) for one in known])

@@ -112,7 +112,8 @@ class Dataset:
         for group in groups:
             if step and (group.version != step[-1][0] or len(step) >= STEP_GROUPS):
                 self._stats.save(KEY, asdict(self._load_stats().with_step(estimate for _, estimate in step)))
-                profile.begin_step()
+                if group.version > step[-1][0]:
+                    profile.begin_step()
                 step = []
             step.append((group.version, group.estimate))
             profile.observe(group.ratios)

@@ -90,10 +90,14 @@ def test_one_group_may_be_enough_or_all_but_one(least: int) -> None:
 def test_what_is_learned_of_deferring_does_not_change_what_is_expected_of_all_groups() -> None:
     choice = chosen(LONG)
     before = begin(MEASURED, choice)
-    state = learn(before, choice, measured(choice))
+    state = learn(before, choice, measured(choice, 1.3))
     assert state.of("off deferring").tries == 1
     assert state.measured[-1].name == "off deferring"
+    for _ in range(20):
+        state = learn(begin(state, choice), choice, measured(choice, 1.3))
     assert state.of("off") == MEASURED.of("off")
+    assert state.error("off deferring") == pytest.approx(np.log(1.3), abs=0.04)
+    assert state.error("off") < 0.3 * np.log(1.3)
     assert state.truncated is None
 
 

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.policy.auto.errors import LEVEL, Errors
+from darts_server.policy.checks import LARGEST
 
+BATCHES = st.integers(0, LARGEST)
 NAMES = ("off", "uniform 1.5", "uniform 2.0", "darts 1.5")
 
 
@@ -55,11 +57,31 @@ def test_a_level_that_drifts_is_expected_of_options_that_were_measured_before() 
     assert found.expect("off", 11) < -0.15
 
 
-def test_what_differs_between_options_is_forgotten() -> None:
+def test_half_of_what_differs_between_options_fades() -> None:
     found = errors(of("off", [0.0] * 6), of("uniform 1.5", [0.2] * 6, 7))
     soon, late = (found.expect("uniform 1.5", batch) - found.expect("off", batch) for batch in (13, 400))
     assert soon > 0.12
-    assert abs(late) < 0.01
+    assert late == pytest.approx(soon / 2, rel=0.1)
+
+
+def test_off_is_not_taken_for_slower_since_the_only_option_that_runs_is() -> None:
+    found = errors(of("off", [0.0] * 4), of("uniform 1.5", [0.2] * 60, 200))
+    assert found.expect("uniform 1.5", 261) == pytest.approx(0.2, abs=0.02)
+    assert found.expect("off", 261) < 0.07
+
+
+def test_what_is_measured_of_deferring_is_hardly_expected_of_the_option_itself() -> None:
+    found = errors(of("off", [0.0] * 5), of("off deferring", [0.2] * 30, 6))
+    assert found.expect("off deferring", 36) == pytest.approx(0.2, abs=0.02)
+    assert found.expect("off", 36) < 0.04
+
+
+def test_what_two_options_differ_by_is_known_once_both_were_measured() -> None:
+    assert Errors([], [], []).differ("off", "uniform 1.5", 1) == pytest.approx(np.sqrt(2 * (0.1**2 + 0.05**2)))
+    assert Errors([], [], []).differ("uniform 2.0", "uniform 1.5", 1) == pytest.approx(np.sqrt(2) * 0.05)
+    found = errors(of("off", [0.3, 0.31, 0.29, 0.3]), of("uniform 1.5", [0.1, 0.09, 0.11, 0.1], 5))
+    assert found.differ("off", "uniform 1.5", 9) < 0.08 < found.differ("off", "darts 1.5", 9)
+    assert found.differ("off", "off", 9) == 0.0
 
 
 def test_noise_is_told_from_what_is_measured() -> None:
@@ -71,8 +93,8 @@ def test_noise_is_told_from_what_is_measured() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(NAMES), st.floats(-5, 5)), max_size=64),
-    st.integers(0, 1100),
+    st.lists(st.tuples(st.integers(0, 1000) | BATCHES, st.sampled_from(NAMES), st.floats(-5, 5)), max_size=64),
+    st.integers(0, 1100) | BATCHES,
 )
 def test_whatever_was_measured_expectations_are_finite_and_within_it(rows: list[Row], batch: int) -> None:
     found = errors(rows)
@@ -80,3 +102,4 @@ def test_whatever_was_measured_expectations_are_finite_and_within_it(rows: list[
     for name in NAMES:
         assert abs(found.expect(name, batch)) <= 2 * most + 1e-9
         assert 0 < found.spread(name, batch) < 10
+        assert 0 <= found.differ(name, NAMES[0], batch) < 10

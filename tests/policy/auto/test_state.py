@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.policy.auto.state import AutoState, MeasuredErrors, OptionState
+from darts_server.policy.auto.state import MEASURED, AutoState, MeasuredErrors, OptionState
 
 STATE = AutoState(
     batches=7,
@@ -30,12 +30,17 @@ def test_an_option_that_was_not_tried_has_the_default() -> None:
     assert STATE.of("uniform 1.5") == OptionState()
 
 
-def test_tries_count_by_rule() -> None:
-    state = AutoState(
-        options={"cut 1.5 at 0.8": OptionState(2), "cut 2.0 at 0.9": OptionState(1), "cap": OptionState(4)}
-    )
-    assert state.tries("cut 1.25 at 0.8") == 3
-    assert state.tries("uniform 1.5") == 0
+def rows(*names: str, error: float = 0.0) -> list[MeasuredErrors]:
+    return [MeasuredErrors(batch, name, error, 0.0, None) for batch, name in enumerate(names, 1)]
+
+
+def test_tries_count_by_rule_and_option_among_the_last_batches() -> None:
+    names = ("cut 1.5 at 0.8", "cut 2.0 at 0.9", "cap at 0.8", "cut 1.5 at 0.8")
+    state = AutoState(batches=4, measured=rows(*names))
+    assert state.tries("cut 1.5 at 0.8") == (3, 2)
+    assert state.tries("cut 1.25 at 0.8") == (3, 0)
+    assert state.tries("uniform 1.5") == (0, 0)
+    assert replace(state, batches=MEASURED + 2).tries("cut 1.5 at 0.8") == (1, 1)
 
 
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
@@ -48,14 +53,39 @@ def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
 
 
 def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
-    rows = [MeasuredErrors(batch, "off", 0.02 * (-1) ** batch, 0.3, 0.0) for batch in range(1, 20)]
-    state = AutoState(batches=20, measured=rows)
+    steady = [MeasuredErrors(batch, "off", 0.02 * (-1) ** batch, 0.3, 0.0) for batch in range(1, 20)]
+    state = AutoState(batches=20, measured=steady)
     usual = MeasuredErrors(20, "off", 0.03, 0.31, -0.01)
-    assert state.without_outlier(usual) == usual
-    kept = state.without_outlier(replace(usual, error=4.0, more_cut=-0.9))
+    assert state.with_measured(usual).measured[-1] == usual
+    kept = state.with_measured(replace(usual, error=4.0, more_cut=-0.9)).measured[-1]
+    assert kept.more_cut is not None
     assert 0.05 < kept.error < 0.5
     assert -0.5 < kept.more_cut < -0.05
     assert kept.length_error == usual.length_error
+    assert AutoState(batches=20).with_measured(replace(usual, error=4.0)).measured[0].error == 4.0
+
+
+def test_options_that_cut_nothing_say_nothing_about_what_others_cut() -> None:
+    state = AutoState(batches=20, measured=rows(*["uniform 1.5"] * 18))
+    assert state.more_cut("cap at 0.8") == 0.0
+    cut = state.with_measured(MeasuredErrors(19, "cap at 0.8", 0.0, 0.0, 0.2))
+    assert cut.more_cut("cap at 0.8") > 0.1
+
+
+def test_the_last_batches_of_off_are_kept_however_old() -> None:
+    state = AutoState(batches=400, measured=rows(*["off"] * 6, error=0.2))
+    for batch in range(7, 80):
+        state = state.with_measured(MeasuredErrors(batch, "uniform 1.5", 0.0, 0.0, None))
+    assert len(state.measured) == MEASURED
+    assert [one.batch for one in state.measured if one.name == "off"] == [3, 4, 5, 6]
+    assert [one.batch for one in state.measured][-2:] == [78, 79]
+
+
+def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_measured() -> None:
+    state = AutoState(batches=9, measured=rows(*["off"] * 4, *["uniform 1.5"] * 4))
+    soon, late = (replace(state, batches=batches).uncertainty("uniform 1.5") for batches in (9, 90))
+    assert 0 < soon < late < AutoState().uncertainty("uniform 1.5") < 0.2
+    assert state.uncertainty("off") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +106,9 @@ def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
         {"measured": [{"batch": -1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
         {"measured": [{"batch": 1, "name": 7, "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
         {"measured": [{"batch": 1, "name": "off", "error": 9.0, "length_error": 0.0, "more_cut": 0.0}]},
-        {"measured": [MeasuredErrors(1, "off", 0.0, 0.0, 0.0)] * 65},
+        {"measured": [MeasuredErrors(0, "off", 0.0, 0.0, 0.0)] * 65},
+        {"measured": [MeasuredErrors(8, "off", 0.0, 0.0, 0.0)], "batches": 7},
+        {"measured": [{"batch": 1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 9.0}], "batches": 1},
         {"options": {"off": {"until": -1}}},
         {"spare_bias": float("inf")},
         {"spare_lost": "x"},

@@ -177,6 +177,16 @@ def test_what_was_recorded_before_a_step_counts_less_unless_it_is_little(before:
     assert sum(profile.state.censored) == pytest.approx(kept * censored)
 
 
+def test_steps_without_anything_new_leave_a_usable_state() -> None:
+    profile = LengthProfile()
+    profile.observe([(0.1, False)])
+    profile.observe([(1.0, False)] * 10 * MEMORY)
+    for _ in range(60):
+        profile.observe([(1.0, False)] * FEWEST)
+        profile.begin_step()
+        assert profile.state.finished
+
+
 def test_a_step_begins_before_anything_was_recorded() -> None:
     profile = LengthProfile()
     profile.begin_step()
