@@ -18,7 +18,17 @@ from math import exp, log
 import numpy as np
 
 from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
-from darts_server.policy.auto.options import DEFER, OFF, UNSHAPED, Auto, AutoLimits, Option, measured_name
+from darts_server.policy.auto.options import (
+    CUTTING,
+    DEFER,
+    OFF,
+    UNSHAPED,
+    Auto,
+    AutoLimits,
+    Option,
+    measured_name,
+    rule_of,
+)
 from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost
 from darts_server.policy.auto.state import (
     MAX_OPTIONS,
@@ -42,6 +52,8 @@ NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
 UNSURE = 2.0
 """Standard deviations by which ``off`` may be faster than expected, against the best, when it is worth a batch."""
+LONGEST_WITHOUT_OFF = 256
+"""Batches after which ``off`` is worth a batch whatever is expected of it."""
 MIN_TRIES = 2
 """What explores takes options of rules first that were measured less often: forecasts are off by more between rules
 than within one."""
@@ -198,7 +210,7 @@ def choose(
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
         if best is not off and off not in others and _may_be_faster(off, best, state):
             others.append(off)
-        least = min(others, key=lambda one: _by_tries(one, state), default=None)
+        least = min(others, key=lambda one: _by_age(one, state), default=None)
         if least is not None:
             reason = f"explored: {_step(least, groups)}, {_named(best, groups)}, {_named(off, groups)}"
             return chosen(least, reason, explores=True)
@@ -229,10 +241,10 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     longer = 0.0 if choice.length_error is None else length_error - choice.length_error
     expected = state.error(name)
     error = expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)
-    more_cut = measured.cut - choice.forecast.cut if measured.cut or choice.forecast.cut else None
+    more_cut = measured.cut - choice.forecast.cut if rule_of(name) in CUTTING else None
     found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut)
     state = state.with_measured(found)
-    after = replace(before, tries=min(before.tries + 1, LARGEST))
+    after = replace(before, tries=min(before.tries + 1, LARGEST), last=state.batches)
     if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
         weight = max(1 / after.tries, WEIGHT)
@@ -323,15 +335,15 @@ def _deferring(
 
 
 def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
-    """Return whether ``off`` may be faster than what is expected to be the best, which was not compared lately."""
+    """Return whether ``off`` may be faster than what is expected to be the best, or was not measured for long."""
     most = exp(-UNSURE * state.uncertainty(best.name))
-    return off.cost - (1 - most) * off.seconds <= best.cost
+    is_old = state.batches - state.of(OFF).last >= LONGEST_WITHOUT_OFF
+    return is_old or off.cost - (1 - most) * off.seconds <= best.cost
 
 
-def _by_tries(one: Outlook, state: AutoState) -> tuple[bool, int, float]:
-    """Return a sort key by which what was measured the least comes first, rules before their options."""
-    of_rule, own = state.tries(one.name)
-    return of_rule >= MIN_TRIES, own, one.cost
+def _by_age(one: Outlook, state: AutoState) -> tuple[bool, int, float]:
+    """Return a sort key: rules that were hardly measured first, then what was measured the longest ago, or never."""
+    return state.tries(one.name) >= MIN_TRIES, state.of(one.name).last, one.cost
 
 
 def _step(one: Outlook, groups: int) -> str:

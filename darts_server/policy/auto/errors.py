@@ -32,8 +32,8 @@ RULES_DIFFER, OPTIONS_DIFFER = 0.1, 0.05
 """By how much the errors of rules typically differ from each other, and those of the options of a rule."""
 STALE = 32
 """Batches after which what fades is half gone."""
-LONGEST_DRIFT = 1000
-"""Batches over which the level drifts at most."""
+LONGEST_GAP = 64
+"""Batches for which the level drifts, at most, from one that was measured to the next."""
 DRIFTS = (0.002, 0.03, 0.1)
 """By how much the level typically differs from one batch to the next."""
 NOISES = (0.03, 0.06, 0.12, 0.25)
@@ -45,7 +45,7 @@ class Errors:
     """What is expected of errors of one kind.
 
     Args:
-        batches: number of batches that had begun when each was measured, shape (n,).
+        batches: number of batches that had begun when each was measured, in this order, shape (n,).
         names: of the options that were measured, shape (n,).
         values: what was measured, shape (n,).
     """
@@ -57,8 +57,10 @@ class Errors:
         self._count = len(names)
         if not self._count:
             return
+        self._elapsed = np.clip(np.diff(self._batches, prepend=self._batches[0]), 0.0, LONGEST_GAP).cumsum()
         found = np.asarray(values, dtype=np.float64)
-        rows = [self._covariances(name, batch) for name, batch in zip(names, self._batches, strict=True)]
+        measured = zip(names, self._batches, self._elapsed, strict=True)
+        rows = [self._covariances(name, batch, elapsed) for name, batch, elapsed in measured]
         noise = _NOISES[:, None, None] ** 2 * np.eye(self._count)
         covariances = np.stack(rows, axis=1) + noise  # (pairs, n, n)
         self._inverse = np.linalg.inv(covariances)
@@ -75,16 +77,18 @@ class Errors:
         """Return the standard deviation of what would be measured of an option, around what is expected of it."""
         if not self._count:
             return sqrt(LEVEL**2 + RULES_DIFFER**2 + OPTIONS_DIFFER**2 + float((_NOISES**2).mean()))
-        drift = _DRIFTS**2 * self._since_first(batch)
+        drift = _DRIFTS**2 * self._elapsed_at(batch)
         prior = LEVEL**2 + RULES_DIFFER**2 + OPTIONS_DIFFER**2 + drift + _NOISES**2
-        return sqrt(self._variance(prior, self._covariances(name, batch), self._means(name, batch)))
+        covariances = self._covariances(name, batch, self._elapsed_at(batch))
+        return sqrt(self._variance(prior, covariances, self._means(name, batch)))
 
     def differ(self, name: str, other: str, batch: int) -> float:
         """Return the standard deviation of the difference between two options, around what is expected of it."""
         apart = 2 * (RULES_DIFFER**2 * (kind_of(name) != kind_of(other)) + OPTIONS_DIFFER**2 * (name != other))
         if not self._count:
             return sqrt(apart)
-        covariances = self._covariances(name, batch) - self._covariances(other, batch)
+        elapsed = self._elapsed_at(batch)
+        covariances = self._covariances(name, batch, elapsed) - self._covariances(other, batch, elapsed)
         means = self._means(name, batch) - self._means(other, batch)
         return sqrt(max(0.0, self._variance(apart, covariances, means)))
 
@@ -95,14 +99,18 @@ class Errors:
 
     def _means(self, name: str, batch: int) -> Floats:
         """Return what each pair expects of an option, shape (pairs,)."""
-        return np.asarray((self._covariances(name, batch) * self._coefficients).sum(axis=1))
+        covariances = self._covariances(name, batch, self._elapsed_at(batch))
+        return np.asarray((covariances * self._coefficients).sum(axis=1))
 
-    def _covariances(self, name: str, batch: float) -> Floats:
-        """Return how an option's error varies with those that were measured, noise aside, shape (pairs, n)."""
+    def _covariances(self, name: str, batch: float, elapsed: float) -> Floats:
+        """Return how an option's error varies with those that were measured, noise aside, shape (pairs, n).
+
+        ``elapsed``: batches for which the level has drifted by then.
+        """
         fresh = (1 + 0.5 ** (np.abs(self._batches - batch) / STALE)) / 2
         own = RULES_DIFFER**2 * (self._kinds == kind_of(name)) + OPTIONS_DIFFER**2 * (self._names == name)
-        drifted = np.minimum(self._since_first(self._batches), self._since_first(batch))
+        drifted = np.minimum(self._elapsed, elapsed)
         return np.asarray(LEVEL**2 + own * fresh + _DRIFTS[:, None] ** 2 * drifted)
 
-    def _since_first(self, batch: float | Floats) -> Floats:
-        return np.asarray(np.clip(batch - self._batches.min(), 0.0, LONGEST_DRIFT))
+    def _elapsed_at(self, batch: int) -> float:
+        return float(self._elapsed[-1] + np.clip(batch - self._batches[-1], 0.0, LONGEST_GAP))

@@ -15,6 +15,8 @@ RULES = ("uniform", "darts", "cut", "cap", "limit")
 DEFER = "defer"
 """May be allowed beside `RULES`: where the caller of a batch can defer prompts, it may end before all groups are
 complete, under each of them and `OFF`."""
+CUTTING = ("cut", "cap", "limit")
+"""Rules that cut trajectories that would have ended."""
 DEFERRING = " deferring"
 """Ends the name under which batches are measured that end before all groups are complete."""
 REDUNDANCIES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import exp, inf, sqrt
 
 from darts_server.policy.auto.forecast import Forecast
-from darts_server.policy.auto.options import OFF, AutoLimits, Option, measured_name
+from darts_server.policy.auto.options import CUTTING, OFF, AutoLimits, Option, measured_name, rule_of
 from darts_server.policy.auto.state import AutoState
 
 EDGE = 0.1
@@ -52,7 +52,7 @@ def expect(
         return Outlook(option, found, seconds, step, step)
     length = found.mean_length * exp(state.length_error(option.name))
     bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
-    more_cut = state.more_cut(option.name) if found.cut else 0.0
+    more_cut = state.more_cut(option.name) if rule_of(option.name) in CUTTING else 0.0
     lost = share_lost(found, more_cut, state.truncated, groups)
     limited = below_limit(bias, limits.most_bias), below_limit(lost, limits.most_lost)
     return Outlook(option, found, seconds, step, step + _price(found, state, limits, off), *limited)

@@ -36,16 +36,18 @@ class OptionState:
     """What was measured of one option. Plain fields: ``OptionState(**json)`` restores it.
 
     ``tries``: batches. ``against_off``: logarithm of a step's measured seconds over those expected of ``off``.
-    ``withdrawals``: how often it was withdrawn; ``until``: the number of batches from which it is no more.
+    ``withdrawals``: how often it was withdrawn; ``until``: the number of batches from which it is no more. ``last``:
+    the batches that had begun when it was measured last.
     """
 
     tries: int = 0
     against_off: float = 0.0
     withdrawals: int = 0
     until: int = 0
+    last: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tries", "withdrawals", "until"):
+        for name in ("tries", "withdrawals", "until", "last"):
             check_count(name, getattr(self, name))
         check_number("against_off", self.against_off, -MOST, MOST)
 
@@ -57,7 +59,7 @@ class MeasuredErrors:
     ``batch``: of how many that had begun. ``name``: of what was measured. ``error``: logarithm of measured over
     forecast seconds of the rollout, without what other lengths than expected explain; ``length_error``: the same for
     the mean length of what is returned, all of it. ``more_cut``: share of cut trajectories, measured less forecast;
-    ``None`` of an option that cuts none.
+    ``None`` of a rule that cuts none.
     """
 
     batch: int
@@ -82,9 +84,9 @@ class AutoState:
     ``batches``, ``explored``: how many there were, and how many of them explored. ``options``: by name. ``training``:
     returned tokens and the seconds until the next batch, of the newest batches. ``means``: mean lengths of the
     newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``truncated``: share of
-    those of ``off`` that were, the newest counting most; ``None`` before it was measured. ``measured``: the newest
-    batches, oldest first. ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were below them
-    so far, times their groups; negative: above them.
+    those of ``off`` that were, the newest counting most; ``None`` before it was measured. ``measured``: `MEASURED`
+    batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were
+    below them so far, times their groups; negative: above them.
     """
 
     batches: int = 0
@@ -131,10 +133,9 @@ class AutoState:
     def of(self, name: str) -> OptionState:
         return self.options.get(name, OptionState())
 
-    def tries(self, name: str) -> tuple[int, int]:
-        """Return how many of the last `MEASURED` batches were measured under an option's rule, and under the option."""
-        names = [one.name for one in self.measured if one.batch > self.batches - MEASURED]
-        return sum(rule_of(other) == rule_of(name) for other in names), names.count(name)
+    def tries(self, name: str) -> int:
+        """Return how many batches were measured under options of the same rule."""
+        return sum(option.tries for other, option in self.options.items() if rule_of(other) == rule_of(name))
 
     def error(self, name: str) -> float:
         """Return the ``error`` that is to be expected of an option in the next batch."""
@@ -169,7 +170,7 @@ class AutoState:
             if value is not None:
                 expected = errors.expect(found.name, found.batch)
                 most = OUTLIER * errors.spread(found.name, found.batch)
-                usual[key] = min(max(value, expected - most), expected + most)
+                usual[key] = min(max(value, expected - most, -MOST), expected + most, MOST)
         return replace(found, **usual)
 
     def training_seconds(self, tokens: float) -> float:

@@ -60,6 +60,7 @@ class Dataset:
         self._steps = StoredValues(documents, "step", PARSERS["step"])
         self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
         self._groups: list[_Group] = []
+        self._newest_version = 0
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self._restores = Restores(documents)
 
@@ -100,7 +101,7 @@ class Dataset:
     def _forget_replaced(self) -> None:
         """Forget groups that ended before learned state was restored."""
         if self._restores.noticed():
-            self._groups = []
+            self._groups, self._newest_version = [], 0
 
     def _write(self) -> None:
         self._forget_replaced()
@@ -109,12 +110,14 @@ class Dataset:
         groups, self._groups = self._groups, []
         profile = LengthProfile(self._profiles.load(KEY))
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
+        self._newest_version = max([self._newest_version, *(version for version, _ in step)])
         for group in groups:
             if step and (group.version != step[-1][0] or len(step) >= STEP_GROUPS):
                 self._stats.save(KEY, asdict(self._load_stats().with_step(estimate for _, estimate in step)))
-                if group.version > step[-1][0]:
-                    profile.begin_step()
                 step = []
+            if group.version > self._newest_version:
+                profile.begin_step()
+                self._newest_version = group.version
             step.append((group.version, group.estimate))
             profile.observe(group.ratios)
         self._profiles.save(KEY, asdict(profile.state))

@@ -64,6 +64,14 @@ def test_half_of_what_differs_between_options_fades() -> None:
     assert late == pytest.approx(soon / 2, rel=0.1)
 
 
+def test_a_level_that_drifts_is_seen_also_long_after_off_was_measured() -> None:
+    for first in (10, 5000):
+        falling = [-0.02 * batch for batch in range(60)]
+        found = errors(of("off", [0.0] * 4), of("uniform 1.5", falling, first))
+        assert found.expect("uniform 1.5", first + 60) == pytest.approx(-1.2, abs=0.05)
+        assert found.expect("off", first + 60) < -0.8
+
+
 def test_off_is_not_taken_for_slower_since_the_only_option_that_runs_is() -> None:
     found = errors(of("off", [0.0] * 4), of("uniform 1.5", [0.2] * 60, 200))
     assert found.expect("uniform 1.5", 261) == pytest.approx(0.2, abs=0.02)
@@ -100,6 +108,6 @@ def test_whatever_was_measured_expectations_are_finite_and_within_it(rows: list[
     found = errors(rows)
     most = max((abs(row[2]) for row in rows), default=0.0)
     for name in NAMES:
-        assert abs(found.expect(name, batch)) <= 2 * most + 1e-9
+        assert abs(found.expect(name, batch)) <= 4 * most + 1e-9
         assert 0 < found.spread(name, batch) < 10
         assert 0 <= found.differ(name, NAMES[0], batch) < 10

@@ -10,7 +10,7 @@ from darts_server.policy.auto.state import MEASURED, AutoState, MeasuredErrors, 
 STATE = AutoState(
     batches=7,
     explored=1,
-    options={"off": OptionState(tries=3), "cap at 0.9": OptionState(1, 0.05, 1, 23)},
+    options={"off": OptionState(tries=3), "cap at 0.9": OptionState(1, 0.05, 1, 23, 7)},
     training=((1000.0, 2.0), (800.0, 1.5)),
     means=(10.0, 20.0),
     max_tokens=256,
@@ -18,6 +18,10 @@ STATE = AutoState(
     spare_bias=0.05,
     spare_lost=-0.1,
 )
+
+
+def rows(*names: str, error: float = 0.0) -> list[MeasuredErrors]:
+    return [MeasuredErrors(batch, name, error, 0.0, None) for batch, name in enumerate(names, 1)]
 
 
 def test_state_is_the_same_after_a_restart() -> None:
@@ -30,17 +34,12 @@ def test_an_option_that_was_not_tried_has_the_default() -> None:
     assert STATE.of("uniform 1.5") == OptionState()
 
 
-def rows(*names: str, error: float = 0.0) -> list[MeasuredErrors]:
-    return [MeasuredErrors(batch, name, error, 0.0, None) for batch, name in enumerate(names, 1)]
-
-
-def test_tries_count_by_rule_and_option_among_the_last_batches() -> None:
-    names = ("cut 1.5 at 0.8", "cut 2.0 at 0.9", "cap at 0.8", "cut 1.5 at 0.8")
-    state = AutoState(batches=4, measured=rows(*names))
-    assert state.tries("cut 1.5 at 0.8") == (3, 2)
-    assert state.tries("cut 1.25 at 0.8") == (3, 0)
-    assert state.tries("uniform 1.5") == (0, 0)
-    assert replace(state, batches=MEASURED + 2).tries("cut 1.5 at 0.8") == (1, 1)
+def test_tries_count_by_rule() -> None:
+    state = AutoState(
+        options={"cut 1.5 at 0.8": OptionState(2), "cut 2.0 at 0.9": OptionState(1), "cap": OptionState(4)}
+    )
+    assert state.tries("cut 1.25 at 0.8") == 3
+    assert state.tries("uniform 1.5") == 0
 
 
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
@@ -63,6 +62,15 @@ def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
     assert -0.5 < kept.more_cut < -0.05
     assert kept.length_error == usual.length_error
     assert AutoState(batches=20).with_measured(replace(usual, error=4.0)).measured[0].error == 4.0
+
+
+def test_what_is_measured_stays_in_range_whatever_was_expected() -> None:
+    state = AutoState(batches=90)
+    for batch in range(1, 90):
+        state = state.with_measured(MeasuredErrors(batch, "off" if batch % 2 else "uniform 1.5", 5.0, -5.0, None))
+    other = state.with_measured(MeasuredErrors(90, "off", -5.0, 5.0, None)).measured[-1]
+    assert -5 <= other.error < 5
+    assert -5 < other.length_error <= 5
 
 
 def test_options_that_cut_nothing_say_nothing_about_what_others_cut() -> None:
@@ -110,6 +118,7 @@ def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_m
         {"measured": [MeasuredErrors(8, "off", 0.0, 0.0, 0.0)], "batches": 7},
         {"measured": [{"batch": 1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 9.0}], "batches": 1},
         {"options": {"off": {"until": -1}}},
+        {"options": {"off": {"last": -1}}},
         {"spare_bias": float("inf")},
         {"spare_lost": "x"},
     ],

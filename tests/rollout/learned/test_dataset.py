@@ -69,3 +69,13 @@ async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
             apart.flush()
     together.flush()
     assert at_once.kept == one_by_one.kept
+
+
+async def test_groups_of_older_weights_among_newer_ones_begin_no_step() -> None:
+    mixed, newer = Dataset(Documents()), Dataset(Documents())
+    for number in range(400):
+        mixed.learn(group(10, 20, 40, version=7 * (number % 2)), None)
+        newer.learn(group(10, 20, 40, version=7), None)
+    recorded = [sum(dataset.profile.state.finished) for dataset in (mixed, newer)]
+    assert min(recorded) > 600
+    assert recorded[0] == pytest.approx(recorded[1], rel=0.01)
