@@ -33,6 +33,21 @@ class CandidateResult(Generic[OutputT]):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTokens:
+    """How many tokens a request takes.
+
+    ``prompt``: of its prompt, 1 where that is not known; ``most``: that a candidate may generate, ``None`` where that
+    is not known.
+    """
+
+    prompt: int = 1
+    most: int | None = None
+
+
+UNKNOWN_TOKENS = RequestTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSlice:
     """A candidate's generated tokens from some position on, with their log-probs if the engine computes them.
 
@@ -221,8 +236,8 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         """Return the key for the prompt's statistics, for callers that give none."""
         ...
 
-    def prompt_tokens(self, request: RequestT) -> int:
-        """Return how many tokens the prompt has, as far as that is known before it runs; at least 1."""
+    def tokens(self, request: RequestT) -> RequestTokens:
+        """Return how many tokens the request takes, as far as that is known before it runs."""
         ...
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from darts_server.engine.port import OutputT, RequestT
+from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Ticket
@@ -17,7 +17,7 @@ class JoinRequest(Generic[RequestT]):
 
     ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
     takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    ``own_id``: the caller's own id of the request, if any. ``prompt_tokens``: of the prompt.
+    ``own_id``: the caller's own id of the request, if any. ``tokens``: that it takes.
     """
 
     request: RequestT
@@ -28,7 +28,7 @@ class JoinRequest(Generic[RequestT]):
     ticket: Ticket
     name: str | None = None
     own_id: str | None = None
-    prompt_tokens: int = 1
+    tokens: RequestTokens = UNKNOWN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.group_id = f"group-{first.request_id}"
         self._allocator = groups.allocator
         self._plan = first.plan
-        self._prompt_key, self._prompt_tokens = first.prompt_key, first.prompt_tokens
+        self._prompt_key, self._tokens = first.prompt_key, first.tokens
         self._timeout = timeout
         self._on_end = on_end
         self._seats: list[_Seat[RequestT, OutputT]] = []
@@ -328,7 +328,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             full = plan.size == self._plan.size
             self._observer.group_sealed(full=full)
             self._short.add(full=full, planned=self._plan.size)
-            allocation = await self._allocator.allocate(plan, self._prompt_key, self._prompt_tokens)
+            allocation = await self._allocator.allocate(plan, self._prompt_key, self._tokens)
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)

@@ -56,13 +56,15 @@ class AutoRun:
     def _choose(self, prompts: Sequence[Prompt], enough: int, min_groups: int | None) -> Choice:
         rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
+        batch = self.candidates.batch(prompts, 1)
         expectation = Expectation.of(
             [None if stats is None else stats.mean_ema for stats in earlier],
             [None if stats is None else stats.std_ema for stats in earlier],
             self.profile.quantiles(RATIOS),
             self.state,
             rng,
-            round(float(self.candidates.batch(prompts, 1).prompt_tokens.mean())),
+            round(float(batch.prompt_tokens.mean())),
+            batch.max_tokens,
         )
         size, machine = self.setting.size, self.setting.machine
         return choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)

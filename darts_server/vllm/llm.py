@@ -227,7 +227,7 @@ class ShapingLLM(ControlledLLM):
         with ticket, raise_vllm_errors():
             async with self.gate.enter():
                 aborts = self.rollouts.aborts
-                allocation = await self.rollouts.allocator.allocate(plan, prompt_key, request.prompt_tokens)
+                allocation = await self.rollouts.allocator.allocate(plan, prompt_key, request.tokens)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
                 run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
                 if self.rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
@@ -350,7 +350,7 @@ def _join_request(
     who = caller.get()
     join_key = f"{who.name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
     return JoinRequest(
-        request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id, request.prompt_tokens
+        request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id, request.tokens
     )
 
 

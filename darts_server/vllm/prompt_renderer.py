@@ -9,6 +9,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat.engine import REFUSALS
@@ -56,8 +57,8 @@ class VllmPromptRenderer:
     def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
 
-    def prompt_tokens(self, request: PromptRequest) -> int:
-        return request.prompt_tokens
+    def tokens(self, request: PromptRequest) -> RequestTokens:
+        return request.tokens
 
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
         return request.tail_seed

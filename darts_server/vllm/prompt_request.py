@@ -11,7 +11,7 @@ from msgspec import structs
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.engine.port import Probe
+from darts_server.engine.port import Probe, RequestTokens
 from darts_server.rollout.learned.prompts import key_of
 from darts_server.vllm.probe.wire import ARGUMENT
 
@@ -45,10 +45,10 @@ class PromptRequest:
         return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in others if part))
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt; 1 if it has none, as one of embeddings."""
-        tokens = self.prompt.get("prompt_token_ids") if isinstance(self.prompt, dict) else None
-        return max(1, len(tokens or ()))
+    def tokens(self) -> RequestTokens:
+        """Tokens of the prompt, 1 if it has none, as one of embeddings; and those that a candidate may have."""
+        prompt = self.prompt.get("prompt_token_ids") if isinstance(self.prompt, dict) else None
+        return RequestTokens(max(1, len(prompt or ())), self.params.max_tokens)
 
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:

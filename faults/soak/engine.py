@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, EngineRefused, InvalidRequest
 from darts_server.policy.voting.answers import create_extractor
@@ -95,8 +96,8 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return request.partition("#")[0]
 
-    def prompt_tokens(self, request: str) -> int:
-        return max(1, len(request.split()))
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None

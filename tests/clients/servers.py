@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from darts_server.control import Control
+from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
@@ -55,8 +56,8 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
-    def prompt_tokens(self, request: str) -> int:
-        return max(1, len(request.split()))
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)

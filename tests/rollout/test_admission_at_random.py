@@ -12,7 +12,7 @@ from unittest.mock import Mock
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import Probe
+from darts_server.engine.port import Probe, RequestTokens
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
@@ -78,8 +78,8 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return request
 
-    def prompt_tokens(self, request: str) -> int:
-        return max(1, len(request.split()))
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None

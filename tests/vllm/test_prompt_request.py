@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from darts_server.engine.port import RequestTokens
 from darts_server.vllm.prompt_request import PromptRequest
 
 
@@ -18,4 +19,4 @@ from darts_server.vllm.prompt_request import PromptRequest
     ],
 )
 def test_a_prompt_counts_by_its_tokens_as_far_as_these_are_known(prompt: Any, tokens: int) -> None:
-    assert PromptRequest(prompt, SamplingParams(), "r").prompt_tokens == tokens
+    assert PromptRequest(prompt, SamplingParams(max_tokens=9), "r").tokens == RequestTokens(tokens, 9)

@@ -27,7 +27,7 @@ class Expectation:
 
     ``means``, ``stds``: of lengths in tokens; a std is ``None`` where it is unknown. ``ratios``: equally likely ratios
     of a length to its prompt's mean. ``prompt_tokens``: of a prompt, on average. ``max_tokens``: where trajectories are
-    truncated; ``None`` if none was.
+    truncated; ``None`` if that is unknown.
     """
 
     means: Sequence[float]
@@ -49,14 +49,18 @@ class Expectation:
         state: AutoState,
         rng: np.random.Generator,
         prompt_tokens: int = 1,
+        max_tokens: int | None = None,
     ) -> "Expectation | None":
-        """Expect of new prompts, whose mean is ``None``, what recent ones were like; ``None`` if nothing is known."""
+        """Expect of new prompts, whose mean is ``None``, what recent ones were like; ``None`` if nothing is known.
+
+        ``max_tokens``: of the requests; if it is unknown, trajectories are truncated where earlier ones were.
+        """
         new = sum(mean is None for mean in means)
         if ratios is None or (new and not state.means):
             return None
         drawn = iter(rng.permutation(np.resize(state.means, new)).tolist() if new else ())
         known = [next(drawn) if mean is None else mean for mean in means]
-        return cls(known, stds, ratios, prompt_tokens, state.max_tokens)
+        return cls(known, stds, ratios, prompt_tokens, max_tokens or state.max_tokens)
 
     def samples(self, most: int = MAX_SAMPLES) -> int:
         """Return how often the batch is sampled, at most ``most`` times."""

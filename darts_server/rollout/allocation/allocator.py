@@ -8,6 +8,7 @@ from math import floor, inf
 
 import numpy as np
 
+from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates, share_left
 from darts_server.policy.allocation.optimum import allocate_by_std
@@ -59,15 +60,15 @@ class _Pending:
     """Groups of one kind that wait for their allocation."""
 
     plan: Plan
-    groups: list[tuple[str, int, asyncio.Future[Allocation]]] = field(default_factory=list)
-    """Prompt key, tokens of the prompt, and what the group waits for."""
+    groups: list[tuple[str, RequestTokens, asyncio.Future[Allocation]]] = field(default_factory=list)
+    """Prompt key, tokens of the request, and what the group waits for."""
 
     @property
     def keys(self) -> list[str]:
         return [key for key, _, _ in self.groups]
 
     @property
-    def prompt_tokens(self) -> list[int]:
+    def tokens(self) -> list[RequestTokens]:
         return [tokens for _, tokens, _ in self.groups]
 
     def leave_out_cancelled(self) -> None:
@@ -122,7 +123,7 @@ class Allocator(GroupObserver):
         self._pending: dict[Kind, _Pending] = {}
         self._remainders: dict[Kind, float] = {}
 
-    async def allocate(self, plan: Plan, prompt_key: str, prompt_tokens: int = 1) -> Allocation:
+    async def allocate(self, plan: Plan, prompt_key: str, tokens: RequestTokens = UNKNOWN_TOKENS) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
         if not plan.uses_cohort:
             return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
@@ -132,7 +133,7 @@ class Allocator(GroupObserver):
             self._pending[kind] = _Pending(plan)
             loop.call_later(self._window, self._allocate_pending, kind)
         allocation: asyncio.Future[Allocation] = loop.create_future()
-        self._pending[kind].groups.append((prompt_key, prompt_tokens, allocation))
+        self._pending[kind].groups.append((prompt_key, tokens, allocation))
         try:
             return await allocation
         except asyncio.CancelledError:
@@ -144,7 +145,7 @@ class Allocator(GroupObserver):
         self,
         plan: Plan,
         prompt_keys: Sequence[str],
-        prompt_tokens: Sequence[int],
+        tokens: Sequence[RequestTokens],
         enough: int | None = None,
         min_groups: int | None = None,
     ) -> CohortChoice | None:
@@ -159,7 +160,7 @@ class Allocator(GroupObserver):
             return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
 
         auto = plan.auto.with_deadlines(rule)
-        choice = await self.auto.choose(auto, plan.size, prompt_keys, prompt_tokens, enough, min_groups)
+        choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
         return CohortChoice(choice, enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
@@ -209,7 +210,7 @@ class Allocator(GroupObserver):
     async def _choose_pending(self, pending: _Pending) -> None:
         pending.leave_out_cancelled()
         try:
-            chosen = await self.choose(pending.plan, pending.keys, pending.prompt_tokens)
+            chosen = await self.choose(pending.plan, pending.keys, pending.tokens)
         except Exception as error:  # raised in every caller that waits
             pending.fail(error)
             return

@@ -10,6 +10,7 @@ import numpy as np
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from darts_server.engine.port import RequestTokens
 from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
 from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.auto.options import Auto
@@ -70,13 +71,13 @@ class AutoCohorts:
         auto: Auto,
         size: int,
         keys: Sequence[str],
-        prompt_tokens: Sequence[int],
+        tokens: Sequence[RequestTokens],
         enough: int | None,
         min_groups: int | None = None,
     ) -> Choice:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
-        ``prompt_tokens``: of each prompt. They take room in the KV caches as what is generated does. ``enough``:
+        ``tokens``: of each request. Those of prompts take room in the KV caches as what is generated does. ``enough``:
         complete groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
@@ -86,8 +87,10 @@ class AutoCohorts:
         prompts = self._statistics.prompts
         means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
         ratios = self._statistics.dataset.profile.quantiles(RATIOS)
-        usual_prompt = max(1, round(fmean(prompt_tokens)))
-        expectation = Expectation.of(means, stds, ratios, state, rng, usual_prompt)
+        usual_prompt = max(1, round(fmean(one.prompt for one in tokens)))
+        limits = [one.most for one in tokens if one.most is not None]
+        limit = max(limits) if len(limits) == len(tokens) else None
+        expectation = Expectation.of(means, stds, ratios, state, rng, usual_prompt, limit)
         enough = enough or len(keys)
         arguments = (auto, state, size, expectation, machine, enough, rng, min_groups)
         return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)

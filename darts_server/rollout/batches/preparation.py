@@ -118,8 +118,8 @@ async def prepare_batch(
             _resumed(batch, terms, identity, each, kept.limits, rollouts.weight_version)
             for identity, each in zip(identities, carried, strict=True)
         ]
-        prompt_tokens = [renderer.prompt_tokens(request) for request in requests]
-        chosen = await rollouts.allocator.choose(plan, keys, prompt_tokens, batch.num_groups, batch.min_groups)
+        tokens = [renderer.tokens(request) for request in requests]
+        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups)
         allocations = _allocate(rollouts, ticket, plan, keys, batch, resumed, chosen)
     except BaseException:
         ticket.release()

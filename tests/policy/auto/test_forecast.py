@@ -46,6 +46,9 @@ def test_new_prompts_are_expected_to_be_like_recent_ones() -> None:
     assert found.means[0] == 5.0
     assert sorted(found.means[1:]) == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
     assert found.max_tokens == 77
+    requested = Expectation.of([5.0], [None], RATIOS, state, rng(), max_tokens=99)
+    assert requested is not None
+    assert requested.max_tokens == 99
     known = Expectation.of([5.0, 6.0], [1.0, None], RATIOS, AutoState(), rng())
     assert known is not None
     assert known.means == [5.0, 6.0]

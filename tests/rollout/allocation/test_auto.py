@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose
@@ -125,7 +126,9 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     auto = made.plan(SIZE, AUTO).auto
     assert auto is not None
     keys = [f"p{number}" for number in range(GROUPS)]
-    await asyncio.gather(*(made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * GROUPS, None) for _ in range(4)))
+    await asyncio.gather(
+        *(made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * GROUPS, None) for _ in range(4))
+    )
     assert most == 1
 
 
@@ -146,7 +149,7 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
     assert auto is not None
     keys = [f"step0-{number}" for number in range(GROUPS)]
     for share in (0.004, 0.004, 0.1, 0.1, 0.0001, 0.0001, 0.0001):
-        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * GROUPS, None)
+        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * GROUPS, None)
         assert choice.off_seconds is not None
         seconds_a_sample = share * choice.off_seconds
     assert used == [8, 8, 2, 2, 1, 1, 8]
@@ -203,7 +206,7 @@ async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candid
     assert auto is not None
     keys = ["p"] * MOST_CANDIDATES
     made.store.get = None  # type: ignore[method-assign,assignment]  # a read fails
-    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [1] * len(keys), None)
+    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * len(keys), None)
     assert "more than" in choice.reason
 
 
@@ -216,6 +219,22 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
     assert made.rollouts.allocator.auto.state(SIZE).truncated == pytest.approx(1 / SIZE)
 
 
+@pytest.mark.parametrize(("limits", "is_bounded"), [([3], True), ([2, 3], True), ([None, 3], False)])
+async def test_no_trajectory_is_expected_to_be_longer_than_the_requests_allow(
+    limits: list[int | None], is_bounded: bool
+) -> None:
+    made = harness()
+    for step in range(MIN_OFF + 1):
+        await cohort(made, f"step{step}")
+    plan = made.plan(SIZE, AUTO)
+    assert plan.auto is not None
+    names = [f"step0-{number}" for number in range(GROUPS)]
+    tokens = [RequestTokens(1, limit) for limit in (limits * GROUPS)[:GROUPS]]
+    choice = await made.rollouts.allocator.auto.choose(plan.auto, SIZE, names, tokens, None)
+    assert choice.forecast is not None
+    assert (choice.forecast.mean_length <= 3) == is_bounded
+
+
 async def test_prompts_take_room_in_the_kv_cache_that_candidates_then_wait_for() -> None:
     made = harness()
     for step in range(MIN_OFF + 1):
@@ -226,8 +245,8 @@ async def test_prompts_take_room_in_the_kv_cache_that_candidates_then_wait_for()
     seconds = []
     for tokens in (1, 1000):
         names = [f"step0-{number}" for number in range(GROUPS)]
-        choice = await allocator.auto.choose(plan.auto, SIZE, names, [tokens] * GROUPS, None)
-        each = await asyncio.gather(*(allocator.allocate(plan, name, tokens) for name in names))
+        choice = await allocator.auto.choose(plan.auto, SIZE, names, [RequestTokens(tokens)] * GROUPS, None)
+        each = await asyncio.gather(*(allocator.allocate(plan, name, RequestTokens(tokens)) for name in names))
         [expected] = {one.cohort.terms.predicted_seconds for one in each if one.cohort is not None}
         assert expected == choice.seconds
         assert choice.off_seconds is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.auto.chooser import MIN_OFF
@@ -47,8 +48,8 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
-    def prompt_tokens(self, request: str) -> int:
-        return max(1, len(request.split()))
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)

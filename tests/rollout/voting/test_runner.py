@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import HiddenState
+from darts_server.engine.port import HiddenState, RequestTokens
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.observers import VoteObserver
@@ -97,8 +97,8 @@ class Election(VoteObserver):
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
-    def prompt_tokens(self, request: str) -> int:
-        return max(1, len(request.split()))
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
