@@ -74,7 +74,6 @@ class AutoRun:
         counts = np.isfinite(rollout.started_at)
         ended = batch.valid & (rollout.generated == batch.ends)
         means = []
-        self.profile.begin_step()
         for row, prompt in enumerate(prompts):
             earlier = self.candidates.earlier(prompt.number)
             if np.isinf(rollout.completed_at[row]):  # deferred: nothing is learned from it

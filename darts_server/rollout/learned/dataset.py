@@ -1,7 +1,6 @@
 """Length statistics of the whole data set."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
@@ -40,15 +39,6 @@ PARSERS: dict[str, Parse] = {
 """How values are parsed, by kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """What was learned from a group. ``ratios``: of its candidates' lengths to the mean of their prompt."""
-
-    version: int
-    estimate: LengthEstimate
-    ratios: Sequence[tuple[float, bool]]
-
-
 class Dataset:
     """Aggregate lengths over all prompts and keep the result in ``documents``.
 
@@ -59,8 +49,8 @@ class Dataset:
         self._stats = StoredValues(documents, "dataset", PARSERS["dataset"])
         self._steps = StoredValues(documents, "step", PARSERS["step"])
         self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
-        self._groups: list[_Group] = []
-        self._newest_version = 0
+        self._ratios: list[list[tuple[float, bool]]] = []  # by group: one fades all before it
+        self._groups: list[tuple[int, LengthEstimate]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self._restores = Restores(documents)
 
@@ -88,7 +78,8 @@ class Dataset:
             return
         self._forget_replaced()
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        self._groups.append(_Group(version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
+        self._groups.append((version, estimate_lengths(observed)))
+        self._ratios.append(ratios_to_mean(observed, earlier))
         self._write_later.request()
 
     def flush(self) -> None:
@@ -101,24 +92,22 @@ class Dataset:
     def _forget_replaced(self) -> None:
         """Forget groups that ended before learned state was restored."""
         if self._restores.noticed():
-            self._groups, self._newest_version = [], 0
+            self._ratios, self._groups = [], []
 
     def _write(self) -> None:
         self._forget_replaced()
         if not self._groups:
             return
-        groups, self._groups = self._groups, []
+        ratios, groups = self._ratios, self._groups
+        self._ratios, self._groups = [], []
         profile = LengthProfile(self._profiles.load(KEY))
-        step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
-        self._newest_version = max([self._newest_version, *(version for version, _ in step)])
-        for group in groups:
-            if step and (group.version != step[-1][0] or len(step) >= STEP_GROUPS):
-                self._stats.save(KEY, asdict(self._load_stats().with_step(estimate for _, estimate in step)))
-                step = []
-            if group.version > self._newest_version:
-                profile.begin_step()
-                self._newest_version = group.version
-            step.append((group.version, group.estimate))
-            profile.observe(group.ratios)
+        for group in ratios:
+            profile.observe(group)
         self._profiles.save(KEY, asdict(profile.state))
+        step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
+        for version, estimate in groups:
+            if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
+                self._stats.save(KEY, asdict(self._load_stats().with_step(group for _, group in step)))
+                step = []
+            step.append((version, estimate))
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.lengths.profile import EDGES, FEWEST, MEMORY, STEP_KEEPS, LengthProfile, ProfileState
+from darts_server.policy.lengths.profile import EDGES, MEMORY, LengthProfile, ProfileState
 
 Floats = NDArray[np.float64]
 Drawing = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -165,41 +165,6 @@ def test_old_ratios_fade() -> None:
         profile.observe([(1.0, True)] * MEMORY)
     assert sum(profile.state.finished) == 0
     assert profile.quantiles(3) is None
-
-
-@pytest.mark.parametrize(("before", "kept"), [(100, 1.0), (FEWEST, 1.0), (600, FEWEST / 600), (3000, STEP_KEEPS)])
-def test_what_was_recorded_before_a_step_counts_less_unless_it_is_little(before: int, kept: float) -> None:
-    profile = LengthProfile()
-    profile.observe([(1.0, False)] * (before // 2) + [(2.0, True)] * (before // 2))
-    finished, censored = sum(profile.state.finished), sum(profile.state.censored)
-    profile.begin_step()
-    assert sum(profile.state.finished) == pytest.approx(kept * finished)
-    assert sum(profile.state.censored) == pytest.approx(kept * censored)
-
-
-def test_steps_without_anything_new_leave_a_usable_state() -> None:
-    profile = LengthProfile()
-    profile.observe([(0.1, False)])
-    profile.observe([(1.0, False)] * 10 * MEMORY)
-    for _ in range(60):
-        profile.observe([(1.0, False)] * FEWEST)
-        profile.begin_step()
-        assert profile.state.finished
-
-
-def test_a_step_begins_before_anything_was_recorded() -> None:
-    profile = LengthProfile()
-    profile.begin_step()
-    assert profile.state == ProfileState()
-
-
-def test_a_few_small_steps_are_enough_to_follow_a_tail_that_gets_shorter() -> None:
-    profile, rng = LengthProfile(), np.random.default_rng(0)
-    for sigma in [1.0] * 10 + [0.3] * 8:
-        profile.begin_step()
-        for _ in range(16):
-            profile.observe(stop_none(log_normal(sigma)(rng, (8,)), rng))
-    assert float(np.quantile(quantiles(profile), 0.97)) < 3  # 1.7 of the newest, 4.0 of the first
 
 
 def test_the_order_within_a_group_does_not_matter() -> None:

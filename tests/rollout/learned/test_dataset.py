@@ -48,16 +48,6 @@ async def test_groups_that_end_after_a_restore_are_learned_without_those_before(
     assert dataset.stats.steps == 3  # the fourth goes on
 
 
-async def test_the_distribution_of_lengths_follows_new_weights() -> None:
-    dataset = Dataset(Documents())
-    for version in range(40):
-        for _ in range(16):  # what is long ends with version 30
-            dataset.learn(group(*[10] * 7, 400 if version < 30 else 10, version=version), None)
-    longest = dataset.profile.quantiles(1000)
-    assert longest is not None
-    assert float((longest > 3).mean()) < 0.05  # 0.125 of the older ones
-
-
 async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
     at_once, one_by_one = Documents(), Documents()
     together, apart = Dataset(at_once), Dataset(one_by_one)
@@ -69,13 +59,3 @@ async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
             apart.flush()
     together.flush()
     assert at_once.kept == one_by_one.kept
-
-
-async def test_groups_of_older_weights_among_newer_ones_begin_no_step() -> None:
-    mixed, newer = Dataset(Documents()), Dataset(Documents())
-    for number in range(400):
-        mixed.learn(group(10, 20, 40, version=7 * (number % 2)), None)
-        newer.learn(group(10, 20, 40, version=7), None)
-    recorded = [sum(dataset.profile.state.finished) for dataset in (mixed, newer)]
-    assert min(recorded) > 600
-    assert recorded[0] == pytest.approx(recorded[1], rel=0.01)
