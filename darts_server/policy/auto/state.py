@@ -185,8 +185,8 @@ class AutoState:
         x, y = np.asarray([tokens for tokens, _ in self.training])[usual], seconds[usual]
         mean, typical = float(x.mean()), float(y.mean())
         covariance = float(((x - mean) * (y - typical)).mean())
-        slope = covariance / (float(x.var()) + (SHRINKAGE * mean) ** 2) if mean else 0.0
-        most = typical / mean if mean else 0.0
+        spread = float(x.var()) + (SHRINKAGE * mean) ** 2  # 0 also for a mean of which the square is too small
+        slope, most = (covariance / spread, typical / mean) if spread else (0.0, 0.0)
         return max(0.0, typical + min(max(slope, 0.0), most) * (tokens - mean))
 
 

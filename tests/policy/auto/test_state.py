@@ -147,6 +147,7 @@ def test_training_is_neither_negative_nor_shorter_for_more_tokens() -> None:
     assert steep.training_seconds(0) == 0.0
     assert AutoState().training_seconds(1000) == 0.0
     assert AutoState(training=((0.0, 2.0),)).training_seconds(1000) == 2.0
+    assert AutoState(training=((5e-324, 2.0),)).training_seconds(1000) == 2.0
 
 
 def test_a_long_pause_is_no_training() -> None:
