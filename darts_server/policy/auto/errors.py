@@ -11,7 +11,7 @@ All are normally distributed, so that what is expected of an option is linear in
 How much the level drifts and how large the noise is differ between training runs. Every pair of `DRIFTS` and `NOISES`
 counts by how well it explains what was measured.
 
-While one option alone is measured, its own error cannot be told from a level that drifts: whether ``off`` has changed
+While one option alone is measured, its own error looks the same as a level that drifts: whether ``off`` has changed
 shows when it runs again. So the last few measurements of ``off`` are always kept (see `state`), and it is measured
 again while it may be the fastest (see `chooser`).
 """
