@@ -14,8 +14,10 @@ TRAINED = 32
 """Batches of which the seconds of training are kept."""
 LATE = 3.0
 """A pause of more than so many times the usual one is no training: an evaluation, or a person."""
-SHRINKAGE = 0.1
-"""Spread of returned tokens, relative to their mean, below which a difference in training time is taken for chance."""
+SLOPE = 0.5
+"""Typical share of the training time that grows with the tokens, before it was measured."""
+TRAINING_NOISE, NOISE_WEIGHT = 0.05, 4
+"""Relative noise of training times before it was measured, which counts as so many batches."""
 MEANS = 256
 """Prompts whose mean lengths stand for those of new ones, at most."""
 WEIGHT = 0.15
@@ -176,7 +178,8 @@ class AutoState:
     def training_seconds(self, tokens: float) -> float:
         """Return the expected seconds from the end of a batch with so many returned tokens to the next; 0 if unknown.
 
-        A line through the measured ones. Its slope is drawn towards 0 where tokens have hardly differed.
+        A line through the measured ones, by Bayesian regression: between a constant and a proportion, and a constant
+        as far as the tokens have differed too little, for the noise of the seconds, to tell.
         """
         if not self.training:
             return 0.0
@@ -184,10 +187,15 @@ class AutoState:
         usual = seconds <= LATE * float(np.median(seconds))
         x, y = np.asarray([tokens for tokens, _ in self.training])[usual], seconds[usual]
         mean, typical = float(x.mean()), float(y.mean())
-        covariance = float(((x - mean) * (y - typical)).mean())
-        spread = float(x.var()) + (SHRINKAGE * mean) ** 2  # 0 also for a mean of which the square is too small
-        slope, most = (covariance / spread, typical / mean) if spread else (0.0, 0.0)
-        return max(0.0, typical + min(max(slope, 0.0), most) * (tokens - mean))
+        if mean < MIN_MEAN or not typical:
+            return typical
+        # Over the means: the slope is 0 for a constant and 1 for a proportion.
+        x, y = x / mean - 1, y / typical - 1
+        spread, together = float(x @ x), float(x @ y)
+        residuals = y - x * (min(max(together / spread, 0.0), 1.0) if spread else 0.0)
+        noise = (NOISE_WEIGHT * TRAINING_NOISE**2 + float(residuals @ residuals)) / (NOISE_WEIGHT + x.size)
+        slope = min(max(together / (spread + noise / SLOPE**2), 0.0), 1.0)
+        return max(0.0, typical * (1 + slope * (tokens / mean - 1)))
 
 
 @lru_cache(maxsize=16)
