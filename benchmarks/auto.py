@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.auto.forecast import limit_of
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.forecast import limit_of
 from darts_server.simulation.auto import LEARNING, AutoRun
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS

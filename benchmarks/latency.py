@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from benchmarks.cost_model import rollout_seconds
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.latency.curve import LatencyCurve
@@ -65,7 +66,7 @@ async def measure(rounds: int) -> tuple[LatencyCurve, float, list[Row]]:
         rows = []
         for number in range(rounds * len(HELD_OUT)):
             seconds, lengths = await run_batch(engine, f"held-out-{number}", HELD_OUT[number % len(HELD_OUT)], rng)
-            decoding = curve.rollout_seconds(lengths, engine.statistics.latency.capacity)
+            decoding = rollout_seconds(curve, lengths, engine.statistics.latency.capacity)
             predicted = decoding + start * len(lengths)
             rows.append(Row(len(lengths), sum(lengths), predicted, seconds))
     return curve, start, rows

@@ -27,19 +27,19 @@ from statistics import fmean, median
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.cost_model import rollout_seconds
 from benchmarks.rl_table import markdown
 from darts_client import Client, Group
 from darts_server.control import Control
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
 from darts_server.demo.server import DARTS, serving
-from darts_server.policy.auto.forecast import Expectation
-from darts_server.policy.auto.state import AutoState
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.model import LatencyModel, LatencyState
 from darts_server.policy.lengths.profile import LengthProfile, ProfileState
 from darts_server.policy.lengths.stats import PromptStats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.forecast import Expectation
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.prediction import predict
 from darts_server.settings import load
@@ -103,16 +103,14 @@ class Learned:
         stats = [self.prompts[key] for key in keys]
         stds = [each.std_ema for each in stats]
         plan, expected = Plan.of(shaping, SIZE, stds), [each.mean_ema for each in stats]
-        state = AutoState(max_tokens=MAX_RESPONSE_TOKENS)
-        expectation = Expectation.of(expected, stds, self.ratios, state, rng)
-        assert expectation is not None
+        expectation = Expectation(expected, stds, self.ratios, max_tokens=MAX_RESPONSE_TOKENS)
         batches = [batch for _ in range(SAMPLES) for batch in expectation.sample(max(plan.candidates), rng, most=1)]
         return fmean(predict(batch, plan, self.machine).seconds for batch in batches)
 
     def replayed(self, groups: Sequence[Group]) -> float:
         """Return the seconds that these groups take by their tokens, those of stopped candidates too."""
         tokens = [n for group in groups for n in (*group.lengths, *(d.length for d in group.discarded))]
-        return self.curve.rollout_seconds(tokens, MAX_NUM_SEQS) + self.start_seconds * len(tokens)
+        return rollout_seconds(self.curve, tokens, MAX_NUM_SEQS) + self.start_seconds * len(tokens)
 
     def __str__(self) -> str:
         """Say what steps and starts take."""

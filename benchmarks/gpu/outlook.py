@@ -7,6 +7,7 @@ added at the end.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.policies import PLAIN, SIZE, predict_tokens
 from benchmarks.gpu.tables import Table, Value
 from benchmarks.gpu.traces import Trace
@@ -40,7 +41,7 @@ class Outlook:
         result = Table(TITLE, columns)
         for prompts, by_policy in self.tokens.items():
             times = {
-                name: sum(curve.rollout_seconds(lengths, capacity) for lengths in batches)
+                name: sum(rollout_seconds(curve, lengths, capacity) for lengths in batches)
                 for name, batches in by_policy.items()
             }
             row: dict[str, Value] = {"prompts": prompts, "plain, s a rollout": times[PLAIN] / len(by_policy[PLAIN])}

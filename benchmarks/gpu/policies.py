@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.traces import Prompt, Trace
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
@@ -84,7 +85,7 @@ def counts(shaping: Shaping, trace: Trace) -> list[int]:
 
 def predict_seconds(curve: LatencyCurve, lengths: Sequence[int], divisor: int, capacity: int | None) -> float:
     """Predict the time of a rollout with these lengths divided by ``divisor``, by the paper's cost model."""
-    return curve.rollout_seconds([length / divisor for length in lengths], capacity)
+    return rollout_seconds(curve, [length / divisor for length in lengths], capacity)
 
 
 def _needed(candidates: Sequence[Candidate]) -> int | None:

@@ -1,6 +1,6 @@
 """Options of a policy: how many candidates a prompt gets, and which rule selects among them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, floor
 
@@ -124,6 +124,19 @@ class Shaping:
     def is_saturated(self, size: int, candidates: int) -> bool:
         """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
         return self.adaptive and candidates >= self.bounds(size)[1] > size
+
+    def by_length(self, size: int) -> "Shaping":
+        """Return what the policy would be for groups of ``size`` if it pruned nothing and were no shadow."""
+        return replace(
+            self,
+            num_shortest=None,
+            num_longest=min(self.num_longest, size - 1),
+            pruning=None,
+            target_positive_ratio=None,
+            sample_survivors=False,
+            return_survivors=False,
+            shadow=False,
+        )
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
         """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.

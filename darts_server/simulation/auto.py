@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
-from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.lengths.estimate import Observation, estimate_lengths
 from darts_server.policy.lengths.profile import LengthProfile
 from darts_server.policy.lengths.ratios import ratios_to_mean
+from darts_server.policy.simulation.forecast import Expectation
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.training import Candidates, Prompt, Setting, Step, run_step
 
@@ -61,7 +61,7 @@ class AutoRun:
             [None if stats is None else stats.mean_ema for stats in earlier],
             [None if stats is None else stats.std_ema for stats in earlier],
             self.profile.quantiles(RATIOS),
-            self.state,
+            self.state.means,
             rng,
             round(float(batch.prompt_tokens.mean())),
             batch.max_tokens,

@@ -59,7 +59,7 @@ class Policy:
 
     def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
-        return Plan.of(self.shaping, size, stds, enough)
+        return Plan.of(self.shaping, size, stds, enough=enough)
 
     def most_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""

@@ -79,18 +79,17 @@ def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high
     return allocate(_weights_from_known(stds), budget, low, high)
 
 
-def allocation_order(stds: Sequence[float | None], *, low: int, high: int) -> Counts:
-    """Return the prompt of each candidate above ``low``, the one with the largest gain first.
+def allocate_evenly(mean: float, groups: int, carried: float = 0.0) -> tuple[list[int], float]:
+    """Compute whole numbers of candidates with this mean, as far as that goes.
 
-    Of any budget `allocate_by_std` gives out the first ones. This is faster where many budgets are tried for few
-    prompts.
-
-    Raises:
-        ValueError: ``low`` is below 1 or above ``high``, or a std is negative, infinite or not a number.
+    ``carried``: what earlier groups got too few. Returns the candidates of each group, and what is carried on.
     """
-    check_bounds(low, high)
-    w = np.asarray(_weights_from_known(stds), dtype=np.float64)
-    return _by_gain(w, np.full(w.size, low, dtype=np.int64), np.full(w.size, high, dtype=np.int64))
+    counts = []
+    for _ in range(groups):
+        wanted = mean + carried
+        counts.append(math.floor(wanted + 0.5))
+        carried = wanted - counts[-1]
+    return counts, carried
 
 
 def _weights_from_known(stds: Sequence[float | None]) -> list[float]:

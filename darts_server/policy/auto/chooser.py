@@ -12,12 +12,10 @@ a step takes the least time per group.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import exp, log
 
 import numpy as np
 
-from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.auto.options import (
     CUTTING,
     DEFER,
@@ -42,6 +40,8 @@ from darts_server.policy.auto.state import (
 )
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
+from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.simulation.machine import Machine
 
 MIN_OFF = 1
@@ -165,9 +165,13 @@ def choose(
         return Choice(UNSHAPED, "lengths and step times are not known yet")
     options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng, most_samples)
-    groups = expectation.groups
-    foresee = partial(forecast, size=size, stds=expectation.stds, batches=batches, machine=machine)
-    off = expect(UNSHAPED, foresee(UNSHAPED, enough=enough), state, auto.limits, groups)
+    groups, stds = expectation.groups, expectation.stds
+
+    def foresee(option: Option, enough: int) -> Forecast:
+        plan = Plan.of(option.shaping, size, stds, enough=enough if enough < groups else None)
+        return forecast(plan, batches, machine)
+
+    off = expect(UNSHAPED, foresee(UNSHAPED, enough), state, auto.limits, groups)
     usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
 
     def chosen(one: Outlook, reason: str, *, explores: bool = False) -> Choice:
@@ -195,7 +199,7 @@ def choose(
             continue
         if option.cut_share is not None:
             option = option.at(limit_of(option.cut_share, batches))
-        outlook = expect(option, foresee(option, enough=enough), state, auto.limits, groups, off.forecast)
+        outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
         if outlook.is_within(state, groups):
             outlooks.append(outlook)
     if min_groups is not None and DEFER in auto.limits.allow:
@@ -321,7 +325,7 @@ def _deferring(
     limits: AutoLimits,
     groups: int,
     min_groups: int,
-    foresee: Callable[..., Forecast],
+    foresee: Callable[[Option, int], Forecast],
 ) -> Iterator[Outlook]:
     """Yield what is expected of the likeliest of the options, and of the first, ``off``, if prompts are deferred."""
     off, *others = outlooks
@@ -330,7 +334,7 @@ def _deferring(
         if state.of(measured_name(whole.option, min_groups)).until > state.batches:
             continue
         for enough in sorted({min_groups, (min_groups + groups) // 2}):
-            found = foresee(whole.option, enough=enough)
+            found = foresee(whole.option, enough)
             yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
 
 

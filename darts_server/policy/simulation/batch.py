@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.allocation.optimum import allocate_by_std, allocate_evenly
 from darts_server.policy.deadline import MIN_GROUPS, Deadline
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
@@ -91,15 +91,27 @@ class Plan:
             raise ValueError(f"enough must be in [1, {len(self.candidates)}], got {self.enough}")
 
     @classmethod
-    def of(cls, shaping: Shaping | None, size: int, stds: Sequence[float | None], enough: int | None = None) -> "Plan":
-        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
+    def of(
+        cls,
+        shaping: Shaping | None,
+        size: int,
+        stds: Sequence[float | None],
+        mean_candidates: float | None = None,
+        enough: int | None = None,
+    ) -> "Plan":
+        """Plan a batch by its prompts' length stds, as `rollout.allocation` does.
+
+        ``mean_candidates``: of a prompt, by the policy's bounds at least ``size`` and at most M_up; ``None`` for the
+        fixed budget.
+        """
         if shaping is None:
             return cls(size, [size] * len(stds), enough=enough)
         low, high = shaping.bounds(size)
-        counts = [shaping.candidates(size)] * len(stds)
+        if mean_candidates is None:
+            mean_candidates = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)
+        counts, _ = allocate_evenly(min(max(mean_candidates, low), high), len(stds))
         if shaping.adaptive:
-            budget = round(min(shaping.redundancy * size, high) * len(stds))
-            counts = allocate_by_std(stds, budget=budget, low=low, high=high)
+            counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
         return cls(size, counts, shaping, [shaping.is_saturated(size, count) for count in counts], enough)
 
     @property

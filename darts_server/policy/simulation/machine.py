@@ -1,6 +1,6 @@
 """What a simulated rollout runs on: the inference engines, and the trainer that waits for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,22 @@ class Machine:
         for name in ("training_per_token", "between_rollouts"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def scaled(self, weight: float) -> "Machine":
+        """Return the machine as it is for sequences of which each stands for so many: a scale model of a large one."""
+        times = self.step_time
+        return replace(
+            self,
+            step_time=StepTime(
+                times.decode.scaled(weight),
+                times.per_context_token * weight,
+                times.per_prefill_token * weight,
+                times.per_start * weight,
+            ),
+            max_num_seqs=max(1, round(self.max_num_seqs / weight)),
+            kv_blocks=None if self.kv_blocks is None else max(1, round(self.kv_blocks / weight)),
+            training_per_token=self.training_per_token * weight,
+        )
 
     def training_seconds(self, tokens: float) -> float:
         """Return the seconds from the end of a rollout to the next, with so many tokens to train on."""

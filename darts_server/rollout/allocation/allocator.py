@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor, inf
+from math import inf
 
 import numpy as np
 
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import reduce_candidates, share_left
-from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.allocation.optimum import allocate_by_std, allocate_evenly
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
@@ -357,11 +357,7 @@ class Allocator(GroupObserver):
 
     def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
         """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""
-        counts = []
-        for _ in range(groups):
-            wanted = target + self._remainders.get(kind, 0.0)
-            counts.append(floor(wanted + 0.5))
-            self._remainders[kind] = wanted - counts[-1]
+        counts, self._remainders[kind] = allocate_evenly(target, groups, self._remainders.get(kind, 0.0))
         return counts
 
 

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from anyio import CapacityLimiter
@@ -12,10 +11,10 @@ from anyio.to_thread import run_sync
 
 from darts_server.engine.port import RequestTokens
 from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
-from darts_server.policy.auto.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation
+from darts_server.policy.simulation.machine import Machine
 from darts_server.records import CohortRecord
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
@@ -29,8 +28,6 @@ SEED = 0
 FORECAST_SHARE = 0.01
 """Of a step's time, what forecasts may take, since the engine waits for them. Where they take longer, a batch is
 sampled less often, but once. Eight samples of 16 groups for 18 options took 0.6 s beside other load."""
-UNLIMITED = 1 << 20
-"""Sequences that an engine without a limit runs at once."""
 
 
 @dataclass(slots=True)
@@ -82,15 +79,15 @@ class AutoCohorts:
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
-        state, machine = self.state(size), self._machine()
+        state, machine = self.state(size), self._statistics.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
         prompts = self._statistics.prompts
         means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
         ratios = self._statistics.dataset.profile.quantiles(RATIOS)
         usual_prompt = max(1, round(fmean(one.prompt for one in tokens)))
         limits = [one.most for one in tokens if one.most is not None]
-        limit = max(limits) if len(limits) == len(tokens) else None
-        expectation = Expectation.of(means, stds, ratios, state, rng, usual_prompt, limit)
+        limit = max(limits) if len(limits) == len(tokens) else state.max_tokens
+        expectation = Expectation.of(means, stds, ratios, state.means, rng, usual_prompt, limit)
         enough = enough or len(keys)
         arguments = (auto, state, size, expectation, machine, enough, rng, min_groups)
         return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
@@ -177,14 +174,3 @@ class AutoCohorts:
 
     def _save(self, size: int, state: AutoState) -> None:
         self._states.save(str(size), asdict(state))
-
-    def _machine(self) -> Machine | None:
-        latency = self._statistics.latency
-        curve = latency.curve  # read once: a restore in another thread replaces it
-        if curve is None:
-            return None
-        blocks: dict[str, Any] = {}
-        if latency.kv_tokens is not None:
-            blocks = {"kv_blocks": latency.kv_tokens, "block_size": 1}
-        times = StepTime(curve, per_start=latency.start_seconds or 0.0)
-        return Machine(times, max_num_seqs=latency.capacity or UNLIMITED, **blocks)

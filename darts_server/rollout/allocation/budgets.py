@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
-from darts_server.policy.allocation.budget import choose_mean_candidates, cv_log_mean
-from darts_server.policy.allocation.rollout_model import SampledRollouts, Workload, estimate_shaped
+from darts_server.policy.budget import choose_mean_candidates, cv_log_mean, forecast_with
 from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.simulation.forecast import Expectation
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
@@ -68,18 +68,15 @@ class Budgets:
     def _decide(
         self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None, servers: int
     ) -> Budget:
-        low, high = shaping.bounds(size)
-        mean = self._mean(shaping, size, high) if requested is None else requested
-        workload, curve = self._workload(shaping, size, keys), self._latency.curve
-        if workload is None or curve is None:
+        mean = self._mean(shaping, size, shaping.bounds(size)[1]) if requested is None else requested
+        machine, rng = self._latency.machine(servers), np.random.default_rng(SEED)
+        expectation = self._expectation(keys, rng)
+        if expectation is None or machine is None:
             return Budget(mean)
-        workload, curve = _spread(workload, servers), curve.shared_by(servers)
-        rng = np.random.default_rng(SEED)
         if requested is None and shaping.budget is BudgetKind.UTILITY:
-            found = choose_mean_candidates(workload, low, high, curve, shaping.budget_aversion, rng)
-            best = max(found.trials, key=lambda trial: trial.utility)
-            return Budget(best.mean_candidates, best.estimate.seconds)
-        return Budget(mean, estimate_shaped(workload, mean, curve, SampledRollouts.of(workload, high, rng)).seconds)
+            best = choose_mean_candidates(shaping, size, expectation, machine, rng)
+            return Budget(best.mean_candidates, best.forecast.seconds)
+        return Budget(mean, forecast_with(mean, shaping, size, expectation, machine, rng).seconds)
 
     def _mean(self, shaping: Shaping, size: int, high: int) -> float:
         """The mean by formula, at most ``high``: a request may name a policy that allows less than the server's.
@@ -92,35 +89,8 @@ class Budgets:
             return min(wanted, high)
         return min(cv_log_mean(stats.std, stats.mean, size), high)
 
-    def _workload(self, shaping: Shaping, size: int, keys: Sequence[str]) -> Workload | None:
-        """Describe the cohort for the simulation; unseen prompts get the mean of the others."""
-        ratios = self._dataset.profile.quantiles(RATIOS)
-        means = [self._prompts.mean(key) for key in keys]
-        seen = [mean for mean in means if mean is not None]
-        typical = sum(seen) / len(seen) if seen else self._dataset.stats.mean
-        if ratios is None or not typical:
-            return None
-        place, high = shaping.completion_place(size), shaping.bounds(size)[1]
-        saturates = shaping.deadline is None and shaping.is_saturated(size, high)
-        return Workload(
-            means=[typical if mean is None else mean for mean in means],
-            ratios=ratios,
-            size=size,
-            num_longest=min(shaping.num_longest, size - 1) if place == size else size - place,
-            tail=shaping.tail,
-            cut=shaping.deadline is not None,
-            completion_place=place,
-            capacity=self._latency.capacity,
-            stds=[self._prompts.std(key) for key in keys] if shaping.adaptive else None,
-            saturated_at=high if saturates else None,
-            start_seconds=self._latency.start_seconds or 0.0,
-        )
-
-
-def _spread(workload: Workload, servers: int) -> Workload:
-    """Return the workload for engines that share it evenly, simulated as one with the places of all.
-
-    So its time is that of the whole batch, which ends with the last of them.
-    """
-    capacity = None if workload.capacity is None else workload.capacity * servers
-    return replace(workload, capacity=capacity, start_seconds=workload.start_seconds / servers)
+    def _expectation(self, keys: Sequence[str], rng: np.random.Generator) -> Expectation | None:
+        """Describe the cohort to the model of a rollout; prompts that were never seen are like the others."""
+        means, stds = [self._prompts.mean(key) for key in keys], [self._prompts.std(key) for key in keys]
+        seen = [mean for mean in means if mean is not None] or [mean for mean in (self._dataset.stats.mean,) if mean]
+        return Expectation.of(means, stds, self._dataset.profile.quantiles(RATIOS), seen, rng)

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.model import LatencyModel, LatencyState
+from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
 
@@ -13,6 +14,8 @@ WRITE_DELAY_SECONDS = 2.0
 
 PARSERS: dict[str, Parse] = {KIND: lambda value: LatencyState(**value)}
 """How values are parsed, by kind."""
+UNLIMITED = 1 << 20
+"""Sequences that an engine without a limit runs at once."""
 
 
 class Latency:
@@ -41,6 +44,15 @@ class Latency:
         """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` likewise."""
         self._load_restored()
         return self._model.start_seconds
+
+    def machine(self, servers: int = 1) -> Machine | None:
+        """Describe so many engines like this one to the model of a rollout; ``None`` while the curve is unknown."""
+        curve = self.curve  # read once: a restore in another thread replaces it
+        if curve is None:
+            return None
+        times = StepTime(curve, per_start=self.start_seconds or 0.0)
+        # Blocks of one token: how large they are is not known.
+        return Machine(times, servers, self.capacity or UNLIMITED, kv_blocks=self.kv_tokens, block_size=1)
 
     def step_seconds(self, batch: int) -> float | None:
         """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.allocation.optimum import allocate, allocate_by_std, allocation_order, weights_from_stds
+from darts_server.policy.allocation.optimum import allocate, allocate_by_std, allocate_evenly, weights_from_stds
 from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
 
 LOW, HIGH, TARGET = 8, 16, 12.0
@@ -179,15 +179,11 @@ def test_without_any_known_std_all_share_evenly() -> None:
     assert allocate_by_std([None] * 3, budget=31, low=LOW, high=HIGH) == [11, 10, 10]
 
 
-@given(
-    st.lists(st.none() | st.floats(0, 500), min_size=1, max_size=30),
-    st.integers(1, 4),
-    st.integers(0, 6),
-    st.floats(0, 1),
-)
-def test_any_budget_is_the_beginning_of_one_order(stds: list[float | None], low: int, more: int, share: float) -> None:
-    order = allocation_order(stds, low=low, high=low + more)
-    assert len(order) == more * len(stds)
-    extra = round(share * len(order))
-    expected = allocate_by_std(stds, budget=low * len(stds) + extra, low=low, high=low + more)
-    assert (low + np.bincount(order[:extra], minlength=len(stds))).tolist() == expected
+@given(st.floats(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=5))
+def test_an_even_share_has_its_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
+    carried, counts = 0.0, list[int]()
+    for groups in cohorts:
+        some, carried = allocate_evenly(mean, groups, carried)
+        counts += some
+    assert max(counts) - min(counts) <= 1
+    assert abs(sum(counts) - mean * sum(cohorts)) <= 0.5 + 1e-9

@@ -19,12 +19,12 @@ from darts_server.policy.auto.chooser import (
     learn,
     learn_training,
 )
-from darts_server.policy.auto.forecast import Expectation, Forecast
 from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, build_auto, rule_of
 from darts_server.policy.auto.state import MAX_OPTIONS, AutoState, MeasuredErrors, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.forecast import Expectation, Forecast
 from darts_server.policy.simulation.machine import Machine, StepTime
 
 SIZE, GROUPS = 4, 16

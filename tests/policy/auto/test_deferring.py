@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from darts_server.policy.auto.chooser import MIN_OFF, Choice, begin, choose, learn
-from darts_server.policy.auto.forecast import Expectation
 from darts_server.policy.auto.options import DEFER, UNSHAPED, Auto, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState, OptionState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.forecast import Expectation
 from tests.policy.auto.test_chooser import EMPTY, EQUAL, FULL, MEASURED, SIZE, TAIL, measured
 
 GROUPS, LEAST = 16, 12

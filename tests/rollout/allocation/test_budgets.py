@@ -71,14 +71,10 @@ def test_what_candidates_cost_when_they_start_makes_more_of_them_worth_less(budg
     assert dear.decide(ADAPTIVE, SIZE, KEYS).mean < budgets.decide(ADAPTIVE, SIZE, KEYS).mean
 
 
-def test_with_a_deadline_no_prompt_is_saturated(budgets: Budgets) -> None:
-    workload = budgets._workload(replace(ADAPTIVE, deadline=Deadline()), SIZE, KEYS)
-    assert workload is not None
-    assert workload.saturated_at is None
-    assert workload.stds is not None
-    whole = budgets._workload(ADAPTIVE, SIZE, KEYS)
-    assert whole is not None
-    assert whole.saturated_at == 2 * SIZE
+def test_a_deadline_bounds_what_is_predicted(budgets: Budgets) -> None:
+    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED, redundancy=1.25)
+    whole, cut = (budgets.decide(replace(fixed, deadline=rule), SIZE, KEYS) for rule in (None, Deadline()))
+    assert 0 < (cut.seconds or 0) < 0.8 * (whole.seconds or 0)
 
 
 @pytest.mark.parametrize("capacity", [None, 64])

@@ -1,14 +1,12 @@
-"""Forecast what an option would do with a batch, from what is known of its prompts' lengths."""
+"""Forecast what a policy would do with a batch, from what is known of its prompts' lengths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.auto.options import Option
-from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.prediction import predict
@@ -46,21 +44,29 @@ class Expectation:
         means: Sequence[float | None],
         stds: Sequence[float | None],
         ratios: Floats | None,
-        state: AutoState,
+        recent: Sequence[float],
         rng: np.random.Generator,
         prompt_tokens: int = 1,
         max_tokens: int | None = None,
     ) -> "Expectation | None":
         """Expect of new prompts, whose mean is ``None``, what recent ones were like; ``None`` if nothing is known.
 
-        ``max_tokens``: of the requests; if it is unknown, trajectories are truncated where earlier ones were.
+        ``recent``: mean lengths of recent prompts.
         """
         new = sum(mean is None for mean in means)
-        if ratios is None or (new and not state.means):
+        if ratios is None or (new and not recent):
             return None
-        drawn = iter(rng.permutation(np.resize(state.means, new)).tolist() if new else ())
+        drawn = iter(rng.permutation(np.resize(recent, new)).tolist() if new else ())
         known = [next(drawn) if mean is None else mean for mean in means]
-        return cls(known, stds, ratios, prompt_tokens, max_tokens or state.max_tokens)
+        return cls(known, stds, ratios, prompt_tokens, max_tokens)
+
+    def thinned(self, groups: int) -> "Expectation":
+        """Return what is expected of so many of the prompts, at even distances in the order of means; or of all."""
+        if groups >= self.groups:
+            return self
+        order = np.argsort(self.means, kind="stable")
+        chosen = np.sort(order[((np.arange(groups) + 0.5) * self.groups / groups).astype(np.int64)]).tolist()
+        return replace(self, means=[self.means[i] for i in chosen], stds=[self.stds[i] for i in chosen])
 
     def samples(self, most: int = MAX_SAMPLES) -> int:
         """Return how often the batch is sampled, at most ``most`` times."""
@@ -84,7 +90,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What an option would do, on average over the samples of a batch.
+    """What a policy would do, on average over the samples of a batch.
 
     ``seconds``: of the rollout. ``generated``, ``returned``: tokens. ``mean_length``: of what is returned. ``cut``:
     share of the returned trajectories that the rule cuts; ``lost``: the same of those only that would have ended.
@@ -104,11 +110,8 @@ def limit_of(share: float, batches: Sequence[Batch]) -> int:
     return int(whole[int(share * whole.size)]) if whole.size else max(int(batch.ends.max()) for batch in batches)
 
 
-def forecast(
-    option: Option, size: int, stds: Sequence[float | None], batches: Sequence[Batch], machine: Machine, enough: int
-) -> Forecast:
-    """Forecast an option. ``enough``: complete groups with which the batch ends."""
-    plan = Plan.of(option.shaping, size, stds, enough if enough < len(stds) else None)
+def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast:
+    """Forecast what comes of a plan for a batch that was sampled a few times, with as many candidates or more."""
     most = max(plan.candidates)
     found = []
     for batch in batches:

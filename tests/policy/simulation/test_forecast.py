@@ -1,12 +1,22 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.forecast import MAX_SAMPLES, MIN_SAMPLES, Expectation, forecast, limit_of
-from darts_server.policy.auto.options import RULES, UNSHAPED, AutoLimits, build_auto
-from darts_server.policy.auto.state import AutoState
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.forecast import (
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    Expectation,
+    Forecast,
+    forecast,
+    limit_of,
+)
 from darts_server.policy.simulation.machine import Machine, StepTime
 
 MACHINE = Machine(StepTime(LatencyCurve((1.0, 64.0), (0.01, 0.02), 1e-4)))
@@ -14,6 +24,11 @@ RATIOS = np.exp(np.linspace(-1, 2, 200))
 OPTIONS = {
     option.name: option for option in build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES)).options
 }
+
+
+def of(name: str, batches: Sequence[Batch], limit: int | None = None, enough: int | None = None) -> Forecast:
+    option = OPTIONS[name] if limit is None else OPTIONS[name].at(limit)
+    return forecast(Plan.of(option.shaping, 8, [None] * batches[0].groups, enough=enough), batches, MACHINE)
 
 
 def rng() -> np.random.Generator:
@@ -40,29 +55,49 @@ def test_lengths_have_their_prompts_mean_and_end_at_the_limit() -> None:
 
 
 def test_new_prompts_are_expected_to_be_like_recent_ones() -> None:
-    state = AutoState(means=(10.0, 20.0, 30.0), max_tokens=77)
-    found = Expectation.of([5.0, *[None] * 6], [None] * 7, RATIOS, state, rng())
+    found = Expectation.of([5.0, *[None] * 6], [None] * 7, RATIOS, (10.0, 20.0, 30.0), rng(), max_tokens=77)
     assert found is not None
     assert found.means[0] == 5.0
     assert sorted(found.means[1:]) == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
     assert found.max_tokens == 77
-    requested = Expectation.of([5.0], [None], RATIOS, state, rng(), max_tokens=99)
-    assert requested is not None
-    assert requested.max_tokens == 99
-    known = Expectation.of([5.0, 6.0], [1.0, None], RATIOS, AutoState(), rng())
+    known = Expectation.of([5.0, 6.0], [1.0, None], RATIOS, (), rng())
     assert known is not None
     assert known.means == [5.0, 6.0]
 
 
 def test_nothing_is_expected_of_new_prompts_before_any_were_measured() -> None:
-    assert Expectation.of([None], [None], RATIOS, AutoState(), rng()) is None
-    assert Expectation.of([5.0], [None], None, AutoState(), rng()) is None
+    assert Expectation.of([None], [None], RATIOS, (), rng()) is None
+    assert Expectation.of([5.0], [None], None, (), rng()) is None
+
+
+def test_some_prompts_stand_for_a_large_batch() -> None:
+    means = [float(mean) for mean in np.random.default_rng(0).permutation(100)]
+    whole = Expectation(means, [2 * mean for mean in means], RATIOS)
+    some = whole.thinned(20)
+    assert sorted(some.means) == [2.0 + 5 * place for place in range(20)]
+    assert some.stds == [2 * mean for mean in some.means]
+    assert some.means == [mean for mean in means if mean in some.means]  # in order of arrival
+    assert whole.thinned(100) is whole.thinned(101) is whole
+
+
+@pytest.mark.parametrize(
+    "machine", [replace(MACHINE, max_num_seqs=300), replace(MACHINE, kv_blocks=20_000, replicas=2)]
+)
+@pytest.mark.parametrize("name", ["off", "uniform 1.5", "cut 1.5 at 0.8"])
+def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
+    whole = Expectation([100.0] * 512, [None] * 512, RATIOS, max_tokens=500)
+    some = whole.thinned(128)
+    shaping = OPTIONS[name].shaping
+    expected = forecast(Plan.of(shaping, 8, whole.stds), whole.sample(12, rng()), machine)
+    found = forecast(Plan.of(shaping, 8, some.stds), some.sample(12, rng()), machine.scaled(4))
+    assert found.seconds == pytest.approx(expected.seconds, rel=0.05)
+    assert found.mean_length == pytest.approx(expected.mean_length, rel=0.05)
 
 
 def test_off_wastes_and_cuts_nothing_and_others_do() -> None:
     expectation = Expectation([100.0] * 32, [None] * 32, RATIOS, max_tokens=600)
     batches = expectation.sample(16, rng())
-    found = {name: forecast(option, 8, expectation.stds, batches, MACHINE, 32) for name, option in OPTIONS.items()}
+    found = {name: of(name, batches) for name in OPTIONS}
     off = found["off"]
     assert off.generated == off.returned
     assert (off.cut, off.lost) == (0.0, 0.0)
@@ -79,8 +114,7 @@ def test_off_wastes_and_cuts_nothing_and_others_do() -> None:
 def test_a_batch_that_ends_with_enough_groups_is_shorter() -> None:
     expectation = Expectation([100.0] * 32, [None] * 32, RATIOS)
     batches = expectation.sample(8, rng())
-    whole = forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 32)
-    assert forecast(UNSHAPED, 8, expectation.stds, batches, MACHINE, 24).seconds < whole.seconds
+    assert of("off", batches, enough=24).seconds < of("off", batches).seconds
 
 
 def test_a_limit_cuts_its_share_of_those_that_end() -> None:
@@ -89,15 +123,13 @@ def test_a_limit_cuts_its_share_of_those_that_end() -> None:
     for share in (0.02, 0.1):
         limit = limit_of(share, batches)
         assert share - 0.01 < float((lengths > limit)[valid].mean()) <= share
-        found = forecast(OPTIONS[f"limit {share}"].at(limit), 8, [None] * 64, batches, MACHINE, 64)
+        found = of(f"limit {share}", batches, limit)
         assert found.lost == pytest.approx(share, abs=0.01)
     few = Expectation([1e4] * 64, [None] * 64, np.geomspace(0.05, 20, 200), max_tokens=1200).sample(8, rng())
     lengths, valid = np.concatenate([b.lengths for b in few]), np.concatenate([b.valid for b in few])
     assert 0.1 < valid.mean() < 0.2
     limit = limit_of(0.2, few)
     assert float((lengths > limit)[valid].mean()) == pytest.approx(0.2, abs=0.02)
-    assert forecast(OPTIONS["limit 0.2"].at(limit), 8, [None] * 64, few, MACHINE, 64).lost == pytest.approx(
-        0.2, abs=0.02
-    )
+    assert of("limit 0.2", few, limit).lost == pytest.approx(0.2, abs=0.02)
     none = Expectation([1e6] * 8, [None] * 8, RATIOS, max_tokens=600).sample(8, rng())
     assert limit_of(0.1, none) == 600
