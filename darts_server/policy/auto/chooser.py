@@ -198,7 +198,8 @@ def choose(
         if state.of(option.name).until > state.batches:
             continue
         if option.cut_share is not None:
-            option = option.at(limit_of(option.cut_share, batches))
+            # Of what is forecast this share is cut, so that of what comes the share is that of the option.
+            option = option.at(limit_of(max(option.cut_share - state.more_cut(option.name), 0.0), batches))
         outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
         if outlook.is_within(state, groups):
             outlooks.append(outlook)

@@ -551,6 +551,27 @@ def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncat
     assert chosen(never, limits, expectation=expectation).option.name != "limit 0.2"
 
 
+def test_a_limit_is_moved_until_its_share_is_cut() -> None:
+    """Where 5 % more are cut than forecast, the limit is that of 5 % fewer, and the other way round."""
+    limits = replace(ALL, allow=("limit",), most_lost=0.2)
+
+    def tokens(more_cut: float) -> int:
+        measured = [*MEASURED.measured, *(MeasuredErrors(5, "limit 0.1", 0.0, 0.0, more_cut) for _ in range(32))]
+        options = {"off": OptionState(tries=9), "limit 0.1": OptionState(tries=9)}
+        state = replace(MEASURED, options=options, measured=measured, truncated=0.0)
+        rng = np.random.default_rng(0)
+        choice = choose(only("limit 0.1", limits), state, SIZE, expected(), EMPTY, GROUPS, rng)
+        assert choice.option.shaping is not None
+        assert choice.option.shaping.deadline is not None
+        assert choice.option.shaping.deadline.tokens is not None
+        assert choice.forecast is not None
+        assert choice.forecast.cut + state.more_cut("limit 0.1") == pytest.approx(0.1, abs=0.015)
+        return choice.option.shaping.deadline.tokens
+
+    assert tokens(-0.05) < tokens(0.0) < tokens(0.05)
+    assert tokens(0.05) < 2000
+
+
 def test_how_many_are_truncated_is_learned_from_off_alone() -> None:
     off = chosen(AutoState())
     assert off.option.name == "off"
