@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.forecast import Expectation, Forecast, forecast
@@ -31,10 +32,10 @@ from darts_server.policy.simulation.machine import Machine
 
 CV_GAIN, CV_SCALE, CV_MAX = 1.5, 5.0, 1.75
 """Constants of the public code."""
-STEP = 0.5
-"""Distance of the m that are tried."""
+STEP, MOST_TRIED = 0.5, 17
+"""Least distance of the m that are tried, and how many are at most: 8 to 16 by halves."""
 SIMULATED = 4096
-"""Candidates of a batch that are simulated, of larger ones a scale model."""
+"""Candidates that are simulated for each m: small batches several times over, large ones as a scale model."""
 
 
 def cv_log_mean(std: float, mean: float, size: int) -> float:
@@ -58,11 +59,11 @@ def cv_log_mean(std: float, mean: float, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTrial:
-    """An m that was tried, its utility, and what is forecast with it."""
+    """An m that was tried, its utility, and the seconds that a rollout is predicted to take with it."""
 
     mean_candidates: float
     utility: float
-    forecast: Forecast
+    seconds: float
 
 
 def choose_mean_candidates(
@@ -78,29 +79,33 @@ def choose_mean_candidates(
 def try_mean_candidates(
     shaping: Shaping, size: int, expectation: Expectation, machine: Machine, rng: np.random.Generator
 ) -> list[BudgetTrial]:
-    """Try the mean candidates per prompt that the policy allows to groups of ``size``, in steps of a half."""
+    """Try mean candidates per prompt that the policy allows to groups of ``size``, see `MOST_TRIED`."""
     model = _Model.of(shaping, size, expectation, machine, rng)
     unshaped = model.forecast(None)
-    low, high = shaping.bounds(size)
     trials = []
-    for mean_candidates in np.arange(low, high + STEP, STEP).tolist():
+    for mean_candidates in _tried(*shaping.bounds(size)):
         found = model.forecast(mean_candidates)
         shortening = 1 - found.mean_length / unshaped.mean_length
         utility = shortening - shaping.budget_aversion * found.seconds / unshaped.seconds
-        trials.append(BudgetTrial(mean_candidates, utility, found))
+        trials.append(BudgetTrial(mean_candidates, utility, found.seconds))
     return trials
 
 
-def forecast_with(
+def predict_seconds(
     mean_candidates: float,
     shaping: Shaping,
     size: int,
     expectation: Expectation,
     machine: Machine,
     rng: np.random.Generator,
-) -> Forecast:
-    """Forecast a batch of groups of ``size`` with so many candidates per prompt."""
-    return _Model.of(shaping, size, expectation, machine, rng).forecast(mean_candidates)
+) -> float:
+    """Predict the seconds of a rollout of groups of ``size`` with so many candidates per prompt."""
+    return _Model.of(shaping, size, expectation, machine, rng).forecast(mean_candidates).seconds
+
+
+def _tried(low: int, high: int) -> list[float]:
+    steps = min(round((high - low) / STEP), MOST_TRIED - 1)
+    return [round((low + (high - low) * step / max(steps, 1)) / STEP) * STEP for step in range(steps + 1)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,9 +123,11 @@ class _Model:
         shaping: Shaping, size: int, expectation: Expectation, machine: Machine, rng: np.random.Generator
     ) -> "_Model":
         most = shaping.bounds(size)[1]
-        some = expectation.thinned(max(SIMULATED // most, machine.replicas))
+        # With fewer groups there would be no deadline.
+        some = expectation.thinned(max(SIMULATED // most, MIN_GROUPS))
+        batches = some.sample(most, rng, max(SIMULATED // (most * some.groups), 1))
         scaled = machine.scaled(expectation.groups / some.groups)
-        return _Model(shaping.by_length(size), size, some.stds, some.sample(most, rng), scaled)
+        return _Model(shaping.by_length(size), size, some.stds, batches, scaled)
 
     def forecast(self, mean_candidates: float | None) -> Forecast:
         """Forecast the batch with so many candidates per prompt; ``None``: unshaped."""

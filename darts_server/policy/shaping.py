@@ -126,7 +126,10 @@ class Shaping:
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
     def by_length(self, size: int) -> "Shaping":
-        """Return what the policy would be for groups of ``size`` if it pruned nothing and were no shadow."""
+        """Return what the policy would be for groups of ``size`` if it pruned nothing and were no shadow.
+
+        All but the L places of the tail are then for the shortest, and at least one is, so that every size has a rule.
+        """
         return replace(
             self,
             num_shortest=None,

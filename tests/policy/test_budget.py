@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from darts_server.policy.budget import (
     BudgetTrial,
     choose_mean_candidates,
     cv_log_mean,
-    forecast_with,
+    predict_seconds,
     try_mean_candidates,
 )
 from darts_server.policy.deadline import Deadline
@@ -100,7 +101,7 @@ def test_whole_and_half_numbers_are_tried_and_the_best_is_chosen(longest: int) -
     plain = forecast(Plan.of(None, SIZE, expectation.stds), batches, machine)
     for trial in trials:
         found = forecast(Plan.of(shaping, SIZE, expectation.stds, trial.mean_candidates), batches, machine)
-        assert trial.forecast == found
+        assert trial.seconds == found.seconds
         shorter = 1 - found.mean_length / plain.mean_length
         assert trial.utility == pytest.approx(shorter - 0.5 * found.seconds / plain.seconds)
     assert chosen(shaping, expectation, GPU) == max(trials, key=lambda trial: trial.utility)
@@ -145,8 +146,7 @@ def test_higher_aversion_never_gives_a_longer_rollout(
     ratios: Floats, curve: LatencyCurve, longest: int, aversions: list[float]
 ) -> None:
     cheap, dear = (
-        chosen(policy(aversion, longest, most=1.25), prompts(32, ratios), curve).forecast.seconds
-        for aversion in aversions
+        chosen(policy(aversion, longest, most=1.25), prompts(32, ratios), curve).seconds for aversion in aversions
     )
     assert dear <= cheap * (1 + 1e-9)
 
@@ -201,8 +201,35 @@ def test_a_group_of_one_has_no_tail() -> None:
     assert [trial.mean_candidates for trial in found] == [1, 1.5, 2]
 
 
-def test_a_batch_is_forecast_with_any_mean_that_is_wanted() -> None:
+def test_a_batch_is_predicted_with_any_mean_that_is_wanted() -> None:
     shaping, expectation, machine = policy(longest=1), prompts(32, WIDE), Machine(StepTime(GPU), **UNLIMITED)
-    trials = {trial.mean_candidates: trial.forecast for trial in tried(shaping, expectation, GPU)}
+    trials = {trial.mean_candidates: trial.seconds for trial in tried(shaping, expectation, GPU)}
     for wanted, used in ((11.5, 11.5), (1, SIZE), (99, HIGH)):
-        assert forecast_with(wanted, shaping, SIZE, expectation, machine, rng()) == trials[used]
+        assert predict_seconds(wanted, shaping, SIZE, expectation, machine, rng()) == trials[used]
+
+
+def test_of_a_wide_range_some_are_tried() -> None:
+    trials = tried(policy(most=4.0), prompts(16, WIDE), GPU)
+    found = [trial.mean_candidates for trial in trials]
+    assert (found[0], found[-1], len(found)) == (SIZE, 4 * SIZE, 17)
+    assert {later - earlier for earlier, later in pairwise(found)} == {1.5}
+
+
+@pytest.mark.parametrize("places", [16, 40, 64, 300])
+def test_a_large_batch_takes_as_long_as_all_of_it(places: int) -> None:
+    """Of 2,000 prompts 256 are simulated: a place stands for 8 sequences, so that 64 are 8, and 300 not 38."""
+    expectation, machine = prompts(2000, NARROW), Machine(StepTime(GPU), max_num_seqs=places)
+    plan = Plan.of(policy(longest=1), SIZE, expectation.stds, 12)
+    whole = forecast(plan, expectation.sample(12, rng(), 1), machine)
+    found = predict_seconds(12, policy(longest=1), SIZE, expectation, machine, rng())
+    assert found == pytest.approx(whole.seconds, rel=0.03)
+
+
+def test_a_large_batch_of_large_groups_keeps_its_deadline() -> None:
+    wide = replace(policy(longest=1, most=150.0), deadline=Deadline())
+    expectation, machine = prompts(64, EXPONENTIAL), Machine(StepTime(FLAT), **UNLIMITED)
+    cut, whole = (
+        predict_seconds(12, shaping, SIZE, expectation, machine, rng())
+        for shaping in (wide, replace(wide, deadline=None))
+    )
+    assert cut < 0.8 * whole

@@ -65,6 +65,9 @@ MAX_DOUBLINGS = 8
 MOST_DEFERRING = 3
 """Options of which it is forecast what they would do with fewer groups, besides ``off``: those with the least cost for
 all groups. Each takes two more forecasts."""
+MOST_MOVED = 2.0
+"""So many times its share a limit cuts at most of what is forecast, and at least as small a part of it: what other
+rules have cut may say little about it, and so may what was cut of other lengths."""
 NOTHING_ELSE = "nothing else is within the limits"
 RECENT_BATCHES, FEWEST_MEANS = 2, 32
 """Batches whose mean lengths stand for those of new prompts, as training changes lengths, and prompts at least."""
@@ -198,8 +201,7 @@ def choose(
         if state.of(option.name).until > state.batches:
             continue
         if option.cut_share is not None:
-            # Of what is forecast this share is cut, so that of what comes the share is that of the option.
-            option = option.at(limit_of(max(option.cut_share - state.more_cut(option.name), 0.0), batches))
+            option = option.at(limit_of(_share_to_cut(option.name, option.cut_share, state), batches))
         outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
         if outlook.is_within(state, groups):
             outlooks.append(outlook)
@@ -337,6 +339,12 @@ def _deferring(
         for enough in sorted({min_groups, (min_groups + groups) // 2}):
             found = foresee(whole.option, enough)
             yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
+
+
+def _share_to_cut(name: str, share: float, state: AutoState) -> float:
+    """Return which share of what is forecast a limit must cut, so that ``share`` of what comes is."""
+    wanted = share - state.more_cut(name)
+    return min(max(wanted, share / MOST_MOVED), share * MOST_MOVED, 1.0)
 
 
 def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:

@@ -65,7 +65,7 @@ class Option:
     """One thing that `auto` may do with a batch.
 
     ``shaping``: ``None`` shapes nothing. ``cut_share``: its deadline is the length that this share of the trajectories
-    that would have ended exceed; ``None`` leaves the deadline as it is.
+    that would have ended are expected to exceed; ``None`` leaves the deadline as it is.
     """
 
     name: str

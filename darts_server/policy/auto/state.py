@@ -27,10 +27,11 @@ MEASURED, KEPT_OFF = 64, 4
 compared, are among them however old they are."""
 OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once there are a few."""
-KINDS = ("error", "length_error", "more_cut")
 MAX_OPTIONS = 256
 MOST = 5.0
 """Largest logarithm of a ratio that is accepted."""
+KINDS = {"error": MOST, "length_error": MOST, "more_cut": 1.0}
+"""What is measured of a batch, with the largest value that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,9 @@ class MeasuredErrors:
         check_count("batch", self.batch)
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, got {self.name!r}")
-        for name in KINDS:
+        for name, most in KINDS.items():
             if name != "more_cut" or self.more_cut is not None:
-                check_number(name, getattr(self, name), -MOST, MOST)
+                check_number(name, getattr(self, name), -most, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +168,12 @@ class AutoState:
 
     def _without_outlier(self, found: MeasuredErrors) -> MeasuredErrors:
         usual = {}
-        for key in KINDS:
+        for key, largest in KINDS.items():
             errors, value = _errors(self.measured, key), getattr(found, key)
             if value is not None:
                 expected = errors.expect(found.name, found.batch)
                 most = OUTLIER * errors.spread(found.name, found.batch)
-                usual[key] = min(max(value, expected - most, -MOST), expected + most, MOST)
+                usual[key] = min(max(value, expected - most, -largest), expected + most, largest)
         return replace(found, **usual)
 
     def training_seconds(self, tokens: float) -> float:

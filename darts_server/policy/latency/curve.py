@@ -40,10 +40,10 @@ class LatencyCurve:
         if not (math.isfinite(self.per_sequence) and self.per_sequence >= 0):
             raise ValueError(f"per_sequence must be finite and at least 0, got {self.per_sequence}")
 
-    def scaled(self, weight: float) -> "LatencyCurve":
-        """Return the curve for sequences of which each stands for so many."""
-        batches = tuple(batch / weight for batch in self.batches)
-        return LatencyCurve(batches, self.seconds, self.per_sequence * weight)
+    def scaled(self, weight: float, slower: float = 1.0) -> "LatencyCurve":
+        """Return the curve for sequences of which each stands for ``weight``, with steps ``slower`` times as long."""
+        batches, seconds = (batch / weight for batch in self.batches), (slower * second for second in self.seconds)
+        return LatencyCurve(tuple(batches), tuple(seconds), slower * weight * self.per_sequence)
 
     def step_seconds(self, batch: float) -> float:
         """Return the seconds of one decode step while ``batch`` sequences run."""

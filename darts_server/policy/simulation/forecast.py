@@ -105,9 +105,11 @@ class Forecast:
 
 
 def limit_of(share: float, batches: Sequence[Batch]) -> int:
-    """Return the smallest length limit that cuts at most this share of the trajectories that would have ended."""
+    """Return the smallest length limit that cuts at most this share, 0 to 1, of those that would have ended."""
     whole = np.sort(np.concatenate([batch.lengths[batch.valid] for batch in batches]))[::-1]
-    return int(whole[int(share * whole.size)]) if whole.size else max(int(batch.ends.max()) for batch in batches)
+    if not whole.size:
+        return max(int(batch.ends.max()) for batch in batches)
+    return int(whole[min(int(share * whole.size), whole.size - 1)])
 
 
 def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast:

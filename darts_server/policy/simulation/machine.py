@@ -67,17 +67,21 @@ class Machine:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
     def scaled(self, weight: float) -> "Machine":
-        """Return the machine as it is for sequences of which each stands for so many: a scale model of a large one."""
-        times = self.step_time
+        """Return the machine as it is for sequences of which each stands for so many: a scale model of a large one.
+
+        With a ``weight`` of 1 / R it is a model of R such machines, as one that has the places of all.
+        """
+        times, places = self.step_time, max(1, round(self.max_num_seqs / weight))
         return replace(
             self,
             step_time=StepTime(
-                times.decode.scaled(weight),
+                # What rounding adds to the places, or takes away, steps take longer, or shorter.
+                times.decode.scaled(weight, slower=weight * places / self.max_num_seqs),
                 times.per_context_token * weight,
                 times.per_prefill_token * weight,
                 times.per_start * weight,
             ),
-            max_num_seqs=max(1, round(self.max_num_seqs / weight)),
+            max_num_seqs=places,
             kv_blocks=None if self.kv_blocks is None else max(1, round(self.kv_blocks / weight)),
             training_per_token=self.training_per_token * weight,
         )

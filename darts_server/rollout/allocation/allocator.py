@@ -20,7 +20,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan as SimulatedPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
-from darts_server.rollout.allocation.budgets import MIN_COHORT, Budget, Budgets
+from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.allocation.shared import CohortPart, Grant
@@ -189,9 +189,7 @@ class Allocator(GroupObserver):
 
     def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None, servers: int = 1) -> Grant:
         """Decide how many candidates the groups of a cohort get whose parts run on so many ``servers``."""
-        requested = None if budget is None else budget / len(prompt_keys)
-        decided = self._budgets.decide(plan.shaping, plan.size, prompt_keys, requested, servers)
-        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget, decided)
+        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget, servers)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -240,10 +238,8 @@ class Allocator(GroupObserver):
         """``total``: candidates in all, where the caller requests a number."""
         groups, size = len(keys), kind[1]
         grant = None if part is None else part.grant
-        requested = total if grant is None else sum(grant.candidates)
-        budget = self._budgets.decide(shaping, size, keys, None if requested is None else requested / groups)
         if grant is None:
-            grant = self._grant(kind, shaping, keys, total, budget)
+            grant = self._grant(kind, shaping, keys, total)
         scale = 1.0 if total is not None else self._scale()
         rule = self.deadlines.current_rule(shaping, kind[0])
         if rule is None or shaping.shadow:
@@ -257,7 +253,9 @@ class Allocator(GroupObserver):
             policy=kind[0],
             groups=groups,
             mean_candidates=size + (grant.mean - size) * scale,
-            predicted_seconds=budget.seconds,
+            predicted_seconds=self._budgets.seconds(
+                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, keys
+            ),
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
             few=few,
@@ -335,13 +333,14 @@ class Allocator(GroupObserver):
         shaping: Shaping,
         keys: Sequence[str],
         total: int | None,
-        budget: Budget,
+        servers: int = 1,
     ) -> Grant:
-        """``total``: see `_allocate`."""
+        """``total``: see `_allocate`; ``servers``: see `grant`."""
         stds = [self._prompts.std(key) for key in keys]
-        if total is None:
-            return Grant(self._counts(kind, shaping, budget.mean, stds), budget.mean)
-        return Grant(_spent(kind, shaping, total, stds), budget.mean)
+        if total is not None:
+            return Grant(_spent(kind, shaping, total, stds), total / len(keys))
+        mean = self._budgets.mean(shaping, kind[1], keys, servers)
+        return Grant(self._counts(kind, shaping, mean, stds), mean)
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
         low, high = shaping.bounds(kind[1])

@@ -1,13 +1,12 @@
-"""Choose the mean number of candidates per group."""
+"""Choose the mean number of candidates per group, and predict how long a cohort takes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
-from darts_server.policy.budget import choose_mean_candidates, cv_log_mean, forecast_with
+from darts_server.policy.budget import choose_mean_candidates, cv_log_mean, predict_seconds
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.rollout.learned.dataset import Dataset
@@ -26,14 +25,6 @@ RATIOS = 512
 """Number of quantiles that represent the distribution of lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """``mean``: M', candidates per group. ``seconds``: predicted time to complete the cohort, ``None`` if unknown."""
-
-    mean: float
-    seconds: float | None = None
-
-
 class Budgets:
     """Choose budgets from the statistics of prompts, data set and engine latency.
 
@@ -46,43 +37,48 @@ class Budgets:
         self._latency = latency
         self._clock = clock
         self._recent: deque[str] = deque(maxlen=RECENT_PROMPTS)
-        self._cached: dict[tuple[Shaping, int, int], tuple[float, Budget]] = {}
+        self._cached: dict[tuple[Shaping, int, int], tuple[float, float]] = {}
 
-    def decide(
-        self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None = None, servers: int = 1
-    ) -> Budget:
-        """Choose the budget of a cohort of groups of ``size``.
+    def mean(self, shaping: Shaping, size: int, keys: Sequence[str], servers: int = 1) -> float:
+        """Choose M', the mean candidates of a cohort of groups of ``size``.
 
-        ``requested``: the mean, if the caller requests one. ``servers``: on how many, alike, the groups run.
+        ``servers``: on how many, alike, the groups run.
         """
         self._recent.extend(keys)
-        if requested is not None or len(keys) >= MIN_COHORT:
-            return self._decide(shaping, size, keys, requested, servers)
-        # So few prompts say little about those to come, and a simulation takes tens of milliseconds.
-        decided_at, budget = self._cached.get((shaping, size, servers), (-inf, Budget(0.0)))
+        if shaping.budget is not BudgetKind.UTILITY:
+            return self._by_formula(shaping, size)
+        if len(keys) >= MIN_COHORT:
+            return self._by_utility(shaping, size, keys, servers)
+        # So few prompts say little about those to come, and many would be chosen for.
+        decided_at, mean = self._cached.get((shaping, size, servers), (-inf, 0.0))
         if self._clock() - decided_at > CACHE_SECONDS:
-            budget = Budget(self._decide(shaping, size, tuple(self._recent), None, servers).mean)
-            self._cached[shaping, size, servers] = (self._clock(), budget)
-        return budget
+            mean = self._by_utility(shaping, size, tuple(self._recent), servers)
+            self._cached[shaping, size, servers] = (self._clock(), mean)
+        return mean
 
-    def _decide(
-        self, shaping: Shaping, size: int, keys: Sequence[str], requested: float | None, servers: int
-    ) -> Budget:
-        mean = self._mean(shaping, size, shaping.bounds(size)[1]) if requested is None else requested
-        machine, rng = self._latency.machine(servers), np.random.default_rng(SEED)
+    def seconds(self, mean: float, shaping: Shaping, size: int, keys: Sequence[str]) -> float | None:
+        """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown."""
+        machine, rng = self._latency.machine(), np.random.default_rng(SEED)
+        expectation = self._expectation(keys, rng)
+        if expectation is None or machine is None or len(keys) < MIN_COHORT:
+            return None
+        return predict_seconds(mean, shaping, size, expectation, machine, rng)
+
+    def _by_utility(self, shaping: Shaping, size: int, keys: Sequence[str], servers: int) -> float:
+        machine, rng = self._latency.machine(), np.random.default_rng(SEED)
         expectation = self._expectation(keys, rng)
         if expectation is None or machine is None:
-            return Budget(mean)
-        if requested is None and shaping.budget is BudgetKind.UTILITY:
-            best = choose_mean_candidates(shaping, size, expectation, machine, rng)
-            return Budget(best.mean_candidates, best.forecast.seconds)
-        return Budget(mean, forecast_with(mean, shaping, size, expectation, machine, rng).seconds)
+            return self._by_formula(shaping, size)
+        # Engines that share the cohort are one with the places of all: it ends with the last of them.
+        shared = machine.scaled(1 / servers)
+        return choose_mean_candidates(shaping, size, expectation, shared, rng).mean_candidates
 
-    def _mean(self, shaping: Shaping, size: int, high: int) -> float:
-        """The mean by formula, at most ``high``: a request may name a policy that allows less than the server's.
+    def _by_formula(self, shaping: Shaping, size: int) -> float:
+        """The mean by formula, at most M_up: a request may name a policy that allows less than the server's.
 
         That of a policy that gives all prompts the same number is a whole number, as where groups come one by one.
         """
+        high = shaping.bounds(size)[1]
         stats = self._dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
         if stats is None or stats.std is None or not stats.mean:
             wanted = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)

@@ -45,14 +45,14 @@ class Latency:
         self._load_restored()
         return self._model.start_seconds
 
-    def machine(self, servers: int = 1) -> Machine | None:
-        """Describe so many engines like this one to the model of a rollout; ``None`` while the curve is unknown."""
+    def machine(self) -> Machine | None:
+        """Describe the engine to the model of a rollout; ``None`` while the curve is unknown."""
         curve = self.curve  # read once: a restore in another thread replaces it
         if curve is None:
             return None
         times = StepTime(curve, per_start=self.start_seconds or 0.0)
         # Blocks of one token: how large they are is not known.
-        return Machine(times, servers, self.capacity or UNLIMITED, kv_blocks=self.kv_tokens, block_size=1)
+        return Machine(times, max_num_seqs=self.capacity or UNLIMITED, kv_blocks=self.kv_tokens, block_size=1)
 
     def step_seconds(self, batch: int) -> float | None:
         """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""

@@ -572,6 +572,15 @@ def test_a_limit_is_moved_until_its_share_is_cut() -> None:
     assert tokens(0.05) < 2000
 
 
+@pytest.mark.parametrize(("more_cut", "factor"), [(-1.0, 2.0), (1.0, 0.5)])
+def test_a_limit_is_moved_to_half_or_twice_its_share_at_most(more_cut: float, factor: float) -> None:
+    measured = [*MEASURED.measured, *(MeasuredErrors(5, "cap at 0.8", 0.0, 0.0, more_cut) for _ in range(32))]
+    state, limits = replace(MEASURED, measured=measured), replace(ALL, allow=("limit",), most_lost=1.0)
+    choice = choose(only("limit 0.1", limits), state, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0))
+    assert choice.forecast is not None
+    assert choice.forecast.lost == pytest.approx(0.1 * factor, abs=0.015)
+
+
 def test_how_many_are_truncated_is_learned_from_off_alone() -> None:
     off = chosen(AutoState())
     assert off.option.name == "off"

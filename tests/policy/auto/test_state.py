@@ -143,7 +143,7 @@ def test_training_is_a_constant_while_tokens_hardly_differ() -> None:
 
 @pytest.mark.parametrize("constant", [0.0, 10.0, 40.0])
 def test_a_few_per_cent_more_or_fewer_tokens_show_what_training_takes_if_it_is_regular(constant: float) -> None:
-    """Half as many tokens were never measured; 40 s, of which they save 15, differ by a second at most."""
+    """Half as many tokens were never measured, and those that were differ by some per cent."""
     rng = np.random.default_rng(0)
     tokens = 250_000 * (1 + 0.05 * rng.standard_normal(24))
     regular = [(float(x), float(constant + (40 - constant) * x / 250_000)) for x in tokens]

@@ -80,9 +80,7 @@ def test_some_prompts_stand_for_a_large_batch() -> None:
     assert whole.thinned(100) is whole.thinned(101) is whole
 
 
-@pytest.mark.parametrize(
-    "machine", [replace(MACHINE, max_num_seqs=300), replace(MACHINE, kv_blocks=20_000, replicas=2)]
-)
+@pytest.mark.parametrize("machine", [replace(MACHINE, max_num_seqs=300), replace(MACHINE, kv_blocks=1_500, replicas=2)])
 @pytest.mark.parametrize("name", ["off", "uniform 1.5", "cut 1.5 at 0.8"])
 def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
     whole = Expectation([100.0] * 512, [None] * 512, RATIOS, max_tokens=500)
@@ -92,6 +90,14 @@ def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
     found = forecast(Plan.of(shaping, 8, some.stds), some.sample(12, rng()), machine.scaled(4))
     assert found.seconds == pytest.approx(expected.seconds, rel=0.05)
     assert found.mean_length == pytest.approx(expected.mean_length, rel=0.05)
+
+
+@pytest.mark.parametrize("servers", [2, 8])
+def test_engines_that_share_a_batch_are_one_with_the_places_of_all(servers: int) -> None:
+    whole, engine = Expectation([100.0] * 256, [None] * 256, RATIOS, max_tokens=500), replace(MACHINE, max_num_seqs=40)
+    plan, batches = Plan.of(OPTIONS["uniform 1.5"].shaping, 8, whole.stds), whole.sample(12, rng())
+    divided = forecast(plan, batches, replace(engine, replicas=servers))
+    assert forecast(plan, batches, engine.scaled(1 / servers)).seconds == pytest.approx(divided.seconds, rel=0.05)
 
 
 def test_off_wastes_and_cuts_nothing_and_others_do() -> None:
@@ -133,3 +139,6 @@ def test_a_limit_cuts_its_share_of_those_that_end() -> None:
     assert of("limit 0.2", few, limit).lost == pytest.approx(0.2, abs=0.02)
     none = Expectation([1e6] * 8, [None] * 8, RATIOS, max_tokens=600).sample(8, rng())
     assert limit_of(0.1, none) == 600
+    some = Expectation([100.0] * 8, [None] * 8, RATIOS).sample(8, rng())
+    shortest = min(int(batch.lengths.min()) for batch in some)
+    assert limit_of(1.0, some) == limit_of(5.2, some) == shortest

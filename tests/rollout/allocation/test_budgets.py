@@ -1,6 +1,7 @@
 """The utility budget is decided by a simulation of the cohort as it will be allocated."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,55 +55,78 @@ async def learned_budgets() -> Budgets:
     return Budgets(statistics.prompts, statistics.dataset, KnownLatency(Documents()), clock=lambda: 0.0)
 
 
+def known(budgets: Budgets, capacity: int | None = None, kv_tokens: int | None = None) -> tuple[Budgets, KnownLatency]:
+    """Return budgets with the same statistics and a latency of their own."""
+    latency = KnownLatency(Documents(), capacity, kv_tokens)
+    return Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0), latency
+
+
+def seconds(budgets: Budgets, mean: float, shaping: Shaping = ADAPTIVE, keys: Sequence[str] = KEYS) -> float:
+    found = budgets.seconds(mean, shaping, SIZE, keys)
+    assert found is not None
+    return found
+
+
 def test_an_adaptive_policys_budget_counts_on_its_saturated_prompts(budgets: Budgets) -> None:
-    even = budgets.decide(replace(ADAPTIVE, adaptive=False), SIZE, KEYS)
-    adaptive = budgets.decide(ADAPTIVE, SIZE, KEYS)
-    assert adaptive.mean > even.mean
-    assert (adaptive.seconds or 0) < (even.seconds or 0)
+    even = replace(ADAPTIVE, adaptive=False)
+    fewer, more = budgets.mean(even, SIZE, KEYS), budgets.mean(ADAPTIVE, SIZE, KEYS)
+    assert more > fewer
+    assert seconds(budgets, more) < seconds(budgets, fewer, even)
 
 
 def test_what_candidates_cost_when_they_start_makes_more_of_them_worth_less(budgets: Budgets) -> None:
-    latency = KnownLatency(Documents())
+    dear, latency = known(budgets)
     latency.cost = 0.02
-    dear = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
-    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED)
-    more = (dear.decide(fixed, SIZE, KEYS).seconds or 0) - (budgets.decide(fixed, SIZE, KEYS).seconds or 0)
-    assert more == pytest.approx(0.02 * 1.5 * SIZE * len(KEYS))
-    assert dear.decide(ADAPTIVE, SIZE, KEYS).mean < budgets.decide(ADAPTIVE, SIZE, KEYS).mean
+    assert seconds(dear, 12) - seconds(budgets, 12) == pytest.approx(0.02 * 12 * len(KEYS))
+    assert dear.mean(ADAPTIVE, SIZE, KEYS) < budgets.mean(ADAPTIVE, SIZE, KEYS)
 
 
-def test_a_deadline_bounds_what_is_predicted(budgets: Budgets) -> None:
-    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED, redundancy=1.25)
-    whole, cut = (budgets.decide(replace(fixed, deadline=rule), SIZE, KEYS) for rule in (None, Deadline()))
-    assert 0 < (cut.seconds or 0) < 0.8 * (whole.seconds or 0)
+def test_a_deadline_bounds_what_is_predicted_and_its_stretch_moves_it(budgets: Budgets) -> None:
+    whole, cut, later = (
+        seconds(budgets, 10, replace(ADAPTIVE, deadline=rule)) for rule in (None, Deadline(), Deadline(stretch=2.0))
+    )
+    assert 0 < cut < 0.8 * whole
+    assert cut < later
+
+
+def test_prompts_that_were_never_seen_are_like_the_others(budgets: Budgets) -> None:
+    mixed = [*KEYS[:32], *(f"new {number}" for number in range(32))]
+    assert seconds(budgets, 12, keys=mixed) == pytest.approx(seconds(budgets, 12), rel=0.2)
+
+
+def test_a_few_prompts_say_too_little_for_a_prediction(budgets: Budgets) -> None:
+    assert budgets.seconds(12, ADAPTIVE, SIZE, KEYS[:7]) is None
+
+
+def test_what_does_not_fit_into_the_engine_queues(budgets: Budgets) -> None:
+    few, _ = known(budgets, capacity=64)
+    little, _ = known(budgets, kv_tokens=4_000)
+    for queued in (few, little):
+        assert seconds(queued, 12) > 1.3 * seconds(budgets, 12)
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
-def test_a_batch_that_is_divided_is_predicted_as_one_server_predicts_its_share(
+def test_a_batch_that_is_divided_has_the_budget_that_one_server_has_for_its_share(
     budgets: Budgets, capacity: int | None
 ) -> None:
-    latency = KnownLatency(Documents(), capacity)
+    alone, latency = known(budgets, capacity)
     latency.cost, latency.curves = 0.001, LatencyCurve((1.0, 64.0, 128.0), (0.02, 0.02, 0.04), 0.0005)
-    known = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
-    fixed = replace(ADAPTIVE, budget=BudgetKind.FIXED)
     share, whole = KEYS[:16], [key for key in KEYS[:16] for _ in range(4)]
-    for shaping in (fixed, ADAPTIVE):
-        expected, found = known.decide(shaping, SIZE, share), known.decide(shaping, SIZE, whole, servers=4)
-        assert found.mean == pytest.approx(expected.mean, abs=1)
-        # The last of four times as many candidates is longer.
-        assert (expected.seconds or 0) < (found.seconds or 0) < 1.1 * (expected.seconds or 0)
-    alone = known.decide(ADAPTIVE, SIZE, whole)
-    assert alone.mean < expected.mean - 2
-    assert (alone.seconds or 0) > 2 * (expected.seconds or 0)
+    expected = alone.mean(ADAPTIVE, SIZE, share)
+    assert alone.mean(ADAPTIVE, SIZE, whole, servers=4) == pytest.approx(expected, abs=1)
+    assert alone.mean(ADAPTIVE, SIZE, whole) < expected - 2
+
+
+def test_a_batch_may_have_fewer_groups_than_servers(budgets: Budgets) -> None:
+    assert SIZE <= budgets.mean(ADAPTIVE, SIZE, KEYS[:16], servers=1000) <= 2 * SIZE
 
 
 def test_a_few_prompts_of_a_batch_that_is_divided_have_a_decision_of_their_own(budgets: Budgets) -> None:
-    latency = KnownLatency(Documents())
+    alone, latency = known(budgets)
     latency.curves = LatencyCurve((1.0, 64.0, 128.0), (0.02, 0.02, 0.04), 0.0005)
-    known = Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0)
-    known.decide(ADAPTIVE, SIZE, KEYS)
+    alone.mean(ADAPTIVE, SIZE, KEYS)
     for servers in (1, 16):
-        expected = known.decide(ADAPTIVE, SIZE, KEYS, servers=servers).mean
-        assert known.decide(ADAPTIVE, SIZE, KEYS[:2], servers=servers).mean == pytest.approx(expected, abs=0.5)
-    few = [known.decide(ADAPTIVE, SIZE, KEYS[:2], servers=servers).mean for servers in (1, 16)]
+        expected = alone.mean(ADAPTIVE, SIZE, KEYS, servers=servers)
+        assert alone.mean(ADAPTIVE, SIZE, KEYS[:2], servers=servers) == pytest.approx(expected, abs=0.5)
+    few = [alone.mean(ADAPTIVE, SIZE, KEYS[:2], servers=servers) for servers in (1, 16)]
     assert few[1] > few[0]
