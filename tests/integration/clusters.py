@@ -155,9 +155,9 @@ async def check_killed(cluster: Cluster, dying: Server, kill: Callable[[], None]
     Afterwards nothing of them runs on the others.
     """
     started = dying.metric("darts_candidates_started_total")
-    texts = prompts(72)
+    texts, batch_texts = prompts(72)[:64], prompts(72)[64:]
     batch = {
-        "prompts": [{"text": text} for text in texts[64:]],
+        "prompts": [{"text": text} for text in batch_texts],
         "group_size": SIZE,
         "sampling": {"max_tokens": 128, "temperature": 1.0},
     }
@@ -165,9 +165,10 @@ async def check_killed(cluster: Cluster, dying: Server, kill: Callable[[], None]
         batched = asyncio.create_task(client.post("/darts/v1/rollouts", json=batch))
         calls = [
             asyncio.create_task(client.post("/v1/completions", json=body(text, n=SIZE, ignore_eos=True)))
-            for text in texts[:64]
+            for text in texts
         ]
-        await asyncio.to_thread(wait_started, dying, started + 4 * SIZE)
+        # More groups than those of the batch, which may all be on this server before a call is.
+        await asyncio.to_thread(wait_started, dying, started + (len(batch_texts) + 4) * SIZE)
         kill()
         answers = await asyncio.gather(*calls)
         failed = [answer.text for answer in answers if answer.status_code != 200]
