@@ -57,10 +57,15 @@ class Budgets:
         return mean
 
     def seconds(self, mean: float, shaping: Shaping, size: int, keys: Sequence[str]) -> float | None:
-        """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown."""
+        """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown.
+
+        Of fewer than `MIN_COHORT` prompts it is unknown.
+        """
+        if len(keys) < MIN_COHORT:
+            return None
         machine, rng = self._latency.machine(), np.random.default_rng(SEED)
         expectation = self._expectation(keys, rng)
-        if expectation is None or machine is None or len(keys) < MIN_COHORT:
+        if expectation is None or machine is None:
             return None
         return predict_seconds(mean, shaping, size, expectation, machine, rng)
 
