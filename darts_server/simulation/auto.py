@@ -1,11 +1,21 @@
 """`auto` in a simulated training run, which learns from batch to batch as the server does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
+from darts_server.policy.auto.chooser import (
+    Choice,
+    Measured,
+    begin,
+    choose,
+    choose_by_size,
+    hindsight,
+    learn,
+    learn_training,
+    needs_hindsight,
+)
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.lengths.estimate import Observation, estimate_lengths
@@ -50,14 +60,18 @@ class AutoRun:
         self.state = begin(self.state, choice)
         policy = Policy(choice.option.name, choice.option.shaping)
         step = run_step(policy, prompts, choice.enough or num_groups, self.candidates, self.setting)
-        self._learn(choice, step, prompts)
+        self._learn(choice, step, prompts, num_groups or len(prompts))
         return choice, step
 
     def _choose(self, prompts: Sequence[Prompt], enough: int, min_groups: int | None) -> Choice:
         rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
+        expectation, size, machine = self._expect(prompts, rng), self.setting.size, self.setting.machine
+        return choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
+
+    def _expect(self, prompts: Sequence[Prompt], rng: np.random.Generator) -> Expectation | None:
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
         batch = self.candidates.batch(prompts, 1)
-        expectation = Expectation.of(
+        return Expectation.of(
             [None if stats is None else stats.mean_ema for stats in earlier],
             [None if stats is None else stats.std_ema for stats in earlier],
             self.profile.quantiles(RATIOS),
@@ -66,10 +80,8 @@ class AutoRun:
             round(float(batch.prompt_tokens.mean())),
             batch.max_tokens,
         )
-        size, machine = self.setting.size, self.setting.machine
-        return choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
 
-    def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt]) -> None:
+    def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt], enough: int) -> None:
         rollout, batch = step.rollout, step.batch
         counts = np.isfinite(rollout.started_at)
         ended = batch.valid & (rollout.generated == batch.ends)
@@ -100,4 +112,10 @@ class AutoRun:
             means,
             sum(one.tokens >= batch.max_tokens for one in rollout.returned) / len(rollout.returned),
         )
-        self.state = learn_training(learn(self.state, choice, measured), returned, step.training_seconds)
+        state, size = learn(self.state, choice, measured), self.setting.size
+        if needs_hindsight(state, choice) and choose_by_size(self.auto, size, len(prompts)) is None:
+            self.state = state
+            rng = np.random.default_rng([self.setting.seed, state.batches, 4])
+            choice = hindsight(choice, size, self._expect(prompts, rng), self.setting.machine, enough, rng)
+            state = learn(state, choice, replace(measured, means=()))
+        self.state = learn_training(state, returned, step.training_seconds)

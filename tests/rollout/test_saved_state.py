@@ -82,8 +82,7 @@ def learned() -> dict[tuple[str, str], dict[str, Any]]:
     losses = {"right": histogram, "cut": histogram, "explored": 80.0}
     losses |= {"explored_right": histogram, "explored_all": histogram}
     documents.put("losses", BudgetKind.FIXED.value, {"value": json.dumps(losses)})
-    option = {"tries": 3, "against_off": -0.1, "withdrawals": 1, "until": 5, "last": 8}
-    state = {"batches": 9, "explored": 1, "options": {"off": option, "cap at 0.9": option}, "training": [[64.0, 2.0]]}
+    state = {"batches": 9, "explored": 1, "training": [[64.0, 2.0]]}
     measured = {"batch": 8, "name": "off", "error": 0.1, "length_error": 0.1, "more_cut": 0.1}
     state |= {"measured": [measured, {**measured, "batch": 9, "name": "cap at 0.9"}]}
     documents.put("auto", "8", {"value": json.dumps({**state, "means": [5.0, 9.0], "max_tokens": 50})})

@@ -2,9 +2,11 @@
 
 It begins as ``off``. Once a batch was measured, every option is forecast by the model of a rollout, and the fastest
 within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures corrects
-the forecasts of its option and, less so, those of the others (see `errors`). An option that was slower than ``off`` is
-expected to be is withdrawn, each time for longer. Where trajectories are longer or shorter than expected, as the model
-learns, what that explains does not count for or against an option.
+the forecasts of its option and, less so, those of the others (see `errors`): so an option that takes longer than
+forecast is given up, the sooner the less batches differ by chance. Where trajectories are longer or shorter than
+expected, as the model learns, what that explains does not count for or against an option.
+
+The first batch cannot be forecast before it runs. It is afterwards, by what it taught (`hindsight`).
 
 Where the caller can defer prompts, it also chooses with how many complete groups the batch ends: the number for which
 a step takes the least time per group.
@@ -28,16 +30,7 @@ from darts_server.policy.auto.options import (
     rule_of,
 )
 from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost
-from darts_server.policy.auto.state import (
-    MAX_OPTIONS,
-    MEANS,
-    MOST,
-    TRAINED,
-    WEIGHT,
-    AutoState,
-    MeasuredErrors,
-    OptionState,
-)
+from darts_server.policy.auto.state import MEANS, MOST, TRAINED, WEIGHT, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.batch import Plan
@@ -54,14 +47,6 @@ UNSURE = 2.0
 """Standard deviations by which ``off`` may be faster than expected, against the best, when it is worth a batch."""
 LONGEST_WITHOUT_OFF = 256
 """Batches after which ``off`` is worth a batch whatever is expected of it."""
-MIN_TRIES = 2
-"""What explores takes options of rules first that were measured less often: forecasts are off by more between rules
-than within one."""
-LOSS, FIRST_LOSS = 0.02, 0.2
-"""By how much longer than ``off`` an option may take, in logarithms; and how much so in its first batch."""
-REST = 16
-"""Batches for which an option is withdrawn the first time; twice as long every further time."""
-MAX_DOUBLINGS = 8
 MOST_DEFERRING = 3
 """Options of which it is forecast what they would do with fewer groups, besides ``off``: those with the least cost for
 all groups. Each takes two more forecasts."""
@@ -71,6 +56,9 @@ rules have cut may say little about it, and so may what was cut of other lengths
 NOTHING_ELSE = "nothing else is within the limits"
 RECENT_BATCHES, FEWEST_MEANS = 2, 32
 """Batches whose mean lengths stand for those of new prompts, as training changes lengths, and prompts at least."""
+MOST_BEYOND = 1.25
+"""Where a rule cuts, the mean length of a prompt is at most so many times the longest candidate of the batch: of one
+whose candidates were nearly all cut it is extrapolated, up to many times what was seen."""
 MOST_CANDIDATES = 65_536
 """Candidates of a batch for which all options together are forecast in a few seconds."""
 
@@ -106,11 +94,6 @@ class Choice:
     def name(self) -> str:
         """Name under which it is measured."""
         return measured_name(self.option, self.enough)
-
-    @property
-    def share(self) -> float:
-        """Share of the groups that are not deferred."""
-        return 1.0 if self.enough is None else self.enough / self.groups
 
     @property
     def scope(self) -> str:
@@ -194,12 +177,10 @@ def choose(
             state.length_error(one.name) if state.measured else None,
         )
 
-    if state.of(UNSHAPED.name).tries < MIN_OFF:
+    if state.count(OFF) < MIN_OFF:
         return chosen(off, "is measured before anything else, in a batch without pauses and weight updates")
     outlooks = [off]
     for option in options[1:]:
-        if state.of(option.name).until > state.batches:
-            continue
         if option.cut_share is not None:
             option = option.at(limit_of(_share_to_cut(option.name, option.cut_share, state), batches))
         outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
@@ -224,6 +205,30 @@ def choose(
     return chosen(best, reason)
 
 
+def needs_hindsight(state: AutoState, choice: Choice) -> bool:
+    """Return whether a batch must be forecast after it has ended, see `hindsight`."""
+    return choice.forecast is None and state.count(OFF) < MIN_OFF
+
+
+def hindsight(
+    choice: Choice,
+    size: int,
+    expectation: Expectation | None,
+    machine: Machine | None,
+    enough: int,
+    rng: np.random.Generator,
+) -> Choice:
+    """Return the choice of a batch of ``off`` that could not be forecast, with what is forecast now that it has ended.
+
+    ``expectation``: of its prompts, as they are known by now. Others as in `choose`.
+    """
+    if expectation is None or machine is None:
+        return choice
+    batches = expectation.sample(size, rng)
+    plan = Plan.of(None, size, expectation.stds, enough=enough if enough < expectation.groups else None)
+    return replace(choice, forecast=forecast(plan, batches, machine))
+
+
 def begin(state: AutoState, choice: Choice) -> AutoState:
     """Count a batch that begins, with what is expected of it."""
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
@@ -238,11 +243,13 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         limit = None
     if measured.means:
         recent = min(max(RECENT_BATCHES * len(measured.means), FEWEST_MEANS), MEANS)
-        state = replace(state, means=(*state.means, *measured.means)[-recent:])
+        extrapolates = rule_of(choice.name) in CUTTING and measured.longest > 0
+        most = MOST_BEYOND * measured.longest if extrapolates else LARGEST
+        state = replace(state, means=(*state.means, *(min(mean, most) for mean in measured.means))[-recent:])
     state = replace(state, max_tokens=limit)
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
-    name, before = choice.name, state.of(choice.name)
+    name = choice.name
     state = _learn_limits(state, choice, choice.forecast, measured)
     length_error = log(measured.mean_length / choice.forecast.mean_length)
     longer = 0.0 if choice.length_error is None else length_error - choice.length_error
@@ -251,19 +258,11 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     more_cut = measured.cut - choice.forecast.cut if rule_of(name) in CUTTING else None
     found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut)
     state = state.with_measured(found)
-    after = replace(before, tries=min(before.tries + 1, LARGEST), last=state.batches)
     if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
-        weight = max(1 / after.tries, WEIGHT)
+        weight = max(1 / state.count(OFF), WEIGHT)
         state = replace(state, truncated=_mix(known, measured.truncated, weight))
-    if choice.name != OFF and choice.off_seconds is not None:
-        step = (measured.seconds + state.training_seconds(measured.returned)) / choice.share
-        against_off = _unexplained(log(step / choice.off_seconds), longer)
-        if against_off:  # otherwise it says nothing about the option
-            after = _judge(after, against_off, state.batches)
-    # Without those that were measured the longest ago, where a restored state has as many as it may have.
-    others = [(other, option) for other, option in state.options.items() if other != name][1 - MAX_OPTIONS :]
-    return replace(state, options=dict([*others, (name, after)]))
+    return state
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:
@@ -279,19 +278,6 @@ def _unexplained(slower: float, longer: float) -> float:
     batch to batch: a batch that is slow as its trajectories are longer should not count against its option.
     """
     return slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0))
-
-
-def _judge(option: OptionState, against_off: float, batches: int) -> OptionState:
-    """Withdraw an option that takes longer than ``off``, once for all batches that are in flight."""
-    if option.until > batches:
-        return option
-    first = option.tries == 1
-    against_off = _mix(option.against_off, against_off, 1.0 if first else 0.5)
-    if against_off <= (FIRST_LOSS if first else LOSS):
-        return replace(option, against_off=against_off)
-    rest = REST * 2 ** min(option.withdrawals, MAX_DOUBLINGS)
-    withdrawals = min(option.withdrawals + 1, LARGEST)
-    return replace(option, against_off=0.0, withdrawals=withdrawals, until=min(batches + rest, LARGEST))
 
 
 def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured: Measured) -> AutoState:
@@ -334,8 +320,6 @@ def _deferring(
     off, *others = outlooks
     likely = sorted(others, key=lambda one: one.cost)[:MOST_DEFERRING]
     for whole in (off, *likely):
-        if state.of(measured_name(whole.option, min_groups)).until > state.batches:
-            continue
         for enough in sorted({min_groups, (min_groups + groups) // 2}):
             found = foresee(whole.option, enough)
             yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
@@ -350,13 +334,13 @@ def _share_to_cut(name: str, share: float, state: AutoState) -> float:
 def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
     """Return whether ``off`` may be faster than what is expected to be the best, or was not measured for long."""
     most = exp(-UNSURE * state.uncertainty(best.name))
-    is_old = state.batches - state.of(OFF).last >= LONGEST_WITHOUT_OFF
+    is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
     return is_old or off.cost - (1 - most) * off.seconds <= best.cost
 
 
-def _by_age(one: Outlook, state: AutoState) -> tuple[bool, int, float]:
-    """Return a sort key: rules that were hardly measured first, then what was measured the longest ago, or never."""
-    return state.tries(one.name) >= MIN_TRIES, state.of(one.name).last, one.cost
+def _by_age(one: Outlook, state: AutoState) -> tuple[int, float]:
+    """Return a sort key: what was measured the longest ago, or never, first."""
+    return state.last(one.name), one.cost
 
 
 def _step(one: Outlook, groups: int) -> str:

@@ -8,8 +8,9 @@ A measured error, the logarithm of a value over its forecast, is taken for the s
 * noise.
 
 All are normally distributed, so that what is expected of an option is linear in what was measured (a Gaussian process).
-How much the level drifts and how large the noise is differ between training runs. Every pair of `DRIFTS` and `NOISES`
-counts by how well it explains what was measured.
+How much the level drifts, how large the noise is, and whether the model is wrong about some options by far, differ
+between training runs. Each combination of `DRIFTS`, `NOISES` and `APART` is a case, which counts by how likely it is
+and how well it explains what was measured.
 
 While one option alone is measured, its own error looks the same as a level that drifts: whether ``off`` has changed
 shows when it runs again. So the last few measurements of ``off`` are always kept (see `state`), and it is measured
@@ -38,7 +39,12 @@ DRIFTS = (0.002, 0.03, 0.1)
 """By how much the level typically differs from one batch to the next."""
 NOISES = (0.03, 0.06, 0.12, 0.25)
 """By how much batches of the same option typically differ."""
-_DRIFTS, _NOISES = (grid.ravel() for grid in np.meshgrid(DRIFTS, NOISES))
+APART = {1.0: 0.9, 6.0: 0.1}
+"""How many times as much as is typical rules and options differ, and how likely that is: the model of a rollout may be
+wrong about what a rule does."""
+_DRIFTS, _NOISES, _APART = (grid.ravel() for grid in np.meshgrid(DRIFTS, NOISES, list(APART)))
+_LIKELY = np.asarray([APART[apart] for apart in _APART])
+_LIKELY /= _LIKELY.sum()
 
 
 class Errors:
@@ -62,11 +68,11 @@ class Errors:
         measured = zip(names, self._batches, self._elapsed, strict=True)
         rows = [self._covariances(name, batch, elapsed) for name, batch, elapsed in measured]
         noise = _NOISES[:, None, None] ** 2 * np.eye(self._count)
-        covariances = np.stack(rows, axis=1) + noise  # (pairs, n, n)
+        covariances = np.stack(rows, axis=1) + noise  # (cases, n, n)
         self._inverse = np.linalg.inv(covariances)
         self._coefficients = self._inverse @ found
         log_likelihood = -0.5 * (self._coefficients @ found + np.linalg.slogdet(covariances)[1])
-        likelihood = np.exp(log_likelihood - log_likelihood.max())
+        likelihood = _LIKELY * np.exp(log_likelihood - log_likelihood.max())
         self._weights = likelihood / likelihood.sum()
 
     def expect(self, name: str, batch: int) -> float:
@@ -75,42 +81,43 @@ class Errors:
 
     def spread(self, name: str, batch: int) -> float:
         """Return the standard deviation of what would be measured of an option, around what is expected of it."""
+        prior = LEVEL**2 + _APART**2 * (RULES_DIFFER**2 + OPTIONS_DIFFER**2) + _NOISES**2
         if not self._count:
-            return sqrt(LEVEL**2 + RULES_DIFFER**2 + OPTIONS_DIFFER**2 + float((_NOISES**2).mean()))
-        drift = _DRIFTS**2 * self._elapsed_at(batch)
-        prior = LEVEL**2 + RULES_DIFFER**2 + OPTIONS_DIFFER**2 + drift + _NOISES**2
+            return sqrt(float(_LIKELY @ prior))
+        prior = prior + _DRIFTS**2 * self._elapsed_at(batch)
         covariances = self._covariances(name, batch, self._elapsed_at(batch))
         return sqrt(self._variance(prior, covariances, self._means(name, batch)))
 
     def differ(self, name: str, other: str, batch: int) -> float:
         """Return the standard deviation of the difference between two options, around what is expected of it."""
-        apart = 2 * (RULES_DIFFER**2 * (kind_of(name) != kind_of(other)) + OPTIONS_DIFFER**2 * (name != other))
+        differ = RULES_DIFFER**2 * (kind_of(name) != kind_of(other)) + OPTIONS_DIFFER**2 * (name != other)
+        prior = 2 * _APART**2 * differ
         if not self._count:
-            return sqrt(apart)
+            return sqrt(float(_LIKELY @ prior))
         elapsed = self._elapsed_at(batch)
         covariances = self._covariances(name, batch, elapsed) - self._covariances(other, batch, elapsed)
         means = self._means(name, batch) - self._means(other, batch)
-        return sqrt(max(0.0, self._variance(apart, covariances, means)))
+        return sqrt(max(0.0, self._variance(prior, covariances, means)))
 
-    def _variance(self, prior: float | Floats, covariances: Floats, means: Floats) -> float:
-        """Return the variance that is left of a ``prior`` one, over all pairs."""
+    def _variance(self, prior: Floats, covariances: Floats, means: Floats) -> float:
+        """Return the variance that is left of a ``prior`` one, over all cases."""
         known = np.einsum("pn,pnm,pm->p", covariances, self._inverse, covariances)
         return float(self._weights @ (prior - known + (means - self._weights @ means) ** 2))
 
     def _means(self, name: str, batch: int) -> Floats:
-        """Return what each pair expects of an option, shape (pairs,)."""
+        """Return what each case expects of an option, shape (cases,)."""
         covariances = self._covariances(name, batch, self._elapsed_at(batch))
         return np.asarray((covariances * self._coefficients).sum(axis=1))
 
     def _covariances(self, name: str, batch: float, elapsed: float) -> Floats:
-        """Return how an option's error varies with those that were measured, noise aside, shape (pairs, n).
+        """Return how an option's error varies with those that were measured, noise aside, shape (cases, n).
 
         ``elapsed``: batches for which the level has drifted by then.
         """
         fresh = (1 + 0.5 ** (np.abs(self._batches - batch) / STALE)) / 2
         own = RULES_DIFFER**2 * (self._kinds == kind_of(name)) + OPTIONS_DIFFER**2 * (self._names == name)
         drifted = np.minimum(self._elapsed, elapsed)
-        return np.asarray(LEVEL**2 + own * fresh + _DRIFTS[:, None] ** 2 * drifted)
+        return np.asarray(LEVEL**2 + _APART[:, None] ** 2 * own * fresh + _DRIFTS[:, None] ** 2 * drifted)
 
     def _elapsed_at(self, batch: int) -> float:
         return float(self._elapsed[-1] + np.clip(batch - self._batches[-1], 0.0, LONGEST_GAP))

@@ -1,13 +1,13 @@
-"""What `auto` has measured: of each option, and of the training between batches. Survives a restart."""
+"""What `auto` has measured: of batches, and of the training between them. Survives a restart."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from darts_server.policy.auto.errors import Errors
-from darts_server.policy.auto.options import OFF, rule_of
+from darts_server.policy.auto.options import OFF
 from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
 TRAINED = 32
@@ -27,32 +27,10 @@ MEASURED, KEPT_OFF = 64, 4
 compared, are among them however old they are."""
 OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once there are a few."""
-MAX_OPTIONS = 256
 MOST = 5.0
 """Largest logarithm of a ratio that is accepted."""
 KINDS = {"error": MOST, "length_error": MOST, "more_cut": 1.0}
 """What is measured of a batch, with the largest value that is accepted."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionState:
-    """What was measured of one option. Plain fields: ``OptionState(**json)`` restores it.
-
-    ``tries``: batches. ``against_off``: logarithm of a step's measured seconds over those expected of ``off``.
-    ``withdrawals``: how often it was withdrawn; ``until``: the number of batches from which it is no more. ``last``:
-    the batches that had begun when it was measured last.
-    """
-
-    tries: int = 0
-    against_off: float = 0.0
-    withdrawals: int = 0
-    until: int = 0
-    last: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tries", "withdrawals", "until", "last"):
-            check_count(name, getattr(self, name))
-        check_number("against_off", self.against_off, -MOST, MOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +62,16 @@ class MeasuredErrors:
 class AutoState:
     """All that was measured. Plain fields: ``AutoState(**json)`` restores it.
 
-    ``batches``, ``explored``: how many there were, and how many of them explored. ``options``: by name. ``training``:
-    returned tokens and the seconds until the next batch, of the newest batches. ``means``: mean lengths of the
-    newest prompts. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``truncated``: share of
-    those of ``off`` that were, the newest counting most; ``None`` before it was measured. ``measured``: `MEASURED`
-    batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were
-    below them so far, times their groups; negative: above them.
+    ``batches``, ``explored``: how many there were, and how many of them explored. ``training``: returned tokens and the
+    seconds until the next batch, of the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``:
+    at which trajectories were truncated; ``None`` if none was. ``truncated``: share of those of ``off`` that were, the
+    newest counting most; ``None`` before it was measured. ``measured``: `MEASURED` batches at most, oldest first.
+    ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were below them so far, times their
+    groups; negative: above them.
     """
 
     batches: int = 0
     explored: int = 0
-    options: Mapping[str, OptionState] = field(default_factory=dict)
     training: Sequence[tuple[float, float]] = ()
     means: Sequence[float] = ()
     max_tokens: int | None = None
@@ -108,13 +85,7 @@ class AutoState:
             check_count(name, getattr(self, name))
         for name in ("spare_bias", "spare_lost"):
             check_number(name, getattr(self, name), -LARGEST, LARGEST)
-        check_length("options", self.options, MAX_OPTIONS)
         check_length("training", self.training, TRAINED)
-        options = {
-            name: option if isinstance(option, OptionState) else OptionState(**option)
-            for name, option in self.options.items()
-        }
-        object.__setattr__(self, "options", options)
         check_length("measured", self.measured, MEASURED)
         measured = (one if isinstance(one, MeasuredErrors) else MeasuredErrors(**one) for one in self.measured)
         object.__setattr__(self, "measured", tuple(measured))
@@ -133,12 +104,17 @@ class AutoState:
         if self.truncated is not None:
             check_number("truncated", self.truncated, 0.0, 1.0)
 
-    def of(self, name: str) -> OptionState:
-        return self.options.get(name, OptionState())
+    def count(self, name: str) -> int:
+        """Return how many of the batches in `measured` were under an option."""
+        return sum(one.name == name for one in self.measured)
 
-    def tries(self, name: str) -> int:
-        """Return how many batches were measured under options of the same rule."""
-        return sum(option.tries for other, option in self.options.items() if rule_of(other) == rule_of(name))
+    def last(self, name: str) -> int:
+        """Return how many batches had begun when an option was measured last.
+
+        Of one that is not in `measured`, at most: 0 if nothing was left out of it yet.
+        """
+        first = self.measured[KEPT_OFF].batch if len(self.measured) == MEASURED else 0
+        return max((one.batch for one in self.measured if one.name == name), default=first)
 
     def error(self, name: str) -> float:
         """Return the ``error`` that is to be expected of an option in the next batch."""

@@ -40,9 +40,13 @@ PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)
 
 @dataclass(frozen=True, slots=True)
 class CohortChoice:
-    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all."""
+    """What `auto` does with a cohort.
+
+    ``tokens``: of its requests. ``enough``: groups with which it is complete; ``None`` for all.
+    """
 
     choice: Choice
+    tokens: Sequence[RequestTokens]
     enough: int | None = None
 
     @property
@@ -161,7 +165,7 @@ class Allocator(GroupObserver):
 
         auto = plan.auto.with_deadlines(rule)
         choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
-        return CohortChoice(choice, enough if choice.enough is None else choice.enough)
+        return CohortChoice(choice, tokens, enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,
@@ -313,7 +317,7 @@ class Allocator(GroupObserver):
                 return
             try:
                 as_forecast = counts and is_full and was_open
-                self.auto.end(size, keys, choice, record, chosen.enough, started, counts=as_forecast)
+                self.auto.end(size, keys, chosen.tokens, choice, record, chosen.enough, started, counts=as_forecast)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 

@@ -10,7 +10,17 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from darts_server.engine.port import RequestTokens
-from darts_server.policy.auto.chooser import Choice, Measured, begin, choose, choose_by_size, learn, learn_training
+from darts_server.policy.auto.chooser import (
+    Choice,
+    Measured,
+    begin,
+    choose,
+    choose_by_size,
+    hindsight,
+    learn,
+    learn_training,
+    needs_hindsight,
+)
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation
@@ -43,6 +53,20 @@ class _Activity:
     idle_since: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A cohort that has ended, and was not forecast before.
+
+    ``keys``, ``tokens``: of its prompts and requests. ``enough``: groups with which it ended.
+    """
+
+    choice: Choice
+    keys: Sequence[str]
+    tokens: Sequence[RequestTokens]
+    enough: int
+    measured: Measured
+
+
 class AutoCohorts:
     """Choose what is done with cohorts, and learn from them by group size.
 
@@ -56,6 +80,7 @@ class AutoCohorts:
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
         self._most_samples: dict[int, int] = {}
+        self._not_forecast: dict[int, _Ended] = {}
         self._restores = Restores(statistics.documents)
 
     def state(self, size: int) -> AutoState:
@@ -79,18 +104,36 @@ class AutoCohorts:
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
+        ended = self._not_forecast.pop(size, None)
+        if ended is not None and choose_by_size(auto, size, len(ended.keys)) is None:
+            await self._learn_in_hindsight(size, ended)
         state, machine = self.state(size), self._statistics.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
+        expectation = self._expect(keys, tokens, state, rng)
+        arguments = (auto, state, size, expectation, machine, enough or len(keys), rng, min_groups)
+        return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
+
+    def _expect(
+        self, keys: Sequence[str], tokens: Sequence[RequestTokens], state: AutoState, rng: np.random.Generator
+    ) -> Expectation | None:
         prompts = self._statistics.prompts
         means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
         ratios = self._statistics.dataset.profile.quantiles(RATIOS)
         usual_prompt = max(1, round(fmean(one.prompt for one in tokens)))
         limits = [one.most for one in tokens if one.most is not None]
         limit = max(limits) if len(limits) == len(tokens) else state.max_tokens
-        expectation = Expectation.of(means, stds, ratios, state.means, rng, usual_prompt, limit)
-        enough = enough or len(keys)
-        arguments = (auto, state, size, expectation, machine, enough, rng, min_groups)
-        return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
+        return Expectation.of(means, stds, ratios, state.means, rng, usual_prompt, limit)
+
+    async def _learn_in_hindsight(self, size: int, ended: _Ended) -> None:
+        """Learn from a cohort by what would have been forecast of it with what is known now."""
+        restores, state = self._restores.count, self.state(size)
+        rng = np.random.default_rng([SEED, state.batches, 1])
+        expectation = self._expect(ended.keys, ended.tokens, state, rng)
+        machine = self._statistics.latency.machine()
+        arguments = (ended.choice, size, expectation, machine, ended.enough, rng)
+        choice = await run_sync(hindsight, *arguments, limiter=self._one_at_a_time)
+        if self._forget_replaced() == restores:
+            self._save(size, learn(self.state(size), choice, replace(ended.measured, means=())))
 
     def _choose(
         self,
@@ -131,6 +174,7 @@ class AutoCohorts:
         self,
         size: int,
         keys: Sequence[str],
+        tokens: Sequence[RequestTokens],
         choice: Choice,
         record: CohortRecord,
         enough: int | None,
@@ -140,7 +184,8 @@ class AutoCohorts:
     ) -> None:
         """Learn from a cohort that has ended, unless learned state was restored meanwhile.
 
-        ``started``: what `start` returned. ``counts``: whether it ran as it was forecast.
+        ``keys``, ``tokens``: of its prompts and requests. ``started``: what `start` returned. ``counts``: whether it
+        ran as it was forecast.
         """
         is_current = started == self._forget_replaced()
         activity, is_complete = self._activities[size], record.completed >= (enough or record.groups)
@@ -163,13 +208,17 @@ class AutoCohorts:
             [mean for mean in means if mean is not None],
             record.truncated / max(record.returned, 1),
         )
-        self._save(size, learn(self.state(size), choice, measured))
+        state = learn(self.state(size), choice, measured)
+        if needs_hindsight(state, choice):
+            self._not_forecast[size] = _Ended(choice, keys, tokens, enough or record.groups, measured)
+        self._save(size, state)
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
         if self._restores.noticed():
             for activity in self._activities.values():
                 activity.returned, activity.idle_since = 0.0, None
+            self._not_forecast.clear()
         return self._restores.count
 
     def _save(self, size: int, state: AutoState) -> None:

@@ -10,17 +10,18 @@ from darts_server.policy.auto.chooser import (
     LONGEST_WITHOUT_OFF,
     MIN_OFF,
     MOST_CANDIDATES,
-    REST,
     Choice,
     Measured,
     begin,
     choose,
     choose_by_size,
+    hindsight,
     learn,
     learn_training,
+    needs_hindsight,
 )
 from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, build_auto, rule_of
-from darts_server.policy.auto.state import MAX_OPTIONS, AutoState, MeasuredErrors, OptionState
+from darts_server.policy.auto.state import AutoState, MeasuredErrors
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import Shaping
@@ -73,7 +74,6 @@ def run(
 
 MEASURED = AutoState(
     batches=5,
-    options={"off": OptionState(tries=MIN_OFF)},
     measured=[MeasuredErrors(batch, "off", 0.0, 0.0, 0.0) for batch in range(5 - MIN_OFF, 5)],
 )
 
@@ -167,7 +167,7 @@ def test_an_option_at_the_edge_of_a_limit_is_chosen_as_often_as_the_average_allo
 
 
 def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
-    off, choice = chosen(replace(MEASURED, options={})), chosen(MEASURED)
+    off, choice = chosen(replace(MEASURED, measured=())), chosen(MEASURED)
     assert off.option.name == "off"
     quiet = noisy = MEASURED
     for factor in (1.5, 0.7, 1.6, 0.6, 1.5, 0.7):
@@ -286,7 +286,7 @@ def test_a_batch_counts_for_a_limit_by_its_groups_and_none_repays_what_others_ex
 
 def test_fewer_cut_trajectories_than_forecast_are_believed() -> None:
     forecast = forecast_of(CUT)
-    state = replace(MEASURED, measured=[MeasuredErrors(5, CUT, 0.0, 0.0, -forecast.cut)] * 12)
+    state = replace(MEASURED, measured=[*MEASURED.measured, *[MeasuredErrors(5, CUT, 0.0, 0.0, -forecast.cut)] * 12])
     limits = replace(ALL, most_lost=0.7 * forecast.lost)
     names = [
         choose(only(CUT, limits), each, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0)).option.name
@@ -301,35 +301,30 @@ def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:
     assert chosen(MEASURED, replace(ALL, allow=("uniform",), tokens_price=100.0)).option.name == "off"
 
 
-def test_a_choice_that_loses_is_withdrawn_and_tried_again_later() -> None:
-    def factor(name: str) -> float:
-        return 1.0 if name == "off" else 10.0
-
-    choices, state = run(MIN_OFF + 40, factor, replace(ALL, allow=("uniform",)))
-    names = [choice.option.name for choice in choices]
-    assert any(option.withdrawals for option in state.options.values())
-    assert names.count("off") >= 34
-    for name in set(names) - {"off"}:
-        first = names.index(name)
-        assert name not in names[first + 1 : first + REST]
+@pytest.mark.untraced
+@pytest.mark.parametrize(("slower", "most"), [(10.0, 5), (2.0, 10)])
+def test_a_choice_that_loses_is_given_up(slower: float, most: int) -> None:
+    """Each of three options must be measured, and what is forecast to be half as slow as ``off`` some more times."""
+    choices, _ = run(MIN_OFF + 40, lambda name: 1.0 if name == "off" else slower, replace(ALL, allow=("uniform",)))
+    shaped = [batch for batch, choice in enumerate(choices) if choice.option.name != "off"]
+    assert shaped[0] == MIN_OFF
+    assert 1 <= len(shaped) <= most
+    assert shaped[-1] < 30
 
 
-def test_a_choice_that_loses_a_little_is_withdrawn_after_some_batches() -> None:
-    choice = chosen(MEASURED)
-    assert choice.off_seconds is not None
+@pytest.mark.untraced
+def test_a_choice_that_loses_once_where_batches_differ_is_kept() -> None:
+    rng = np.random.default_rng(0)
     state = MEASURED
-    for batch in range(3):
-        state = learn(state, choice, replace(measured(choice), seconds=1.1 * choice.off_seconds))
-        assert state.of(choice.option.name).withdrawals == (batch >= 1)
-    assert state.of(choice.option.name).until == MEASURED.batches + REST
-    assert chosen(state).option.name != choice.option.name
-
-
-def test_an_option_that_is_withdrawn_again_rests_twice_as_long() -> None:
-    choice = chosen(MEASURED)
-    state = replace(MEASURED, options={**MEASURED.options, choice.option.name: OptionState(5, withdrawals=1)})
-    state = learn(state, choice, measured(choice, 100.0))
-    assert state.of(choice.option.name).until == MEASURED.batches + 2 * REST
+    for _ in range(12):
+        choice = chosen(state, replace(ALL, allow=("uniform",)))
+        state = learn(begin(state, choice), choice, measured(choice, float(np.exp(0.25 * rng.standard_normal()))))
+    choice = chosen(state, replace(ALL, allow=("uniform",)))
+    assert choice.option.name != "off"
+    assert choice.off_seconds is not None
+    assert choice.seconds is not None
+    lost = learn(begin(state, choice), choice, measured(choice, 1.2 * choice.off_seconds / choice.seconds))
+    assert chosen(lost, replace(ALL, allow=("uniform",))).option.name != "off"
 
 
 @pytest.mark.parametrize(
@@ -348,50 +343,13 @@ def test_what_other_lengths_explain_does_not_count_for_or_against_an_option(
     slower: float, longer: float, counted: float
 ) -> None:
     choice = chosen(MEASURED)
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
-    state = learn(MEASURED, choice, changed(choice, slower * choice.off_seconds / choice.seconds, longer))
-    assert np.exp(state.of(choice.option.name).against_off) == pytest.approx(counted)
+    state = learn(MEASURED, choice, changed(choice, slower, longer))
+    assert np.exp(state.measured[-1].error) == pytest.approx(counted)
 
 
 def changed(choice: Choice, slower: float, longer: float) -> Measured:
     found = measured(choice, slower)
     return replace(found, mean_length=longer * found.mean_length)
-
-
-@pytest.mark.parametrize(("longer", "withdrawals"), [(1.0, 1), (4.0, 0)])
-def test_an_option_is_not_withdrawn_since_the_model_began_to_answer_longer(longer: float, withdrawals: int) -> None:
-    choice = chosen(MEASURED)
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
-    slower = 2 * choice.off_seconds / choice.seconds
-    state = learn(MEASURED, choice, changed(choice, slower, longer))
-    assert state.of(choice.option.name).withdrawals == withdrawals
-
-
-def test_batches_in_flight_together_are_explained_alike() -> None:
-    choice = chosen(MEASURED)
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
-    slower = 2 * choice.off_seconds / choice.seconds
-    state = MEASURED
-    for _ in range(3):
-        state = learn(state, choice, changed(choice, slower, slower))
-    found = state.of(choice.option.name)
-    assert (found.tries, found.withdrawals) == (3, 0)
-
-
-def test_a_batch_that_is_explained_says_nothing_about_an_option_that_was_slower_before() -> None:
-    choice = chosen(MEASURED)
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
-    slower = 1.1 * choice.off_seconds / choice.seconds
-    before = OptionState(1, against_off=0.15)
-    state = replace(MEASURED, options={**MEASURED.options, choice.option.name: before})
-    for longer, against_off in ((slower, 0.15), (1.0, 0.0)):  # the latter is withdrawn
-        after = learn(state, choice, changed(choice, slower, longer)).of(choice.option.name)
-        assert after.against_off == pytest.approx(against_off)
-        assert after.withdrawals == int(longer == 1.0)
 
 
 def test_lengths_that_stay_longer_are_expected() -> None:
@@ -414,23 +372,24 @@ def test_forecasts_are_corrected_by_what_was_measured() -> None:
     assert [one.error for one in state.measured] == pytest.approx([np.log(3)] * 10)
 
 
-def tied(ratio: float, tries: int, exploration: float) -> tuple[Choice, Choice, Choice]:
+def tied(ratio: float, tries: int, exploration: float, last: int = 5) -> tuple[Choice, Choice, Choice]:
     """Return what is chosen of two rules, and the best option of each: the first is the fastest, measured five times.
 
-    ``ratio``: seconds of the first over those of the second, which was measured ``tries`` times.
+    ``ratio``: seconds of the first over those of the second, which was measured ``tries`` times, in batch ``last``.
     """
     known, other = (chosen(MEASURED, replace(ALL, allow=(rule,))) for rule in ("cut", "cap"))
     assert known.forecast is not None
     assert other.forecast is not None
-    now = MEASURED.batches
-    options = {known.option.name: OptionState(5, last=now), other.option.name: OptionState(tries, last=now)}
-    state, error = replace(MEASURED, options={**MEASURED.options, **options}), 0.0
+    state, error = MEASURED, 0.0
     alike = [option.name for option in auto().options if rule_of(option.name) == rule_of(known.option.name)]
     for _ in range(100):  # what is measured of the first rule changes what is expected of both
         own = {known.option.name: -0.05}  # so that it is the fastest of its rule
-        of_known = [MeasuredErrors(5, name, error + own.get(name, 0.0), 0.0, 0.0) for name in alike] * 5
-        of_other = [MeasuredErrors(5, other.option.name, 0.0, 0.0, 0.0)] * tries
-        state = replace(state, measured=[*MEASURED.measured, *of_known, *of_other])
+        of_known = [
+            MeasuredErrors(5 if name in own else 4, name, error + own.get(name, 0.0), 0.0, 0.0) for name in alike
+        ] * 5
+        of_other = [MeasuredErrors(last, other.option.name, 0.0, 0.0, 0.0)] * tries
+        rows = sorted([*MEASURED.measured, *of_known, *of_other], key=lambda one: one.batch)
+        state = replace(state, measured=rows)
         found = known.forecast.seconds * np.exp(state.error(known.option.name))
         wanted = ratio * other.forecast.seconds * np.exp(state.error(other.option.name))
         error += float(np.log(wanted / found))
@@ -448,12 +407,24 @@ def test_without_exploration_the_fastest_is_chosen_however_rarely_others_were_me
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("ratio", "tries", "is_new"), [(0.97, 1, True), (0.97, 2, False), (0.8, 1, False)])
-def test_rules_that_were_hardly_measured_are_explored_first(ratio: float, tries: int, is_new: bool) -> None:
-    choice, known, other = tied(ratio, tries, 1.0)
-    assert rule_of(choice.option.name) == rule_of((other if is_new else known).option.name)
+@pytest.mark.parametrize(("ratio", "last", "is_older"), [(0.97, 3, True), (0.97, 5, False), (0.8, 3, False)])
+def test_what_was_measured_the_longest_ago_is_explored_if_it_is_near(ratio: float, last: int, is_older: bool) -> None:
+    choice, known, other = tied(ratio, 1, 1.0, last)
+    assert rule_of(choice.option.name) == rule_of((other if is_older else known).option.name)
     assert choice.explores
     assert choice.reason.startswith("explored: ")
+
+
+@pytest.mark.untraced
+def test_off_gets_its_turn_where_many_options_are_near_the_best() -> None:
+    """Each is worth a batch now and then, and what was measured of it is forgotten after some."""
+    limits, state, explored = replace(ALL, allow=("uniform", "darts", "cap"), exploration=0.05), AutoState(), []
+    for _ in range(240):
+        choice = chosen(state, limits, FULL, expected(EQUAL))
+        state = learn(begin(state, choice), choice, measured(choice, 1.1 if choice.option.name == "off" else 1.0))
+        explored += [choice.option.name] if choice.explores else []
+    assert explored.count("off") >= 2
+    assert len(explored) - explored.count("off") >= 4
 
 
 @pytest.mark.untraced
@@ -493,9 +464,14 @@ def test_off_is_measured_again_while_it_may_be_faster_although_it_is_not_near() 
 )
 def test_off_is_measured_now_and_then_whatever_is_expected(last: int, name: str) -> None:
     errors = {"off": 0.0, "uniform 2.0": -1.0}
-    rows = [MeasuredErrors(398, of, error, 0.0, None) for of, error in errors.items()] * 20
-    options = {"off": OptionState(tries=1, last=last), "uniform 2.0": OptionState(tries=20, last=399)}
-    state = AutoState(batches=400, options=options, measured=rows)
+    in_turns = [
+        MeasuredErrors(batch, of, error, 0.0, None)
+        for batch in range(last - 9, last + 1)
+        for of, error in errors.items()
+    ]
+    alone = [MeasuredErrors(batch, "uniform 2.0", -1.0, 0.0, None) for batch in range(last + 1, 400, 8)]
+    rows = [*in_turns, *alone]
+    state = AutoState(batches=400, measured=rows)
     limits = replace(ALL, allow=("uniform",), exploration=1.0)
     choice = choose(only("uniform 2.0", limits), state, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0))
     assert choice.option.name == name
@@ -557,8 +533,7 @@ def test_a_limit_is_moved_until_its_share_is_cut() -> None:
 
     def tokens(more_cut: float) -> int:
         measured = [*MEASURED.measured, *(MeasuredErrors(5, "limit 0.1", 0.0, 0.0, more_cut) for _ in range(32))]
-        options = {"off": OptionState(tries=9), "limit 0.1": OptionState(tries=9)}
-        state = replace(MEASURED, options=options, measured=measured, truncated=0.0)
+        state = replace(MEASURED, measured=measured, truncated=0.0)
         rng = np.random.default_rng(0)
         choice = choose(only("limit 0.1", limits), state, SIZE, expected(), EMPTY, GROUPS, rng)
         assert choice.option.shaping is not None
@@ -616,25 +591,36 @@ def test_new_prompts_are_expected_to_be_like_those_of_the_last_batches() -> None
 
 def test_a_batch_without_a_forecast_or_a_duration_corrects_nothing() -> None:
     choice = chosen(MEASURED)
-    assert learn(MEASURED, replace(choice, forecast=None), measured(choice)).options == MEASURED.options
-    assert learn(MEASURED, choice, measured(choice, 0.0)).options == MEASURED.options
-    assert learn(MEASURED, choice, replace(measured(choice), mean_length=0.0)).options == MEASURED.options
+    assert learn(MEASURED, replace(choice, forecast=None), measured(choice)).measured == MEASURED.measured
+    assert learn(MEASURED, choice, measured(choice, 0.0)).measured == MEASURED.measured
+    assert learn(MEASURED, choice, replace(measured(choice), mean_length=0.0)).measured == MEASURED.measured
 
 
-def test_a_state_that_is_full_makes_room_for_an_option_that_is_measured() -> None:
-    choice = chosen(MEASURED)
-    made_up = {f"made up {number}": OptionState(1) for number in range(MAX_OPTIONS - len(MEASURED.options))}
-    state = learn(replace(MEASURED, options={**made_up, **MEASURED.options}), choice, measured(choice))
-    assert len(state.options) == MAX_OPTIONS
-    assert state.of(choice.option.name).tries == 1
-    assert "made up 0" not in state.options
-    assert learn(state, choice, measured(choice)).options.keys() == state.options.keys()
+def test_the_first_batch_is_forecast_after_it_has_ended() -> None:
+    first = choose(auto(), AutoState(), SIZE, None, None, GROUPS, np.random.default_rng(0))
+    off = chosen(AutoState())
+    state = learn(begin(AutoState(), first), first, measured(off, 1.5))
+    assert needs_hindsight(state, first)
+    late = hindsight(first, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0))
+    assert late.forecast is not None
+    assert off.forecast is not None
+    assert late.forecast.seconds == pytest.approx(off.forecast.seconds, rel=0.2)
+    state = learn(state, late, measured(late, 1.5))
+    [found] = state.measured
+    assert (found.batch, found.name, found.length_error) == (1, "off", 0.0)
+    assert np.exp(found.error) == pytest.approx(1.5)
+    assert chosen(state).option.name != "off"
+    assert not needs_hindsight(state, first)
+    assert not needs_hindsight(AutoState(), off)
+    for known, machine in ((None, EMPTY), (expected(), None)):
+        assert hindsight(first, SIZE, known, machine, GROUPS, np.random.default_rng(0)) is first
 
 
-def test_batches_in_flight_withdraw_an_option_once() -> None:
-    choice = chosen(MEASURED)
-    state = MEASURED
-    for _ in range(4):
-        state = learn(state, choice, measured(choice, 100.0))
-    assert state.of(choice.option.name).withdrawals == 1
-    assert state.of(choice.option.name).until == MEASURED.batches + REST
+def test_a_batch_that_ended_with_fewer_groups_is_forecast_so() -> None:
+    first = choose(auto(), AutoState(), SIZE, None, None, GROUPS, np.random.default_rng(0))
+    whole, part = (
+        hindsight(first, SIZE, expected(), EMPTY, enough, np.random.default_rng(0)) for enough in (GROUPS, 8)
+    )
+    assert whole.forecast is not None
+    assert part.forecast is not None
+    assert part.forecast.seconds < 0.7 * whole.forecast.seconds

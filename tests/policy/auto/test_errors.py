@@ -85,11 +85,21 @@ def test_what_is_measured_of_deferring_is_hardly_expected_of_the_option_itself()
 
 
 def test_what_two_options_differ_by_is_known_once_both_were_measured() -> None:
-    assert Errors([], [], []).differ("off", "uniform 1.5", 1) == pytest.approx(np.sqrt(2 * (0.1**2 + 0.05**2)))
-    assert Errors([], [], []).differ("uniform 2.0", "uniform 1.5", 1) == pytest.approx(np.sqrt(2) * 0.05)
+    nothing, apart = Errors([], [], []), np.sqrt(0.9 + 0.1 * 6**2)
+    assert nothing.differ("off", "uniform 1.5", 1) == pytest.approx(apart * np.sqrt(2 * (0.1**2 + 0.05**2)))
+    assert nothing.differ("uniform 2.0", "uniform 1.5", 1) == pytest.approx(apart * np.sqrt(2) * 0.05)
     found = errors(of("off", [0.3, 0.31, 0.29, 0.3]), of("uniform 1.5", [0.1, 0.09, 0.11, 0.1], 5))
     assert found.differ("off", "uniform 1.5", 9) < 0.08 < found.differ("off", "darts 1.5", 9)
     assert found.differ("off", "off", 9) == 0.0
+
+
+def test_a_rule_of_which_the_model_is_wrong_by_far_is_told_from_a_level_that_changes() -> None:
+    found = errors(of("off", [0.0, 0.02, -0.02]), of("uniform 1.5", [1.5, 1.5], 4))
+    assert found.expect("uniform 1.5", 6) == pytest.approx(1.5, abs=0.1)
+    assert found.expect("uniform 2.0", 6) > 1.0
+    assert found.expect("off", 6) < 0.3
+    noisy = errors(of("off", [0.0, 0.3, -0.3]), of("uniform 1.5", [0.3, 0.3], 4))
+    assert noisy.expect("off", 6) > noisy.expect("uniform 1.5", 6) / 3, "the level, for a part"
 
 
 def test_noise_is_told_from_what_is_measured() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.state import MEASURED, AutoState, MeasuredErrors, OptionState
+from darts_server.policy.auto.state import MEASURED, AutoState, MeasuredErrors
 
 STATE = AutoState(
     batches=7,
     explored=1,
-    options={"off": OptionState(tries=3), "cap at 0.9": OptionState(1, 0.05, 1, 23, 7)},
     training=((1000.0, 2.0), (800.0, 1.5)),
     means=(10.0, 20.0),
     max_tokens=256,
@@ -30,17 +29,10 @@ def test_state_is_the_same_after_a_restart() -> None:
     assert AutoState(**json.loads(json.dumps(asdict(AutoState())))) == AutoState()
 
 
-def test_an_option_that_was_not_tried_has_the_default() -> None:
-    assert STATE.of("off").tries == 3
-    assert STATE.of("uniform 1.5") == OptionState()
-
-
-def test_tries_count_by_rule() -> None:
-    state = AutoState(
-        options={"cut 1.5 at 0.8": OptionState(2), "cut 2.0 at 0.9": OptionState(1), "cap": OptionState(4)}
-    )
-    assert state.tries("cut 1.25 at 0.8") == 3
-    assert state.tries("uniform 1.5") == 0
+def test_what_was_measured_is_found_by_option() -> None:
+    state = AutoState(batches=4, measured=rows("off", "cut 1.5 at 0.8", "cut 2.0 at 0.9", "cut 1.5 at 0.8"))
+    assert [state.count(name) for name in ("off", "cut 1.5 at 0.8", "cut 2.0 at 0.8")] == [1, 2, 0]
+    assert [state.last(name) for name in ("off", "cut 1.5 at 0.8", "cut 2.0 at 0.9", "cut 2.0 at 0.8")] == [1, 4, 3, 0]
 
 
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
@@ -88,12 +80,13 @@ def test_the_last_batches_of_off_are_kept_however_old() -> None:
     assert len(state.measured) == MEASURED
     assert [one.batch for one in state.measured if one.name == "off"] == [3, 4, 5, 6]
     assert [one.batch for one in state.measured][-2:] == [78, 79]
+    assert (state.last("off"), state.last("darts 1.5")) == (6, 20), "what is left out may have been measured until then"
 
 
 def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_measured() -> None:
     state = AutoState(batches=9, measured=rows(*["off"] * 4, *["uniform 1.5"] * 4))
     soon, late = (replace(state, batches=batches).uncertainty("uniform 1.5") for batches in (9, 90))
-    assert 0 < soon < late < AutoState().uncertainty("uniform 1.5") < 0.2
+    assert 0 < soon < late < AutoState().uncertainty("uniform 1.5") < 0.4
     assert state.uncertainty("off") == 0.0
 
 
@@ -102,9 +95,6 @@ def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_m
     [
         {"batches": -1},
         {"explored": 0.5},
-        {"options": {"off": {"tries": -1}}},
-        {"options": {"off": {"against_off": 100.0}}},
-        {"options": {str(i): {} for i in range(300)}},
         {"training": [(-1.0, 1.0)]},
         {"training": [(1.0, "x")]},
         {"training": [(1.0, 1.0)] * 33},
@@ -118,8 +108,6 @@ def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_m
         {"measured": [MeasuredErrors(0, "off", 0.0, 0.0, 0.0)] * 65},
         {"measured": [MeasuredErrors(8, "off", 0.0, 0.0, 0.0)], "batches": 7},
         {"measured": [{"batch": 1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 9.0}], "batches": 1},
-        {"options": {"off": {"until": -1}}},
-        {"options": {"off": {"last": -1}}},
         {"spare_bias": float("inf")},
         {"spare_lost": "x"},
     ],

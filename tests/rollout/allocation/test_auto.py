@@ -12,9 +12,9 @@ import pytest
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose
+from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose, hindsight
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
-from darts_server.policy.auto.state import AutoState, OptionState
+from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, applied_policy
@@ -79,14 +79,51 @@ def option(record: CohortRecord) -> str:
 
 async def test_it_begins_as_off_and_then_does_not_wait_for_the_tail() -> None:
     made = harness()
-    records = [await cohort(made, f"step{step}") for step in range(MIN_OFF + 3)]
-    assert [option(record) for record in records[: MIN_OFF + 1]] == ["off"] * (MIN_OFF + 1)
-    assert all(record.mean_candidates == SIZE for record in records[: MIN_OFF + 1])
-    assert "off" not in [option(record) for record in records[MIN_OFF + 1 :]]
-    assert max(r.measured_seconds for r in records[MIN_OFF + 1 :]) < records[0].measured_seconds
-    for record in records[MIN_OFF + 1 :]:
+    first, *others = [await cohort(made, f"step{step}") for step in range(4)]
+    assert (option(first), first.mean_candidates, first.predicted_seconds) == ("off", SIZE, None)
+    assert "off" not in [option(record) for record in others]
+    assert max(record.measured_seconds for record in others) < first.measured_seconds
+    for record in others:
         assert record.predicted_seconds is not None
         assert record.completed == GROUPS
+
+
+async def test_the_first_cohort_is_forecast_once_another_begins_and_counts_as_measured() -> None:
+    made = harness()
+    first = await cohort(made, "step0")
+    auto = made.rollouts.allocator.auto
+    assert auto.state(SIZE).measured == ()
+    await cohort(made, "few", groups=3)
+    assert auto.state(SIZE).measured == ()
+    await cohort(made, "step1")
+    [off, _] = auto.state(SIZE).measured
+    assert (off.name, off.batch) == ("off", 1)
+    assert 0 < abs(off.error) < 0.5
+    assert abs(off.length_error) < 0.1, "by the lengths that it had"
+    assert auto.state(SIZE).truncated == first.truncated / first.returned
+    assert len(auto.state(SIZE).means) == 2 * GROUPS, "each counts once"
+
+
+async def test_what_was_not_forecast_before_a_restore_teaches_nothing() -> None:
+    made = harness()
+    await cohort(made, "step0")
+    made.store.restore(dict(made.store.kept))
+    record = await cohort(made, "step1")
+    assert option(record) == "off"
+    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [2]
+
+
+async def test_what_is_forecast_while_state_is_restored_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = harness()
+    await cohort(made, "step0")
+
+    def restored(*arguments: Any) -> Choice:
+        made.store.restore({})
+        return hindsight(*arguments)
+
+    monkeypatch.setattr("darts_server.rollout.allocation.auto.hindsight", restored)
+    await cohort(made, "step1")
+    assert made.rollouts.allocator.auto.state(SIZE).measured == ()
 
 
 async def test_what_it_has_learned_survives_a_restart() -> None:
@@ -95,7 +132,7 @@ async def test_what_it_has_learned_survives_a_restart() -> None:
     for step in range(MIN_OFF + 2):
         last = await cohort(made, f"step{step}")
     before = made.rollouts.allocator.auto.state(SIZE)
-    assert before.of("off").tries == MIN_OFF
+    assert before.count("off") == MIN_OFF
     again = harness(store)
     assert again.rollouts.allocator.auto.state(SIZE) == before
     assert option(last) != "off"
@@ -172,7 +209,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
     plan, names = made.plan(SIZE, AUTO), [f"p{number}" for number in range(GROUPS)]
     assert plan.auto is not None
     [uniform] = [option for option in plan.auto.options if option.name == "uniform 1.5"]
-    choice = CohortChoice(Choice(uniform, "for the test"))
+    choice = CohortChoice(Choice(uniform, "for the test"), [UNKNOWN_TOKENS] * GROUPS)
     allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
     runs = [
         made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, allocation)
@@ -196,7 +233,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
         assert record.counted == left
     assert made.recorder.cohorts[-1].candidates == left * GROUPS
     assert made.recorder.cohorts[-1].reduced == (left < 6)
-    assert made.rollouts.allocator.auto.state(SIZE).of("uniform 1.5").tries == 0
+    assert made.rollouts.allocator.auto.state(SIZE).count("uniform 1.5") == 0
     assert made.engine.unfinished == 0
 
 
@@ -273,9 +310,9 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     await settle()
     state = made.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 2
-    assert state.of("off").tries == 0
+    assert [one.name for one in state.measured] == ["off"]
     await cohort(made, "step1")
-    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
+    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1, 3]
 
 
 async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_from_the_start() -> None:
@@ -332,9 +369,9 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
     await made.engine.run()
     await asyncio.gather(*waiting)
     gate.open()
-    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 0
+    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1]
     await cohort(made, "step1")
-    assert made.rollouts.allocator.auto.state(SIZE).of("off").tries == 1
+    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1, 3]
 
 
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
@@ -353,18 +390,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     await settle()
     await made.engine.run()
     await asyncio.gather(*waiting)
-    assert made.rollouts.allocator.auto.state(SIZE).options == before.options
-
-
-async def test_a_state_full_of_made_up_options_fails_no_group_and_makes_room() -> None:
-    made = harness()
-    await cohort(made, "step0")
-    full = AutoState(batches=1, means=(10.0,), options={f"made up {number}": OptionState() for number in range(256)})
-    made.rollouts.allocator.auto._save(SIZE, full)
-    await cohort(made, "step1")
-    state = made.rollouts.allocator.auto.state(SIZE)
-    assert len(state.options) == 256
-    assert state.of("off").tries == 1
+    assert made.rollouts.allocator.auto.state(SIZE).measured == before.measured
 
 
 async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivered(

@@ -10,7 +10,6 @@ import pytest
 from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, settle, slice_from
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.auto.chooser import MIN_OFF
 from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -178,7 +177,7 @@ async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it(
     assert chosen[0] == "off"
     state = harness.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 6
-    assert sum(option.tries for option in state.options.values()) == 5, "ten groups were enough"
+    assert len(state.measured) == 6, "ten groups were enough"
 
 
 async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defer_the_others() -> None:
@@ -200,8 +199,7 @@ async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defe
     assert record.chosen.option == "off"
     assert f"a step for {decided[-1]} of 11 groups" in record.chosen.reason
     state = harness.rollouts.allocator.auto.state(SIZE)
-    assert state.of("off deferring").tries == sum(number < 11 for number in decided)
-    assert state.of("off").tries == MIN_OFF
+    assert [one.name for one in state.measured] == ["off" if groups == 11 else "off deferring" for groups in decided]
 
 
 @pytest.mark.parametrize("policy", ["shortest", "cut", "auto"])
