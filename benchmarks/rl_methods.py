@@ -69,9 +69,14 @@ SETTINGS: Mapping[str, Method] = {
     "darts_cut, q.75": Method({"name": "darts_cut", "deadline_quantile": 0.75}),
     "darts_cut, L2": Method({"name": "darts_cut", "num_longest": 2}),
 }
-# `auto` under its default rules and under all, with the fixed policies of these rules; see `choices`.
+# Fixed policies know no limit of how much shorter what they return may be than all. `auto` does, by default; this is
+# `auto` without it. Run only if it is named, too.
+ANY_BIAS: Mapping[str, Method] = {"auto, any bias": Method({"name": "auto", "most_bias": 1.0})}
+# `auto` under its default rules, without a limit of bias, and under all rules, with the fixed policies of these rules;
+# see `choices`.
 AUTOS: Mapping[str, Sequence[str]] = {
     "auto": ("uniform", "darts"),
+    "auto, any bias": ("uniform", "darts"),
     "auto, all rules": (
         "uniform",
         "darts",
@@ -106,7 +111,7 @@ RESUMED: Mapping[str, Method] = {
     f"{BASE}, cap {cap}, carry resume": Method("off", max_tokens=cap, started=1.5, carry="resume")
     for cap in sorted({cap for start in STARTS.values() for cap in start.caps})
 }
-NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **CARRY_OVER, **RESUMED}
+NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **ANY_BIAS, **CARRY_OVER, **RESUMED}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
 # Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run
 # replaces meanwhile.

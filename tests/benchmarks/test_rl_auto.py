@@ -99,6 +99,9 @@ def test_settings_of_a_policy_are_ones_that_a_request_may_change(name: str) -> N
     if name == "auto, all rules":
         assert plan.auto is not None
         assert plan.auto.limits.allow == RULES
+    if name == "auto, any bias":
+        assert plan.auto is not None
+        assert plan.auto.limits.most_bias == 1.0
     if name == "cap, lost 0.1":
         assert plan.shaping.deadline is not None
         assert plan.shaping.deadline.max_lost.answers == 0.1

@@ -35,7 +35,7 @@ def on_one_server(policy: str, candidates: int | None = None) -> list[int]:
     learn(harness.store)
     plan = Plan(policy, build_policies(Shaping(redundancy=1.5), SURE)[policy], SIZE)
     keys = [f"key of {number}" for number in range(len(SPREADS))]
-    return [each.candidates for each in harness.rollouts.allocator.allocate_cohort(plan, keys, candidates)]
+    return [each.candidates for each in harness.rollouts.allocator.allocate_cohort(plan, keys, budget=candidates)]
 
 
 def learn_on(running: Cluster) -> None:

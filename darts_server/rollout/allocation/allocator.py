@@ -40,13 +40,9 @@ PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)
 
 @dataclass(frozen=True, slots=True)
 class CohortChoice:
-    """What `auto` does with a cohort.
-
-    ``tokens``: of its requests. ``enough``: groups with which it is complete; ``None`` for all.
-    """
+    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all."""
 
     choice: Choice
-    tokens: Sequence[RequestTokens]
     enough: int | None = None
 
     @property
@@ -165,12 +161,13 @@ class Allocator(GroupObserver):
 
         auto = plan.auto.with_deadlines(rule)
         choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
-        return CohortChoice(choice, tokens, enough if choice.enough is None else choice.enough)
+        return CohortChoice(choice, enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,
         plan: Plan,
         prompt_keys: Sequence[str],
+        tokens: Sequence[RequestTokens] = (),
         budget: int | None = None,
         chosen: CohortChoice | None = None,
         room: float = inf,
@@ -178,22 +175,30 @@ class Allocator(GroupObserver):
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``budget``: candidates in all. ``chosen``: by `choose`; without ``room`` for its candidates, `off` instead.
+        ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
+        without ``room`` for its candidates, `off` instead.
         ``part``: of which cohort they are a part, if its deadline comes from outside. It has no effect under `auto`.
         Under shadows and policies without deadlines only its grant has.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
-            return self._allocate_chosen(kind, chosen, prompt_keys, room)
-        return self._allocate(kind, plan.shaping, prompt_keys, budget, part)
+            return self._allocate_chosen(kind, chosen, prompt_keys, tokens, room)
+        return self._allocate(kind, plan.shaping, prompt_keys, tokens, budget, part)
 
     def weighs_prompts(self, plan: Plan) -> bool:
         """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
         return plan.auto is None and plan.shaping.weighs_prompts
 
-    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None, servers: int = 1) -> Grant:
+    def grant(
+        self,
+        plan: Plan,
+        prompt_keys: Sequence[str],
+        tokens: Sequence[RequestTokens] = (),
+        budget: int | None = None,
+        servers: int = 1,
+    ) -> Grant:
         """Decide how many candidates the groups of a cohort get whose parts run on so many ``servers``."""
-        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget, servers)
+        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, tokens, budget, servers)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -224,7 +229,7 @@ class Allocator(GroupObserver):
         if not pending.groups:
             return
         try:
-            allocations = self.allocate_cohort(pending.plan, pending.keys, chosen=chosen)
+            allocations = self.allocate_cohort(pending.plan, pending.keys, pending.tokens, chosen=chosen)
         except Exception as error:  # raised in every caller that waits
             pending.fail(error)
             return
@@ -236,6 +241,7 @@ class Allocator(GroupObserver):
         kind: Kind,
         shaping: Shaping,
         keys: Sequence[str],
+        tokens: Sequence[RequestTokens],
         total: int | None = None,
         part: CohortPart | None = None,
     ) -> list[Allocation]:
@@ -243,7 +249,7 @@ class Allocator(GroupObserver):
         groups, size = len(keys), kind[1]
         grant = None if part is None else part.grant
         if grant is None:
-            grant = self._grant(kind, shaping, keys, total)
+            grant = self._grant(kind, shaping, keys, tokens, total)
         scale = 1.0 if total is not None else self._scale()
         rule = self.deadlines.current_rule(shaping, kind[0])
         if rule is None or shaping.shadow:
@@ -258,7 +264,7 @@ class Allocator(GroupObserver):
             groups=groups,
             mean_candidates=size + (grant.mean - size) * scale,
             predicted_seconds=self._budgets.seconds(
-                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, keys
+                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, keys, tokens
             ),
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
@@ -274,14 +280,16 @@ class Allocator(GroupObserver):
             for number, count in enumerate(grant.candidates)
         ]
 
-    def _allocate_chosen(self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], room: float) -> list[Allocation]:
+    def _allocate_chosen(
+        self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
+    ) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
         size, shaping, choice = kind[1], chosen.shaping, chosen.choice
         scale = self._scale()
         plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
-            return self._allocate_chosen(kind, chosen.without_room(), keys, room)
+            return self._allocate_chosen(kind, chosen.without_room(), keys, tokens, room)
         applied = applied_policy(kind[0], choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
@@ -317,7 +325,7 @@ class Allocator(GroupObserver):
                 return
             try:
                 as_forecast = counts and is_full and was_open
-                self.auto.end(size, keys, chosen.tokens, choice, record, chosen.enough, started, counts=as_forecast)
+                self.auto.end(size, keys, tokens, choice, record, chosen.enough, started, counts=as_forecast)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
@@ -336,6 +344,7 @@ class Allocator(GroupObserver):
         kind: Kind,
         shaping: Shaping,
         keys: Sequence[str],
+        tokens: Sequence[RequestTokens],
         total: int | None,
         servers: int = 1,
     ) -> Grant:
@@ -343,7 +352,7 @@ class Allocator(GroupObserver):
         stds = [self._prompts.std(key) for key in keys]
         if total is not None:
             return Grant(_spent(kind, shaping, total, stds), total / len(keys))
-        mean = self._budgets.mean(shaping, kind[1], keys, servers)
+        mean = self._budgets.mean(shaping, kind[1], keys, tokens, servers)
         return Grant(self._counts(kind, shaping, mean, stds), mean)
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 
 import numpy as np
 from anyio import CapacityLimiter
@@ -26,6 +25,7 @@ from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.simulation.machine import Machine
 from darts_server.records import CohortRecord
+from darts_server.rollout.allocation.expectation import expect
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 
@@ -99,8 +99,8 @@ class AutoCohorts:
     ) -> Choice:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
-        ``tokens``: of each request. Those of prompts take room in the KV caches as what is generated does. ``enough``:
-        complete groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
+        ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete groups with which it ends; ``None`` for
+        all. ``min_groups``: with which it may end, in place of all.
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
@@ -116,13 +116,8 @@ class AutoCohorts:
     def _expect(
         self, keys: Sequence[str], tokens: Sequence[RequestTokens], state: AutoState, rng: np.random.Generator
     ) -> Expectation | None:
-        prompts = self._statistics.prompts
-        means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
-        ratios = self._statistics.dataset.profile.quantiles(RATIOS)
-        usual_prompt = max(1, round(fmean(one.prompt for one in tokens)))
-        limits = [one.most for one in tokens if one.most is not None]
-        limit = max(limits) if len(limits) == len(tokens) else state.max_tokens
-        return Expectation.of(means, stds, ratios, state.means, rng, usual_prompt, limit)
+        learned = self._statistics
+        return expect(learned.prompts, learned.dataset, keys, tokens, state.means, RATIOS, rng, state.max_tokens)
 
     async def _learn_in_hindsight(self, size: int, ended: _Ended) -> None:
         """Learn from a cohort by what would have been forecast of it with what is known now."""

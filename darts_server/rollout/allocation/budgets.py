@@ -2,13 +2,16 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from math import inf
 
 import numpy as np
 
+from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.policy.budget import choose_mean_candidates, cv_log_mean, predict_seconds
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.forecast import Expectation
+from darts_server.rollout.allocation.expectation import expect
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
@@ -36,27 +39,38 @@ class Budgets:
         self._dataset = dataset
         self._latency = latency
         self._clock = clock
-        self._recent: deque[str] = deque(maxlen=RECENT_PROMPTS)
+        self._recent: deque[tuple[str, RequestTokens]] = deque(maxlen=RECENT_PROMPTS)
         self._cached: dict[tuple[Shaping, int, int], tuple[float, float]] = {}
 
-    def mean(self, shaping: Shaping, size: int, keys: Sequence[str], servers: int = 1) -> float:
+    def mean(
+        self,
+        shaping: Shaping,
+        size: int,
+        keys: Sequence[str],
+        tokens: Sequence[RequestTokens] = (),
+        servers: int = 1,
+    ) -> float:
         """Choose M', the mean candidates of a cohort of groups of ``size``.
 
-        ``servers``: on how many, alike, the groups run.
+        ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. ``servers``: on how many,
+        alike, the groups run.
         """
-        self._recent.extend(keys)
+        self._recent.extend(zip(keys, [*tokens, *repeat(UNKNOWN_TOKENS, len(keys) - len(tokens))], strict=True))
         if shaping.budget is not BudgetKind.UTILITY:
             return self._by_formula(shaping, size)
         if len(keys) >= MIN_COHORT:
-            return self._by_utility(shaping, size, keys, servers)
+            return self._by_utility(shaping, size, keys, tokens, servers)
         # So few prompts say little about those to come, and many would be chosen for.
         decided_at, mean = self._cached.get((shaping, size, servers), (-inf, 0.0))
         if self._clock() - decided_at > CACHE_SECONDS:
-            mean = self._by_utility(shaping, size, tuple(self._recent), servers)
+            recent_keys, recent_tokens = zip(*self._recent, strict=True)
+            mean = self._by_utility(shaping, size, recent_keys, recent_tokens, servers)
             self._cached[shaping, size, servers] = (self._clock(), mean)
         return mean
 
-    def seconds(self, mean: float, shaping: Shaping, size: int, keys: Sequence[str]) -> float | None:
+    def seconds(
+        self, mean: float, shaping: Shaping, size: int, keys: Sequence[str], tokens: Sequence[RequestTokens] = ()
+    ) -> float | None:
         """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown.
 
         Of fewer than `MIN_COHORT` prompts it is unknown.
@@ -64,14 +78,16 @@ class Budgets:
         if len(keys) < MIN_COHORT:
             return None
         machine, rng = self._latency.machine(), np.random.default_rng(SEED)
-        expectation = self._expectation(keys, rng)
+        expectation = self._expectation(keys, tokens, rng)
         if expectation is None or machine is None:
             return None
         return predict_seconds(mean, shaping, size, expectation, machine, rng)
 
-    def _by_utility(self, shaping: Shaping, size: int, keys: Sequence[str], servers: int) -> float:
+    def _by_utility(
+        self, shaping: Shaping, size: int, keys: Sequence[str], tokens: Sequence[RequestTokens], servers: int
+    ) -> float:
         machine, rng = self._latency.machine(), np.random.default_rng(SEED)
-        expectation = self._expectation(keys, rng)
+        expectation = self._expectation(keys, tokens, rng)
         if expectation is None or machine is None:
             return self._by_formula(shaping, size)
         # Engines that share the cohort are one with the places of all: it ends with the last of them.
@@ -90,8 +106,10 @@ class Budgets:
             return min(wanted, high)
         return min(cv_log_mean(stats.std, stats.mean, size), high)
 
-    def _expectation(self, keys: Sequence[str], rng: np.random.Generator) -> Expectation | None:
+    def _expectation(
+        self, keys: Sequence[str], tokens: Sequence[RequestTokens], rng: np.random.Generator
+    ) -> Expectation | None:
         """Describe the cohort to the model of a rollout; prompts that were never seen are like the others."""
-        means, stds = [self._prompts.mean(key) for key in keys], [self._prompts.std(key) for key in keys]
-        seen = [mean for mean in means if mean is not None] or [mean for mean in (self._dataset.stats.mean,) if mean]
-        return Expectation.of(means, stds, self._dataset.profile.quantiles(RATIOS), seen, rng)
+        means, usual = [self._prompts.mean(key) for key in keys], self._dataset.stats.mean
+        seen = [mean for mean in means if mean is not None] or ([usual] if usual else [])
+        return expect(self._prompts, self._dataset, keys, tokens, seen, RATIOS, rng)

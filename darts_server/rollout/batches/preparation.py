@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
@@ -120,7 +120,7 @@ async def prepare_batch(
         ]
         tokens = [renderer.tokens(request) for request in requests]
         chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups)
-        allocations = _allocate(rollouts, ticket, plan, keys, batch, resumed, chosen)
+        allocations = _allocate(rollouts, ticket, plan, keys, tokens, batch, resumed, chosen)
     except BaseException:
         ticket.release()
         kept.put(caller.get().name, (), taken)
@@ -148,12 +148,15 @@ async def plan_batch(
     if not rollouts.allocator.weighs_prompts(plan):
         return None
     name = f"plan-{uuid.uuid4().hex}"
-    keys = [
-        prompt.key
-        or renderer.prompt_key(await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}"))
-        for number, prompt in enumerate(batch.prompts)
-    ]
-    return rollouts.allocator.grant(plan, keys, batch.budget, servers)
+    keys, tokens = [], []
+    for number, prompt in enumerate(batch.prompts):
+        if prompt.key:  # not rendered, so that its tokens are not known
+            keys.append(prompt.key)
+            continue
+        request = await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}")
+        keys.append(renderer.prompt_key(request))
+        tokens.append(renderer.tokens(request))
+    return rollouts.allocator.grant(plan, keys, tokens, batch.budget, servers)
 
 
 def _allocate(
@@ -161,6 +164,7 @@ def _allocate(
     ticket: Ticket,
     plan: Plan,
     keys: Sequence[str],
+    tokens: Sequence[RequestTokens],
     batch: BatchRequest,
     resumed: Sequence[CarriedGroup[OutputT] | None],
     chosen: CohortChoice | None,
@@ -172,7 +176,7 @@ def _allocate(
     """
     usual, room = ticket.candidates, ticket.room
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, batch.budget, chosen, room, batch.part)
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room, batch.part)
     allocations = [
         fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
         for fresh, group in zip(cohort, resumed, strict=True)

@@ -201,15 +201,15 @@ def test_of_a_cohorts_parts_only_the_one_that_leads_decides_to_explore(part: Coh
 @pytest.mark.parametrize("budget", [None, 60])
 def test_parts_with_their_grants_are_what_the_whole_cohort_would_be(shaping: Shaping, budget: int | None) -> None:
     plan, keys = Plan("darts", shaping, SIZE), [f"p{number}" for number in range(4)]
-    whole = new_allocator(prompts(p0=1.0, p1=2.0, p2=40.0, p3=9.0)).allocate_cohort(plan, keys, budget)
+    whole = new_allocator(prompts(p0=1.0, p1=2.0, p2=40.0, p3=9.0)).allocate_cohort(plan, keys, budget=budget)
     leading = new_allocator(prompts(p0=1.0, p1=2.0, p2=40.0, p3=9.0))
-    grant = leading.grant(plan, keys, budget)
+    grant = leading.grant(plan, keys, budget=budget)
     assert list(grant.candidates) == [each.candidates for each in whole]
     for start in (0, 2):
         counts = grant.candidates[start : start + 2]
         part = CohortPart(4, grant=Grant(counts, grant.mean))
         share = None if budget is None else sum(counts)
-        found = new_allocator(prompts()).allocate_cohort(plan, keys[start : start + 2], share, part=part)
+        found = new_allocator(prompts()).allocate_cohort(plan, keys[start : start + 2], budget=share, part=part)
         assert [each.candidates for each in found] == counts
         assert [each.saturated for each in found] == [each.saturated for each in whole[start : start + 2]]
         assert found[0].cohort is not None
@@ -221,7 +221,7 @@ def test_the_load_of_each_server_reduces_its_grants_but_for_those_of_a_budget() 
     part = CohortPart(4, grant=Grant([SIZE, SIZE + 4], SIZE + 2.0))
     for budget, expected in ((None, [SIZE, SIZE + 2]), (2 * SIZE + 4, [SIZE, SIZE + 4])):
         allocator = new_allocator(prompts(), scale=0.5)
-        found = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), ["a", "b"], budget, part=part)
+        found = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), ["a", "b"], budget=budget, part=part)
         assert [each.candidates for each in found] == expected
 
 

@@ -209,7 +209,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
     plan, names = made.plan(SIZE, AUTO), [f"p{number}" for number in range(GROUPS)]
     assert plan.auto is not None
     [uniform] = [option for option in plan.auto.options if option.name == "uniform 1.5"]
-    choice = CohortChoice(Choice(uniform, "for the test"), [UNKNOWN_TOKENS] * GROUPS)
+    choice = CohortChoice(Choice(uniform, "for the test"))
     allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
     runs = [
         made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, allocation)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from darts_server.engine.port import RequestTokens
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.shaping import BudgetKind, Shaping
@@ -61,8 +62,14 @@ def known(budgets: Budgets, capacity: int | None = None, kv_tokens: int | None =
     return Budgets(budgets._prompts, budgets._dataset, latency, clock=lambda: 0.0), latency
 
 
-def seconds(budgets: Budgets, mean: float, shaping: Shaping = ADAPTIVE, keys: Sequence[str] = KEYS) -> float:
-    found = budgets.seconds(mean, shaping, SIZE, keys)
+def seconds(
+    budgets: Budgets,
+    mean: float,
+    shaping: Shaping = ADAPTIVE,
+    keys: Sequence[str] = KEYS,
+    tokens: Sequence[RequestTokens] = (),
+) -> float:
+    found = budgets.seconds(mean, shaping, SIZE, keys, tokens)
     assert found is not None
     return found
 
@@ -87,6 +94,19 @@ def test_a_deadline_bounds_what_is_predicted_and_its_stretch_moves_it(budgets: B
     )
     assert 0 < cut < 0.8 * whole
     assert cut < later
+
+
+def test_no_trajectory_is_longer_than_its_request_allows(budgets: Budgets) -> None:
+    limited, whole = [RequestTokens(most=150)] * len(KEYS), seconds(budgets, 12)
+    assert seconds(budgets, 12, tokens=limited) < 0.7 * whole
+    assert seconds(budgets, 12, tokens=[*limited[1:], RequestTokens()]) == whole, "one has no limit"
+    assert budgets.mean(ADAPTIVE, SIZE, KEYS, limited) < budgets.mean(ADAPTIVE, SIZE, KEYS), "there is less to shorten"
+
+
+def test_prompts_take_room_in_the_kv_cache(budgets: Budgets) -> None:
+    little, latency = known(budgets, kv_tokens=60_000)
+    latency.curves = LatencyCurve((1.0,), (0.02,))  # so that only what waits takes longer
+    assert seconds(little, 12, tokens=[RequestTokens(2000)] * len(KEYS)) > 1.3 * seconds(little, 12)
 
 
 def test_prompts_that_were_never_seen_are_like_the_others(budgets: Budgets) -> None:

@@ -212,16 +212,17 @@ async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: st
         assert submission.unfinished == []
 
 
-async def test_auto_expects_longer_prompts_of_a_batch_to_fill_the_kv_cache() -> None:
+@pytest.mark.parametrize("policy", ["auto", "shortest"])
+async def test_longer_prompts_of_a_batch_are_expected_to_fill_the_kv_cache(policy: str) -> None:
     harness, predicted = with_latency(), []
     harness.rollouts.statistics.latency.kv_tokens = 1000
-    for words in (*[""] * 4, " 1" * 400):
-        await play(harness, await submit(harness, batch_request(*(f"{text}{words}" for text in TAILED)), "auto"))
+    for words in (*[""] * 4, *[" 1" * 400] * 2):
+        await play(harness, await submit(harness, batch_request(*(f"{text}{words}" for text in TAILED)), policy))
         predicted.append(harness.recorder.cohorts[-1].predicted_seconds)
     assert predicted[0] is None
     assert predicted[3] is not None
-    assert predicted[4] is not None
-    assert predicted[4] > 1.5 * predicted[3]
+    assert predicted[5] is not None
+    assert predicted[5] > 1.5 * predicted[3]
 
 
 async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:
