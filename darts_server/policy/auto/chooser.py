@@ -3,7 +3,7 @@
 It begins as ``off``. Once a batch was measured, every option is forecast by the model of a rollout, and the fastest
 within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures corrects
 the forecasts of its option and, less so, those of the others (see `errors`): so an option that takes longer than
-forecast is given up, the sooner the less batches differ by chance. Where trajectories are longer or shorter than
+forecast is given up, the sooner the less its batches differ by chance. Where trajectories are longer or shorter than
 expected, as the model learns, what that explains does not count for or against an option.
 
 The first batch cannot be forecast before it runs. It is afterwards, by what it taught (`hindsight`).
@@ -261,7 +261,7 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     if choice.name == OFF:
         known = measured.truncated if state.truncated is None else state.truncated
         weight = max(1 / state.count(OFF), WEIGHT)
-        state = replace(state, truncated=_mix(known, measured.truncated, weight))
+        state = replace(state, truncated=(1 - weight) * known + weight * measured.truncated)
     return state
 
 
@@ -298,10 +298,6 @@ def _book(state: AutoState, groups: int, bias: float, lost: float) -> AutoState:
         return min(max(before + change * groups, min(before, -groups)), max(before, groups)) if groups else before
 
     return replace(state, spare_bias=spare(state.spare_bias, bias), spare_lost=spare(state.spare_lost, lost))
-
-
-def _mix(old: float, new: float, weight: float) -> float:
-    return (1 - weight) * old + weight * _clip(new)
 
 
 def _clip(value: float) -> float:

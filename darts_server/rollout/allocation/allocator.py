@@ -176,9 +176,9 @@ class Allocator(GroupObserver):
         """Allocate candidates to groups that make a cohort of their own.
 
         ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
-        without ``room`` for its candidates, `off` instead.
-        ``part``: of which cohort they are a part, if its deadline comes from outside. It has no effect under `auto`.
-        Under shadows and policies without deadlines only its grant has.
+        without ``room`` for its candidates, `off` instead. ``part``: of which cohort they are a part, if its deadline
+        comes from outside. It has no effect under `auto`. Under shadows and policies without deadlines only its grant
+        has.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
