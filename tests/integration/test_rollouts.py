@@ -59,7 +59,7 @@ def test_the_groups_of_a_batch_are_in_the_order_of_its_prompts(server: Server) -
 
 def test_auto_says_what_it_does_and_does_the_same_with_all_groups_of_a_batch(server: Server) -> None:
     requested = [{"text": text} for text in prompts(10, seed=6)]
-    for _ in range(2):
+    for number in range(2):
         answer = post(
             server,
             {"prompts": requested, "group_size": 5, "sampling": {"max_tokens": 50}, "policy": {"name": "auto"}},
@@ -68,9 +68,12 @@ def test_auto_says_what_it_does_and_does_the_same_with_all_groups_of_a_batch(ser
         assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [5] * 10
         records = httpx.get(f"{server.url}/darts/v1/groups/{answer.json()['id']}").json()["groups"]
         assert {record["policy"] for record in records} == {"auto"}
-        assert {record["chosen"]["option"] for record in records} == {"off"}, "it is measured first"
+        [option] = {record["chosen"]["option"] for record in records}
         assert all(record["chosen"]["reason"] for record in records)
-        assert {len(record["candidates"]) for record in records} == {5}
+        if number == 0:
+            assert option == "off", "it is measured first"
+        candidates = [len(record["candidates"]) for record in records]
+        assert candidates == [5] * 10 if option == "off" else max(candidates) > 5
 
 
 def test_a_seeded_unshaped_batch_equals_the_answer_of_vllms_route(server: Server) -> None:
