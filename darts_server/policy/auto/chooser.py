@@ -1,10 +1,10 @@
 """`auto`: choose for each batch what is expected to be the fastest, and correct the expectation by what is measured.
 
 It begins as ``off``. Once a batch was measured, every option is forecast by the model of a rollout, and the fastest
-within the user's limits is chosen, if it is faster than ``off`` by more than `MARGIN`. What a batch measures corrects
-the forecasts of its option and, less so, those of the others (see `errors`): so an option that takes longer than
-forecast is given up, the sooner the less its batches differ by chance. Where trajectories are longer or shorter than
-expected, as the model learns, what that explains does not count for or against an option.
+within the user's limits is chosen, if it is faster than ``off``, see `MARGIN`. What a batch measures corrects the
+forecasts of its option and, less so, those of the others (see `errors`): so an option that takes longer than forecast
+is given up, the sooner the less its batches differ by chance. Where trajectories are longer or shorter than expected,
+as the model learns, what that explains does not count for or against an option.
 
 The first batch cannot be forecast before it runs. It is afterwards, by what it taught (`hindsight`).
 
@@ -29,8 +29,8 @@ from darts_server.policy.auto.options import (
     measured_name,
     rule_of,
 )
-from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost
-from darts_server.policy.auto.state import MEANS, MOST, TRAINED, WEIGHT, AutoState, MeasuredErrors
+from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost, share_truncated
+from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.batch import Plan
@@ -40,7 +40,8 @@ from darts_server.policy.simulation.machine import Machine
 MIN_OFF = 1
 """Batches of ``off`` that are forecast and measured before anything else is chosen."""
 MARGIN = 0.03
-"""An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent."""
+"""Where ``off`` was measured last, an option must be expected to be faster by this: forecasts are off by a few per
+cent. Where an option was, it is enough that ``off`` is not: who is near the edge should not go back and forth."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
 UNSURE = 2.0
@@ -72,8 +73,9 @@ class Choice:
     expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
     below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
     ``enough``: complete groups with which the batch ends, the others being deferred; ``None`` if this defers none.
-    ``usual_length`` is then of the groups that are not deferred. ``length_error``: logarithm of the mean length, as
-    corrected by what was measured, over the one forecast; ``None`` where nothing was measured yet.
+    ``usual_length`` is then of the groups that are not deferred. ``truncated``: share expected to reach the limit of
+    tokens under ``off``. ``length_error``: logarithm of the mean length, as corrected by what was measured, over the
+    one forecast; ``None`` where nothing was measured yet.
     """
 
     option: Option
@@ -86,6 +88,7 @@ class Choice:
     below_lost: float = 1.0
     groups: int = 0
     usual_length: float = 0.0
+    truncated: float = 0.0
     limits: AutoLimits = field(default_factory=AutoLimits)
     enough: int | None = None
     length_error: float | None = None
@@ -159,6 +162,7 @@ def choose(
 
     off = expect(UNSHAPED, foresee(UNSHAPED, enough), state, auto.limits, groups)
     usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
+    truncated = share_truncated(off.forecast, state)
 
     def chosen(one: Outlook, reason: str, *, explores: bool = False) -> Choice:
         return Choice(
@@ -172,6 +176,7 @@ def choose(
             one.below_lost,
             groups,
             usual_length * one.length_share,
+            truncated,
             auto.limits,
             one.enough,
             state.length_error(one.name) if state.measured else None,
@@ -189,7 +194,8 @@ def choose(
     if min_groups is not None and DEFER in auto.limits.allow:
         outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
-    if best.cost > (1 - MARGIN) * off.cost:
+    margin = MARGIN if state.measured[-1].name == OFF else 0.0
+    if best.cost > (1 - margin) * off.cost:
         reason = f"{_step(off, groups)}, {_named(best, groups)}" if best is not off else NOTHING_ELSE
         best = off
     else:
@@ -256,13 +262,9 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     expected = state.error(name)
     error = expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)
     more_cut = measured.cut - choice.forecast.cut if rule_of(name) in CUTTING else None
-    found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut)
-    state = state.with_measured(found)
-    if choice.name == OFF:
-        known = measured.truncated if state.truncated is None else state.truncated
-        weight = max(1 / state.count(OFF), WEIGHT)
-        state = replace(state, truncated=(1 - weight) * known + weight * measured.truncated)
-    return state
+    more_truncated = measured.truncated - choice.forecast.truncated if name == OFF else None
+    found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut, more_truncated)
+    return state.with_measured(found)
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:
@@ -286,7 +288,7 @@ def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured
         return state
     limits = choice.limits
     bias = below_limit(1 - measured.mean_length / choice.usual_length, limits.most_bias)
-    share = share_lost(forecast, measured.cut - forecast.cut, state.truncated, choice.groups)
+    share = share_lost(forecast, measured.cut - forecast.cut, choice.truncated, choice.groups)
     lost = below_limit(share, limits.most_lost)
     return _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
 

@@ -53,7 +53,7 @@ def expect(
     length = found.mean_length * exp(state.length_error(option.name))
     bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
     more_cut = state.more_cut(option.name) if rule_of(option.name) in CUTTING else 0.0
-    lost = share_lost(found, more_cut, state.truncated, groups)
+    lost = share_lost(found, more_cut, share_truncated(off, state), groups)
     limited = below_limit(bias, limits.most_bias), below_limit(lost, limits.most_lost)
     return Outlook(option, found, seconds, step, step + _price(found, state, limits, off), *limited)
 
@@ -73,7 +73,12 @@ def expect_deferring(
     return Outlook(whole.option, found, seconds, step, cost, *limited, enough, length_share)
 
 
-def share_lost(found: Forecast, more_cut: float, truncated: float | None, groups: int) -> float:
+def share_truncated(off: Forecast, state: AutoState) -> float:
+    """Return which share of trajectories is expected to reach the limit of tokens under `OFF`."""
+    return min(max(off.truncated + state.more_truncated(), 0.0), 1.0)
+
+
+def share_lost(found: Forecast, more_cut: float, truncated: float, groups: int) -> float:
     """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended.
 
     ``truncated``: share that ``off`` truncates. Of what is cut no more than that can be taken for not lost, and what a
@@ -81,8 +86,6 @@ def share_lost(found: Forecast, more_cut: float, truncated: float | None, groups
     batch are taken for longer and longer ones.
     """
     expected = max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
-    if truncated is None:
-        return expected
     anyway = truncated + sqrt(truncated * (1 - truncated) / max(groups, 1))
     return max(expected, (found.cut + more_cut - anyway) / (1 - anyway)) if anyway < 1 else expected
 

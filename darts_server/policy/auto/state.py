@@ -20,8 +20,6 @@ TRAINING_NOISE, NOISE_WEIGHT = 0.05, 4
 """Relative noise of training times before it was measured, which counts as so many batches."""
 MEANS = 256
 """Prompts whose mean lengths stand for those of new ones, at most."""
-WEIGHT = 0.15
-"""Least weight of the newest batch of ``off`` in the share that it truncates."""
 MEASURED, KEPT_OFF = 64, 4
 """Newest batches that show by how much forecasts are wrong; the last few of ``off``, with which all others are
 compared, are among them however old they are."""
@@ -29,7 +27,7 @@ OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once there are a few."""
 MOST = 5.0
 """Largest logarithm of a ratio that is accepted."""
-KINDS = {"error": MOST, "length_error": MOST, "more_cut": 1.0}
+KINDS = {"error": MOST, "length_error": MOST, "more_cut": 1.0, "more_truncated": 1.0}
 """What is measured of a batch, with the largest value that is accepted."""
 
 
@@ -40,21 +38,23 @@ class MeasuredErrors:
     ``batch``: of how many that had begun. ``name``: of what was measured. ``error``: logarithm of measured over
     forecast seconds of the rollout, without what other lengths than expected explain; ``length_error``: the same for
     the mean length of what is returned, all of it. ``more_cut``: share of cut trajectories, measured less forecast;
-    ``None`` of a rule that cuts none.
+    ``None`` of a rule that cuts none. ``more_truncated``: the same of those that reached the limit of their tokens;
+    ``None`` of all but ``off``.
     """
 
     batch: int
     name: str
     error: float
     length_error: float
-    more_cut: float | None
+    more_cut: float | None = None
+    more_truncated: float | None = None
 
     def __post_init__(self) -> None:
         check_count("batch", self.batch)
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, got {self.name!r}")
         for name, most in KINDS.items():
-            if name != "more_cut" or self.more_cut is not None:
+            if getattr(self, name) is not None or not name.startswith("more"):
                 check_number(name, getattr(self, name), -most, most)
 
 
@@ -64,8 +64,7 @@ class AutoState:
 
     ``batches``, ``explored``: how many there were, and how many of them explored. ``training``: returned tokens and the
     seconds until the next batch, of the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``:
-    at which trajectories were truncated; ``None`` if none was. ``truncated``: share of those of ``off`` that were, the
-    newest counting most; ``None`` before it was measured. ``measured``: `MEASURED` batches at most, oldest first.
+    at which trajectories were truncated; ``None`` if none was. ``measured``: `MEASURED` batches at most, oldest first.
     ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were below them so far, times their
     groups; negative: above them.
     """
@@ -75,7 +74,6 @@ class AutoState:
     training: Sequence[tuple[float, float]] = ()
     means: Sequence[float] = ()
     max_tokens: int | None = None
-    truncated: float | None = None
     measured: Sequence[MeasuredErrors] = ()
     spare_bias: float = 0.0
     spare_lost: float = 0.0
@@ -101,8 +99,6 @@ class AutoState:
         object.__setattr__(self, "means", tuple(self.means))
         if self.max_tokens is not None:
             check_count("max_tokens", self.max_tokens, 1)
-        if self.truncated is not None:
-            check_number("truncated", self.truncated, 0.0, 1.0)
 
     def count(self, name: str) -> int:
         """Return how many of the batches in `measured` were under an option."""
@@ -127,6 +123,10 @@ class AutoState:
     def more_cut(self, name: str) -> float:
         """Return the ``more_cut`` that is to be expected of an option in the next batch."""
         return _errors(self.measured, "more_cut").expect(name, self.batches + 1)
+
+    def more_truncated(self) -> float:
+        """Return the ``more_truncated`` that is to be expected of ``off`` in the next batch."""
+        return _errors(self.measured, "more_truncated").expect(OFF, self.batches + 1)
 
     def uncertainty(self, name: str) -> float:
         """Return the standard deviation of how an option's ``error`` differs from that of ``off``."""

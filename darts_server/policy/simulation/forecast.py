@@ -94,6 +94,7 @@ class Forecast:
 
     ``seconds``: of the rollout. ``generated``, ``returned``: tokens. ``mean_length``: of what is returned. ``cut``:
     share of the returned trajectories that the rule cuts; ``lost``: the same of those only that would have ended.
+    ``truncated``: share that reaches the limit of tokens.
     """
 
     seconds: float
@@ -102,6 +103,7 @@ class Forecast:
     mean_length: float
     cut: float
     lost: float
+    truncated: float
 
 
 def limit_of(share: float, batches: Sequence[Batch]) -> int:
@@ -131,6 +133,7 @@ def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast
                 returned / count,
                 cut.sum() / count,
                 (cut & part.valid).sum() / max(1, int((is_returned & part.valid).sum())),
+                (outcome.returned >= part.max_tokens).sum() / count,
             )
         )
     return Forecast(*(float(value) for value in np.mean(found, axis=0)))

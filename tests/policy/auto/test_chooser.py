@@ -20,7 +20,7 @@ from darts_server.policy.auto.chooser import (
     learn_training,
     needs_hindsight,
 )
-from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, build_auto, rule_of
+from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, Option, build_auto, rule_of
 from darts_server.policy.auto.state import AutoState, MeasuredErrors
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
@@ -499,22 +499,18 @@ def test_the_training_between_batches_counts() -> None:
 @pytest.mark.parametrize(
     ("truncated", "lost"),
     [
-        (None, 0.2),  # as forecast
-        (0.9, 0.2),
+        (0.9, 0.2),  # as forecast
         (1.0, 0.2),
         (0.0, 0.6),  # all that is cut would have ended
         (0.2, (0.6 - 0.3) / 0.7),  # a batch of 16 groups may have a tenth more
     ],
 )
-def test_no_more_of_what_is_cut_counts_as_truncated_anyway_than_off_truncates(
-    truncated: float | None, lost: float
-) -> None:
-    choice = replace(chosen(MEASURED), limits=replace(ALL, most_lost=0.5), below_lost=0.0, below_bias=0.0)
-    forecast = Forecast(1.0, 1.0, 1.0, choice.usual_length, cut=0.6, lost=0.2)
-    state = replace(MEASURED, truncated=truncated)
-    learned = learn(state, replace(choice, forecast=forecast), replace(measured(choice), cut=0.6))
+def test_no_more_of_what_is_cut_counts_as_truncated_anyway_than_off_truncates(truncated: float, lost: float) -> None:
+    limits = replace(ALL, most_lost=0.5)
+    choice = replace(chosen(MEASURED), limits=limits, below_lost=0.0, below_bias=0.0, truncated=truncated)
+    forecast = Forecast(1.0, 1.0, 1.0, choice.usual_length, cut=0.6, lost=0.2, truncated=0.0)
+    learned = learn(MEASURED, replace(choice, forecast=forecast), replace(measured(choice), cut=0.6))
     assert learned.spare_lost == pytest.approx(GROUPS * (1 - lost / 0.5))
-    assert learned.truncated == truncated
 
 
 def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncates() -> None:
@@ -523,8 +519,9 @@ def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncat
     limits = replace(ALL, allow=("limit",), most_lost=0.2)
     believed = chosen(MEASURED, limits, expectation=expectation)
     assert believed.option.name == "limit 0.2"
-    never = replace(MEASURED, truncated=0.0, spare_lost=0.0)
-    assert chosen(never, limits, expectation=expectation).option.name != "limit 0.2"
+    off = [replace(MEASURED.measured[0], batch=batch, more_truncated=-believed.truncated) for batch in range(5)]
+    assert believed.truncated > 0.2
+    assert chosen(replace(MEASURED, measured=off), limits, expectation=expectation).option.name != "limit 0.2"
 
 
 def test_a_limit_is_moved_until_its_share_is_cut() -> None:
@@ -533,7 +530,7 @@ def test_a_limit_is_moved_until_its_share_is_cut() -> None:
 
     def tokens(more_cut: float) -> int:
         measured = [*MEASURED.measured, *(MeasuredErrors(5, "limit 0.1", 0.0, 0.0, more_cut) for _ in range(32))]
-        state = replace(MEASURED, measured=measured, truncated=0.0)
+        state = replace(MEASURED, measured=measured)
         rng = np.random.default_rng(0)
         choice = choose(only("limit 0.1", limits), state, SIZE, expected(), EMPTY, GROUPS, rng)
         assert choice.option.shaping is not None
@@ -559,12 +556,19 @@ def test_a_limit_is_moved_to_half_or_twice_its_share_at_most(more_cut: float, fa
 def test_how_many_are_truncated_is_learned_from_off_alone() -> None:
     off = chosen(AutoState())
     assert off.option.name == "off"
-    state = learn(AutoState(), off, replace(measured(off), truncated=0.2))
-    assert state.truncated == pytest.approx(0.2)
-    state = learn(state, off, replace(measured(off), truncated=0.4))
-    assert state.truncated == pytest.approx(0.3)
-    choice = chosen(MEASURED)
-    assert learn(MEASURED, choice, replace(measured(choice), truncated=0.4)).truncated is None
+    assert off.truncated == 0.0, "as forecast"
+    state = AutoState()
+    for _ in range(8):
+        state = learn(begin(state, off), off, replace(measured(off), truncated=0.2))
+    assert chosen(state).truncated == pytest.approx(0.2, abs=0.01)
+    other = replace(chosen(state), option=Option("uniform 2.0"))
+    assert learn(state, other, replace(measured(other), truncated=0.9)).more_truncated() == state.more_truncated()
+
+
+def test_as_answers_get_longer_more_of_them_are_expected_to_be_truncated() -> None:
+    longer = replace(expected(), means=[400.0] * GROUPS)
+    assert chosen(MEASURED).truncated == 0.0
+    assert chosen(MEASURED, expectation=longer).truncated > 0.02
 
 
 def test_limits_and_means_of_prompts_are_learned() -> None:

@@ -96,7 +96,8 @@ def test_what_is_learned_of_deferring_does_not_change_what_is_expected_of_all_gr
     assert [one for one in state.measured if one.name == "off"] == list(MEASURED.measured)
     assert state.error("off deferring") == pytest.approx(np.log(1.3), abs=0.04)
     assert state.error("off") < 0.3 * np.log(1.3)
-    assert state.truncated is None
+    late = replace(measured(choice), truncated=0.5)
+    assert learn(begin(state, choice), choice, late).more_truncated() == state.more_truncated() == 0.0
 
 
 def test_a_limit_of_lengths_counts_no_deferred_prompt() -> None:

@@ -101,7 +101,7 @@ def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_m
         {"means": [0.0]},
         {"means": [1.0] * 257},
         {"max_tokens": 0},
-        {"truncated": 1.1},
+        {"measured": [{"batch": 0, "name": "off", "error": 0.0, "length_error": 0.0, "more_truncated": 1.1}]},
         {"measured": [{"batch": -1, "name": "off", "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
         {"measured": [{"batch": 1, "name": 7, "error": 0.0, "length_error": 0.0, "more_cut": 0.0}]},
         {"measured": [{"batch": 1, "name": "off", "error": 9.0, "length_error": 0.0, "more_cut": 0.0}]},
