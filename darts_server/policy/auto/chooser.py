@@ -29,7 +29,16 @@ from darts_server.policy.auto.options import (
     measured_name,
     rule_of,
 )
-from darts_server.policy.auto.outlook import Outlook, below_limit, expect, expect_deferring, share_lost, share_truncated
+from darts_server.policy.auto.outlook import (
+    MORE_TRUNCATED,
+    Outlook,
+    below_limit,
+    expect,
+    expect_deferring,
+    share_lost,
+    share_truncated,
+    truncates_more,
+)
 from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
@@ -40,8 +49,8 @@ from darts_server.policy.simulation.machine import Machine
 MIN_OFF = 1
 """Batches of ``off`` that are forecast and measured before anything else is chosen."""
 MARGIN = 0.03
-"""Where ``off`` was measured last, an option must be expected to be faster by this: forecasts are off by a few per
-cent. Where an option was, it is enough that ``off`` is not: who is near the edge should not go back and forth."""
+"""An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent. Where something
+else was chosen for the batch before, it must only not be slower: near the edge one should not go back and forth."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
 UNSURE = 2.0
@@ -194,15 +203,17 @@ def choose(
     if min_groups is not None and DEFER in auto.limits.allow:
         outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
-    margin = MARGIN if state.measured[-1].name == OFF else 0.0
-    if best.cost > (1 - margin) * off.cost:
+    margin = MARGIN if state.chosen == OFF else 0.0
+    if best is off or best.cost > (1 - margin) * off.cost:
         reason = f"{_step(off, groups)}, {_named(best, groups)}" if best is not off else NOTHING_ELSE
         best = off
     else:
         reason = f"{_step(best, groups)}, {_named(off, groups)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
-        if best is not off and off not in others and _may_be_faster(off, best, state):
+        if best is not off and _truncates_more(off, state, auto.limits):
+            others = [off]
+        elif best is not off and off not in others and _may_be_faster(off, best, state):
             others.append(off)
         least = min(others, key=lambda one: _by_age(one, state), default=None)
         if least is not None:
@@ -239,7 +250,8 @@ def begin(state: AutoState, choice: Choice) -> AutoState:
     """Count a batch that begins, with what is expected of it."""
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
     state = _book(state, choice.groups, choice.below_bias, choice.below_lost)
-    return replace(state, batches=batches, explored=explored)
+    chosen = state.chosen if choice.explores else choice.name
+    return replace(state, batches=batches, explored=explored, chosen=chosen)
 
 
 def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
@@ -264,7 +276,8 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     more_cut = measured.cut - choice.forecast.cut if rule_of(name) in CUTTING else None
     more_truncated = measured.truncated - choice.forecast.truncated if name == OFF else None
     found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut, more_truncated)
-    return state.with_measured(found)
+    state = state.with_measured(found)
+    return replace(state, truncated=measured.truncated) if name == OFF else state
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:
@@ -334,6 +347,14 @@ def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
     most = exp(-UNSURE * state.uncertainty(best.name))
     is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
     return is_old or off.cost - (1 - most) * off.seconds <= best.cost
+
+
+def _truncates_more(off: Outlook, state: AutoState, limits: AutoLimits) -> bool:
+    """Return whether ``off`` is expected to truncate so much more than was measured that this must be measured again.
+
+    Of what rules cut the less is lost, the more is truncated anyway.
+    """
+    return bool(set(CUTTING) & set(limits.allow)) and truncates_more(off.forecast, state) > MORE_TRUNCATED
 
 
 def _by_age(one: Outlook, state: AutoState) -> tuple[int, float]:

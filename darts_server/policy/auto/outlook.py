@@ -12,6 +12,10 @@ EDGE = 0.1
 average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
 by chance, or by the error of the forecast."""
 
+MORE_TRUNCATED = 0.03
+"""Share of trajectories by which `OFF` is taken to truncate more than when it was measured last, at most. Where a rule
+cuts, what lies beyond is extrapolated from what was cut: without this, what is cut would justify cutting more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -74,16 +78,23 @@ def expect_deferring(
 
 
 def share_truncated(off: Forecast, state: AutoState) -> float:
-    """Return which share of trajectories is expected to reach the limit of tokens under `OFF`."""
-    return min(max(off.truncated + state.more_truncated(), 0.0), 1.0)
+    """Return which share of trajectories is expected to reach the limit of tokens under `OFF`.
+
+    At most `MORE_TRUNCATED` more than when that was measured last.
+    """
+    return min(max(state.truncated + min(truncates_more(off, state), MORE_TRUNCATED), 0.0), 1.0)
+
+
+def truncates_more(off: Forecast, state: AutoState) -> float:
+    """Return how much more of `OFF` is expected to reach the limit of tokens than when that was measured last."""
+    return off.truncated + state.more_truncated() - state.truncated
 
 
 def share_lost(found: Forecast, more_cut: float, truncated: float, groups: int) -> float:
     """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended.
 
-    ``truncated``: share that ``off`` truncates. Of what is cut no more than that can be taken for not lost, and what a
-    batch of ``groups`` usually has more: which of them would have ended does not show, and lengths that are cut in each
-    batch are taken for longer and longer ones.
+    ``truncated``: share that ``off`` is expected to truncate. Of what is cut no more than that can be taken for not
+    lost, and what a batch of ``groups`` usually has more: which of them would have ended does not show.
     """
     expected = max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
     anyway = truncated + sqrt(truncated * (1 - truncated) / max(groups, 1))

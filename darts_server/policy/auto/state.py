@@ -62,18 +62,21 @@ class MeasuredErrors:
 class AutoState:
     """All that was measured. Plain fields: ``AutoState(**json)`` restores it.
 
-    ``batches``, ``explored``: how many there were, and how many of them explored. ``training``: returned tokens and the
-    seconds until the next batch, of the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``:
-    at which trajectories were truncated; ``None`` if none was. ``measured``: `MEASURED` batches at most, oldest first.
-    ``spare_bias``, ``spare_lost``: by which share of the user's limits batches were below them so far, times their
-    groups; negative: above them.
+    ``batches``, ``explored``: how many there were, and how many of them explored. ``chosen``: name of what was done in
+    the last one that did not. ``training``: returned tokens and the seconds until the next batch, of the newest
+    batches. ``means``: mean lengths of the newest prompts. ``max_tokens``: at which trajectories were truncated;
+    ``None`` if none was. ``truncated``: share of those of the newest batch of ``off`` that were. ``measured``:
+    `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which share of the user's limits
+    batches were below them so far, times their groups; negative: above them.
     """
 
     batches: int = 0
     explored: int = 0
+    chosen: str = OFF
     training: Sequence[tuple[float, float]] = ()
     means: Sequence[float] = ()
     max_tokens: int | None = None
+    truncated: float = 0.0
     measured: Sequence[MeasuredErrors] = ()
     spare_bias: float = 0.0
     spare_lost: float = 0.0
@@ -83,6 +86,8 @@ class AutoState:
             check_count(name, getattr(self, name))
         for name in ("spare_bias", "spare_lost"):
             check_number(name, getattr(self, name), -LARGEST, LARGEST)
+        if not isinstance(self.chosen, str):
+            raise ValueError(f"chosen must be a string, got {self.chosen!r}")
         check_length("training", self.training, TRAINED)
         check_length("measured", self.measured, MEASURED)
         measured = (one if isinstance(one, MeasuredErrors) else MeasuredErrors(**one) for one in self.measured)
@@ -99,6 +104,7 @@ class AutoState:
         object.__setattr__(self, "means", tuple(self.means))
         if self.max_tokens is not None:
             check_count("max_tokens", self.max_tokens, 1)
+        check_number("truncated", self.truncated, 0.0, 1.0)
 
     def count(self, name: str) -> int:
         """Return how many of the batches in `measured` were under an option."""

@@ -94,7 +94,7 @@ class Forecast:
 
     ``seconds``: of the rollout. ``generated``, ``returned``: tokens. ``mean_length``: of what is returned. ``cut``:
     share of the returned trajectories that the rule cuts; ``lost``: the same of those only that would have ended.
-    ``truncated``: share that reaches the limit of tokens.
+    ``truncated``: share of the returned trajectories that reaches the limit of tokens.
     """
 
     seconds: float

@@ -126,7 +126,9 @@ def test_equal_lengths_on_full_engines_are_not_over_generated() -> None:
 def test_limits_exclude_options() -> None:
     allowed = replace(ALL, most_lost=0.0)
     assert chosen(MEASURED, allowed).option.name.partition(" ")[0] in ("uniform", "darts")
-    assert chosen(MEASURED, replace(allowed, allow=("cap", "cut"))).reason == "nothing else is within the limits"
+    for before in ("off", "cap at 0.9"):
+        choice = chosen(replace(MEASURED, chosen=before), replace(allowed, allow=("cap", "cut")))
+        assert choice.reason == "nothing else is within the limits"
     assert chosen(MEASURED, replace(ALL, most_bias=0.0)).option.name == "off"
     assert chosen(MEASURED, replace(ALL, allow=())).option.name == "off"
 
@@ -180,6 +182,30 @@ def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
 
 def only(name: str, limits: AutoLimits) -> Auto:
     return Auto(limits, tuple(option for option in auto().options if option.name in ("off", name)))
+
+
+def test_near_the_edge_what_was_chosen_goes_on_being_chosen() -> None:
+    def choose_with(error: float, before: str) -> Choice:
+        measured = [*MEASURED.measured, *(MeasuredErrors(5, "uniform 2.0", error, 0.0) for _ in range(32))]
+        state = replace(MEASURED, measured=measured, chosen=before)
+        rng = np.random.default_rng(0)
+        return choose(only("uniform 2.0", ALL), state, SIZE, expected(), EMPTY, GROUPS, rng)
+
+    choices = [choose_with(0.005 * number, "uniform 2.0") for number in range(400)]
+    last = [choice.option.name for choice in choices].index("off") - 1
+    edge = choices[last]
+    assert edge.seconds is not None
+    assert edge.off_seconds is not None
+    assert 0.99 < edge.seconds / edge.off_seconds <= 1
+    assert choose_with(0.005 * last, "off").option.name == "off"
+    assert choose_with(0.005 * (last - 8), "off").option.name == "uniform 2.0", "by four per cent"
+
+
+def test_what_explores_is_not_what_was_chosen() -> None:
+    state = begin(AutoState(), Choice(Option("uniform 2.0"), "fast"))
+    assert state.chosen == "uniform 2.0"
+    assert begin(state, Choice(UNSHAPED, "explored", explores=True)).chosen == "uniform 2.0"
+    assert begin(state, Choice(UNSHAPED, "fast")).chosen == "off"
 
 
 def run_only(
@@ -514,14 +540,24 @@ def test_no_more_of_what_is_cut_counts_as_truncated_anyway_than_off_truncates(tr
 
 
 def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncates() -> None:
-    """Of 200 tokens at most, the model expects many to be truncated."""
+    """Of 180 tokens at most, the model expects many to be truncated."""
     expectation = Expectation([150.0] * GROUPS, [10.0] * GROUPS, TAIL * 1.2, max_tokens=180)
     limits = replace(ALL, allow=("limit",), most_lost=0.2)
-    believed = chosen(MEASURED, limits, expectation=expectation)
-    assert believed.option.name == "limit 0.2"
-    off = [replace(MEASURED.measured[0], batch=batch, more_truncated=-believed.truncated) for batch in range(5)]
-    assert believed.truncated > 0.2
-    assert chosen(replace(MEASURED, measured=off), limits, expectation=expectation).option.name != "limit 0.2"
+    assert chosen(replace(MEASURED, truncated=0.5), limits, expectation=expectation).option.name == "limit 0.2"
+    assert chosen(replace(MEASURED, truncated=0.0), limits, expectation=expectation).option.name != "limit 0.2"
+
+
+def test_what_is_cut_does_not_justify_cutting_more() -> None:
+    """By lengths that are extrapolated from what was cut a third would be truncated: ``off`` must confirm that."""
+    longer = replace(expected(), means=[1800.0] * GROUPS)
+    state = replace(MEASURED, truncated=0.1, batches=40)
+    assert chosen(state, expectation=longer).truncated == pytest.approx(0.13)
+    explores = replace(ALL, exploration=0.05)
+    choice = chosen(state, explores, expectation=longer)
+    assert (choice.option.name, choice.explores) == ("off", True)
+    choice = chosen(state, replace(explores, allow=("uniform",)), expectation=longer)
+    assert choice.truncated == pytest.approx(0.13)
+    assert choice.option.name != "off" or not choice.explores, "no rule cuts"
 
 
 def test_a_limit_is_moved_until_its_share_is_cut() -> None:

@@ -11,10 +11,11 @@ from darts_server.policy.auto.state import MEASURED, AutoState, MeasuredErrors
 STATE = AutoState(
     batches=7,
     explored=1,
+    chosen="cap at 0.9",
     training=((1000.0, 2.0), (800.0, 1.5)),
     means=(10.0, 20.0),
     max_tokens=256,
-    measured=(MeasuredErrors(6, "off", 0.1, -0.2, 0.0), MeasuredErrors(7, "cap at 0.9", 0.2, 0.3, 0.01)),
+    measured=(MeasuredErrors(6, "off", 0.1, -0.2, more_truncated=0.1), MeasuredErrors(7, "cap at 0.9", 0.2, 0.3, 0.01)),
     spare_bias=0.05,
     spare_lost=-0.1,
 )
@@ -36,11 +37,12 @@ def test_what_was_measured_is_found_by_option() -> None:
 
 
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
-    rows = [MeasuredErrors(batch, "off", 0.5, -0.4, 0.2) for batch in range(1, 9)]
+    rows = [MeasuredErrors(batch, "off", 0.5, -0.4, 0.2, -0.3) for batch in range(1, 9)]
     state = AutoState(batches=8, measured=rows)
     assert state.error("off") == pytest.approx(0.5, abs=0.05)
     assert state.length_error("off") == pytest.approx(-0.4, abs=0.05)
     assert state.more_cut("off") == pytest.approx(0.2, abs=0.05)
+    assert state.more_truncated() == pytest.approx(-0.3, abs=0.05)
     assert AutoState().error("off") == 0.0
 
 
@@ -95,6 +97,7 @@ def test_how_an_option_differs_from_off_is_less_certain_the_longer_ago_off_was_m
     [
         {"batches": -1},
         {"explored": 0.5},
+        {"chosen": None},
         {"training": [(-1.0, 1.0)]},
         {"training": [(1.0, "x")]},
         {"training": [(1.0, 1.0)] * 33},

@@ -90,7 +90,7 @@ async def test_it_begins_as_off_and_then_does_not_wait_for_the_tail() -> None:
 
 async def test_the_first_cohort_is_forecast_once_another_begins_and_counts_as_measured() -> None:
     made = harness()
-    first = await cohort(made, "step0")
+    await cohort(made, "step0")
     auto = made.rollouts.allocator.auto
     assert auto.state(SIZE).measured == ()
     await cohort(made, "few", groups=3)
@@ -100,7 +100,6 @@ async def test_the_first_cohort_is_forecast_once_another_begins_and_counts_as_me
     assert (off.name, off.batch) == ("off", 1)
     assert 0 < abs(off.error) < 0.5
     assert abs(off.length_error) < 0.1, "by the lengths that it had"
-    assert off.more_truncated == pytest.approx(first.truncated / first.returned, abs=0.01), "none is forecast"
     assert len(auto.state(SIZE).means) == 2 * GROUPS, "each counts once"
 
 
