@@ -138,7 +138,8 @@ def train(
         again, count = method.prompts(recipe.prompts, len(progress.carried))
         new = list(islice(epochs, count))
         started = progress.carried[:again] + new
-        shaped = rollouts(client, method, [prompts[number] for number in started], recipe.group_size, recipe.prompts)
+        chosen = [prompts[number] for number in started]
+        shaped = rollouts(client, method, chosen, recipe.group_size, recipe.prompts, progress.step)
         return Batch(started, len(new), shaped, progress.carried[again:])
 
     served = client.weights.push(learner.weights()).version
