@@ -193,13 +193,12 @@ def choose(
 
     if state.count(OFF) < MIN_OFF:
         return chosen(off, "is measured before anything else, in a batch without pauses and weight updates")
-    outlooks = [off]
+    outlooks, beyond = [off], list[Outlook]()
     for option in options[1:]:
         if option.cut_share is not None:
             option = option.at(limit_of(_share_to_cut(option.name, option.cut_share, state), batches))
         outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
-        if outlook.is_within(state, groups):
-            outlooks.append(outlook)
+        (outlooks if outlook.is_within(state, groups) else beyond).append(outlook)
     if min_groups is not None and DEFER in auto.limits.allow:
         outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
@@ -211,7 +210,7 @@ def choose(
         reason = f"{_step(best, groups)}, {_named(off, groups)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
-        if best is not off and _truncates_more(off, state, auto.limits):
+        if best is not off and _decides(off, [one for one in beyond if one.cost < best.cost], state):
             others = [off]
         elif best is not off and off not in others and _may_be_faster(off, best, state):
             others.append(off)
@@ -349,12 +348,13 @@ def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
     return is_old or off.cost - (1 - most) * off.seconds <= best.cost
 
 
-def _truncates_more(off: Outlook, state: AutoState, limits: AutoLimits) -> bool:
-    """Return whether ``off`` is expected to truncate so much more than was measured that this must be measured again.
+def _decides(off: Outlook, faster: Sequence[Outlook], state: AutoState) -> bool:
+    """Return whether a batch of ``off`` would decide about options that are faster, and cut more than is allowed.
 
-    Of what rules cut the less is lost, the more is truncated anyway.
+    It would if it is expected to truncate more than when it was measured: the more it does, the less they lose.
     """
-    return bool(set(CUTTING) & set(limits.allow)) and truncates_more(off.forecast, state) > MORE_TRUNCATED
+    is_unknown = truncates_more(off.forecast, state) > MORE_TRUNCATED
+    return is_unknown and any(one.below_lost < 0 for one in faster)
 
 
 def _by_age(one: Outlook, state: AutoState) -> tuple[int, float]:

@@ -548,16 +548,17 @@ def test_an_option_is_left_out_that_cuts_more_than_the_limit_by_what_off_truncat
 
 
 def test_what_is_cut_does_not_justify_cutting_more() -> None:
-    """By lengths that are extrapolated from what was cut a third would be truncated: ``off`` must confirm that."""
-    longer = replace(expected(), means=[1800.0] * GROUPS)
-    state = replace(MEASURED, truncated=0.1, batches=40)
-    assert chosen(state, expectation=longer).truncated == pytest.approx(0.13)
-    explores = replace(ALL, exploration=0.05)
-    choice = chosen(state, explores, expectation=longer)
-    assert (choice.option.name, choice.explores) == ("off", True)
-    choice = chosen(state, replace(explores, allow=("uniform",)), expectation=longer)
-    assert choice.truncated == pytest.approx(0.13)
-    assert choice.option.name != "off" or not choice.explores, "no rule cuts"
+    """By lengths that are extrapolated from what was cut a ninth would be truncated: ``off`` must confirm that."""
+    longer = replace(expected(), means=[1000.0] * GROUPS)
+    limits = replace(ALL, allow=("limit",), most_lost=0.2)
+    never, often = (replace(MEASURED, truncated=share, batches=40) for share in (0.0, 0.1))
+    assert chosen(never, limits, expectation=longer).truncated == pytest.approx(0.03)
+    assert chosen(often, limits, expectation=longer).truncated == pytest.approx(0.11, abs=0.01)
+    explores = replace(limits, exploration=0.05)
+    assert chosen(never, explores, expectation=longer).option.name == "off"
+    assert chosen(often, explores, expectation=longer).option.name != "off", "it is known"
+    none_left_out = replace(explores, most_lost=1.0)
+    assert chosen(never, none_left_out, expectation=longer).option.name != "off"
 
 
 def test_a_limit_is_moved_until_its_share_is_cut() -> None:
