@@ -112,7 +112,7 @@ RESUMED: Mapping[str, Method] = {
     for cap in sorted({cap for start in STARTS.values() for cap in start.caps})
 }
 # `auto` must begin as `off`: what that step teaches, whatever is chosen afterwards. Run only if it is named, too.
-BEGUN_AS_OFF: Mapping[str, Method] = {"uniform, begun as off": Method("uniform", first=BASE)}
+BEGUN_AS_OFF: Mapping[str, Method] = {"uniform, begun as off": Method("uniform", first="off")}
 NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **ANY_BIAS, **CARRY_OVER, **RESUMED, **BEGUN_AS_OFF}
 PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
 # Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run

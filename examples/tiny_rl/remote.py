@@ -34,7 +34,7 @@ def rollouts(
     prompts: Sequence[list[int] | PromptSpec],
     group_size: int,
     num_groups: int,
-    step: int = 0,
+    step: int,
 ) -> Rollouts:
     """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete.
 

@@ -30,14 +30,12 @@ from darts_server.policy.auto.options import (
     rule_of,
 )
 from darts_server.policy.auto.outlook import (
-    MORE_TRUNCATED,
     Outlook,
     below_limit,
     expect,
     expect_deferring,
     share_lost,
     share_truncated,
-    truncates_more,
 )
 from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
@@ -50,7 +48,7 @@ MIN_OFF = 1
 """Batches of ``off`` that are forecast and measured before anything else is chosen."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent. Where something
-else was chosen for the batch before, it must only not be slower: near the edge one should not go back and forth."""
+else was chosen last, exploration aside, it must only not be slower: near the edge one should not go back and forth."""
 NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
 UNSURE = 2.0
@@ -191,6 +189,11 @@ def choose(
             state.length_error(one.name) if state.measured else None,
         )
 
+    def may_be_within(one: Outlook) -> bool:
+        """Whether an option that is beyond the limits is within them if ``off`` truncates as many as is expected."""
+        found = expect(one.option, one.forecast, state, auto.limits, groups, off.forecast, bounded=False)
+        return found.is_within(state, groups)
+
     if state.count(OFF) < MIN_OFF:
         return chosen(off, "is measured before anything else, in a batch without pauses and weight updates")
     outlooks, beyond = [off], list[Outlook]()
@@ -210,8 +213,8 @@ def choose(
         reason = f"{_step(best, groups)}, {_named(off, groups)}"
     if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
         others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
-        if best is not off and _decides(off, [one for one in beyond if one.cost < best.cost], state):
-            others = [off]
+        if best is not off and any(one.cost < best.cost and may_be_within(one) for one in beyond):
+            others = [off]  # it says how many are truncated anyway, and so how many of what is cut are lost
         elif best is not off and off not in others and _may_be_faster(off, best, state):
             others.append(off)
         least = min(others, key=lambda one: _by_age(one, state), default=None)
@@ -249,7 +252,7 @@ def begin(state: AutoState, choice: Choice) -> AutoState:
     """Count a batch that begins, with what is expected of it."""
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
     state = _book(state, choice.groups, choice.below_bias, choice.below_lost)
-    chosen = state.chosen if choice.explores else choice.name
+    chosen = state.chosen if choice.explores or choice.forecast is None else choice.name
     return replace(state, batches=batches, explored=explored, chosen=chosen)
 
 
@@ -276,7 +279,10 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     more_truncated = measured.truncated - choice.forecast.truncated if name == OFF else None
     found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut, more_truncated)
     state = state.with_measured(found)
-    return replace(state, truncated=measured.truncated) if name == OFF else state
+    if name == OFF:
+        known = state.truncated if state.count(OFF) > 1 else measured.truncated
+        state = replace(state, truncated=(known + measured.truncated) / 2)
+    return state
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:
@@ -346,15 +352,6 @@ def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
     most = exp(-UNSURE * state.uncertainty(best.name))
     is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
     return is_old or off.cost - (1 - most) * off.seconds <= best.cost
-
-
-def _decides(off: Outlook, faster: Sequence[Outlook], state: AutoState) -> bool:
-    """Return whether a batch of ``off`` would decide about options that are faster, and cut more than is allowed.
-
-    It would if it is expected to truncate more than when it was measured: the more it does, the less they lose.
-    """
-    is_unknown = truncates_more(off.forecast, state) > MORE_TRUNCATED
-    return is_unknown and any(one.below_lost < 0 for one in faster)
 
 
 def _by_age(one: Outlook, state: AutoState) -> tuple[int, float]:

@@ -13,8 +13,8 @@ average over batches: an option that is just inside would otherwise be left out 
 by chance, or by the error of the forecast."""
 
 MORE_TRUNCATED = 0.03
-"""Share of trajectories by which `OFF` is taken to truncate more than when it was measured last, at most. Where a rule
-cuts, what lies beyond is extrapolated from what was cut: without this, what is cut would justify cutting more."""
+"""Share of trajectories by which `OFF` is taken to truncate more than was measured, at most. Where a rule cuts, what
+lies beyond is extrapolated from what was cut: without this, what is cut would justify cutting more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,26 @@ class Outlook:
 
 
 def expect(
-    option: Option, found: Forecast, state: AutoState, limits: AutoLimits, groups: int, off: Forecast | None = None
+    option: Option,
+    found: Forecast,
+    state: AutoState,
+    limits: AutoLimits,
+    groups: int,
+    off: Forecast | None = None,
+    *,
+    bounded: bool = True,
 ) -> Outlook:
-    """Expect of an option what is forecast of it for all groups. ``off``: forecast of `OFF`; ``None`` for that one."""
+    """Expect of an option what is forecast of it for all groups.
+
+    ``off``: forecast of `OFF`; ``None`` for that one. ``bounded``: see `share_truncated`.
+    """
     seconds, step = _times(option.name, found, state)
     if off is None:
         return Outlook(option, found, seconds, step, step)
     length = found.mean_length * exp(state.length_error(option.name))
     bias = 1 - length / (off.mean_length * exp(state.length_error(OFF)))
     more_cut = state.more_cut(option.name) if rule_of(option.name) in CUTTING else 0.0
-    lost = share_lost(found, more_cut, share_truncated(off, state), groups)
+    lost = share_lost(found, more_cut, share_truncated(off, state, bounded=bounded), groups)
     limited = below_limit(bias, limits.most_bias), below_limit(lost, limits.most_lost)
     return Outlook(option, found, seconds, step, step + _price(found, state, limits, off), *limited)
 
@@ -77,17 +87,14 @@ def expect_deferring(
     return Outlook(whole.option, found, seconds, step, cost, *limited, enough, length_share)
 
 
-def share_truncated(off: Forecast, state: AutoState) -> float:
+def share_truncated(off: Forecast, state: AutoState, *, bounded: bool = True) -> float:
     """Return which share of trajectories is expected to reach the limit of tokens under `OFF`.
 
-    At most `MORE_TRUNCATED` more than when that was measured last.
+    ``bounded``: at most `MORE_TRUNCATED` more than was measured of it.
     """
-    return min(max(state.truncated + min(truncates_more(off, state), MORE_TRUNCATED), 0.0), 1.0)
-
-
-def truncates_more(off: Forecast, state: AutoState) -> float:
-    """Return how much more of `OFF` is expected to reach the limit of tokens than when that was measured last."""
-    return off.truncated + state.more_truncated() - state.truncated
+    expected = off.truncated + state.more_truncated()
+    most = state.truncated + MORE_TRUNCATED if bounded else 1.0
+    return min(max(expected, 0.0), most, 1.0)
 
 
 def share_lost(found: Forecast, more_cut: float, truncated: float, groups: int) -> float:

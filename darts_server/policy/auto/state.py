@@ -63,11 +63,11 @@ class AutoState:
     """All that was measured. Plain fields: ``AutoState(**json)`` restores it.
 
     ``batches``, ``explored``: how many there were, and how many of them explored. ``chosen``: name of what was done in
-    the last one that did not. ``training``: returned tokens and the seconds until the next batch, of the newest
-    batches. ``means``: mean lengths of the newest prompts. ``max_tokens``: at which trajectories were truncated;
-    ``None`` if none was. ``truncated``: share of those of the newest batch of ``off`` that were. ``measured``:
-    `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which share of the user's limits
-    batches were below them so far, times their groups; negative: above them.
+    the last one that did not, by its forecast. ``training``: returned tokens and the seconds until the next batch, of
+    the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``: at which trajectories were
+    truncated; ``None`` if none was. ``truncated``: share of those of ``off`` that were, each batch counting half as
+    much as the next. ``measured``: `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which
+    share of the user's limits batches were below them so far, times their groups; negative: above them.
     """
 
     batches: int = 0

@@ -252,7 +252,9 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
     for step in range(2):
         record = await cohort(made, f"step{step}")
         assert (record.returned, record.truncated, record.cut) == (GROUPS * SIZE, GROUPS, 0)
-    [off, *_] = made.rollouts.allocator.auto.state(SIZE).measured
+    state = made.rollouts.allocator.auto.state(SIZE)
+    assert state.truncated == 1 / SIZE
+    [off, *_] = state.measured
     assert off.more_truncated == pytest.approx(1 / SIZE - 1), "by their lengths all would have"
 
 
