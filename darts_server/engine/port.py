@@ -106,7 +106,8 @@ class RunningCandidate(Protocol[OutputT]):
     def stop(self) -> int:
         """Abort the candidate and return the number of tokens that it has generated; harmless if it has finished.
 
-        Returns before the engine has aborted it. :meth:`result` then returns the output up to the abort.
+        Called at most once. Returns before the engine has aborted it; :meth:`result` then returns the output up to the
+        abort.
         """
         ...
 

@@ -57,6 +57,7 @@ class ScriptedCandidate:
     stop_lag: int = 0
     order: float = 0.0
     has_slot: bool = True
+    stopped: bool = False
     _states: list[tuple[int, HiddenState]] = field(default_factory=list)
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
@@ -71,6 +72,8 @@ class ScriptedCandidate:
         return slice_from(list(range(self.generated)), start) if self.is_running else None
 
     def stop(self) -> int:
+        assert not self.stopped, f"candidate {self.index} of {self.request!r} was stopped twice"
+        self.stopped = True
         loop, turns = asyncio.get_running_loop(), self.stop_lag
 
         def wait(turns: int) -> None:

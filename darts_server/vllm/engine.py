@@ -13,8 +13,9 @@ It relies on six details of vLLM that are not documented, each covered by a test
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
@@ -44,6 +45,8 @@ from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import on_rank
 from darts_server.vllm.resume import Resumption, begin_with, check_resumable
+
+logger = logging.getLogger(__name__)
 
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
@@ -99,7 +102,7 @@ class VllmCandidate:
         return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
 
     def stop(self) -> int:
-        self._aborts.add(self._collector.request_id)
+        self._aborts.add(self._collector)
         if (tokens := self.tokens()) is not None:
             return tokens
         # The candidate has finished, but `result` has not taken its output from the collector yet.
@@ -287,19 +290,34 @@ class Aborts:
 
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
-        self._pending: list[str] = []
+        # By vLLM's id, each once: vLLM raises at the second mention of an id in a message, and by then has forgotten
+        # half of the others in it, so that their next finish would end its output handler, and the server.
+        self._pending: dict[str, RequestOutputCollector] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    def add(self, internal_id: str) -> None:
+    def add(self, collector: RequestOutputCollector) -> None:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)
-        self._pending.append(internal_id)
+        self._pending[collector.request_id] = collector
 
     def _send(self) -> None:
-        ids, self._pending = self._pending, []
-        task = asyncio.get_running_loop().create_task(self._llm.abort(ids, internal=True))
+        pending, self._pending = self._pending, {}
+        task = asyncio.get_running_loop().create_task(self._abort(pending))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+    async def _abort(self, collectors: Mapping[str, RequestOutputCollector]) -> None:
+        try:
+            await self._llm.abort(list(collectors), internal=True)
+        except Exception as error:
+            logger.exception("vLLM failed to abort %d requests", len(collectors))
+            # It may have aborted some. The others must leave its tables too, and must not be waited for.
+            for request_id, collector in collectors.items():
+                self._llm.output_processor.request_states.pop(request_id, None)
+                if collector.output is None:
+                    collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
+            with suppress(EngineDeadError):  # which all callers are told
+                await self._llm.engine_core.abort_requests_async(list(collectors))
 
 
 @contextmanager

@@ -44,7 +44,10 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             "stream": "groups",
             "cohort": {"groups": 24, "leads": True},
         },
-        {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "num_groups": 1, "carry": "restart"},
+        *(
+            {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "num_groups": 1, "carry": carry}
+            for carry in ("drop", "restart", "resume")
+        ),
         {"prompts": [{"text": PROMPT}] * 2, "group_size": 2, "sampling": SHORT, "min_groups": 1, "carry": "restart"},
         {"prompts": [], "carried": True, "group_size": 2, "sampling": SHORT, "carry": "restart"},
     ],

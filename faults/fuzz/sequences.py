@@ -34,6 +34,10 @@ CREATE: Sequence[Request] = [
     json_request("POST", ROLLOUTS, body, headers=headers, background=True)
     for body in (_batch(20, False), _batch(60, "tokens", chunk_tokens=5), _batch(60, "groups", num_groups=1))
     for headers in ((), *((("Idempotency-Key", key),) for key in KEYS))
+] + [
+    json_request("POST", ROLLOUTS, _batch(60, stream, 4, num_groups=1, carry=carry, **more), background=True)
+    for stream in (False, "tokens")
+    for carry, more in (("drop", {}), ("restart", {"carried": True}), ("resume", {"carried": True}))
 ]
 GENERATE: Sequence[Request] = [
     json_request("POST", COMPLETIONS, _completion(60, n=3), background=True),

@@ -34,7 +34,6 @@ async def test_a_stopped_candidate_has_no_finish_reason_and_the_tokens_generated
     running = await engine.start("p", 0)
     await engine.step()
     running.stop()
-    running.stop()
     result = await running.result()
     assert (result.tokens, result.finish_reason) == (1, None)
 

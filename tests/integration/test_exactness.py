@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.demo.problems import sample_problem
 from darts_server.engine.port import TokenSlice
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
@@ -512,3 +512,33 @@ def test_what_depends_on_where_the_prompt_ends_is_not_resumed(engine: TinyEngine
         VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(**{name: value}), "no"))
     assert refused.value.field == f"sampling.{name}"
     VllmEngine(engine.llm).check_resumable(PromptRequest(engine.prompt("1>"), final_only(top_k=3, logprobs=1), "yes"))
+
+
+async def test_an_abort_that_fails_ends_the_candidates_of_its_message_alone(
+    engine: TinyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter, processor = VllmEngine(engine.llm), engine.llm.output_processor
+    sampling = final_only(max_tokens=200, ignore_eos=True)
+    stopped, broken, other = [
+        await adapter.start(PromptRequest(engine.prompt(PROMPTS[0]), sampling, name), 0)
+        for name in ("stopped", "broken", "other")
+    ]
+    processor.external_req_ids["0_broken"].clear()  # as vLLM leaves it after an abort that was cut short
+    stopped.stop()
+    broken.stop()
+    for running in (stopped, broken):
+        with pytest.raises(CandidateFailed, match=r"failed to abort.*list\.remove"):
+            await running.result()
+    assert (await other.result()).tokens == 200
+    assert not processor.request_states
+    assert "failed to abort 2 requests" in caplog.text
+
+
+async def test_a_candidate_that_is_stopped_twice_is_aborted_once(engine: TinyEngine) -> None:
+    adapter = VllmEngine(engine.llm)
+    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=200, ignore_eos=True), "twice")
+    one, other = await adapter.start(request, 0), await adapter.start(request, 1)
+    for running in (one, one, other):
+        running.stop()
+    assert [(await running.result()).finish_reason for running in (one, other)] == [None, None]
+    assert not engine.llm.output_processor.external_req_ids.keys() & {"0_twice", "1_twice"}

@@ -94,6 +94,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._carried = dict(enumerate(carried))
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
         self._aborts: AbortRequests[OutputT] = AbortRequests()
+        self._stopped: dict[int, int] = {}  # tokens of those that were stopped on the engine
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- all candidates -----------------------------------------------------
@@ -180,13 +181,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Stop a candidate that the group has discarded."""
         if self.scorer is not None:
             self.scorer.drop(index)
-        if running := self.running.get(index):
-            self._recorder.candidate_stopped(index, running.stop())
+        if index in self.running:
+            self._recorder.candidate_stopped(index, self._stop_running(index))
 
     def cut(self, index: int, tokens: int) -> None:
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
         if not self.outputs.is_done(index) and not self.outputs.is_cut(index):
-            self.running[index].stop()
+            self._stop_running(index)
             self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
         self.outputs.cut(index, tokens)
 
@@ -202,8 +203,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             output.set_result(None)
             return output
         self._aborts.add(index, output)
-        if (running := self.running.get(index)) is not None:
-            running.stop()
+        if index in self.running:
+            self._stop_running(index)
         elif index not in self._carried:  # one that was carried over goes on first, so that its tokens have a text
             self._callbacks.on_events(Lost(index, by_caller=True))
             self._aborts.answer(index, self.aborted_output(self.requests.of(index)[0]))
@@ -234,6 +235,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def aborted_output(self, request: RequestT) -> OutputT:
         """Return the output of a request that was aborted before anything was generated for it."""
         return self._engine.aborted_output(request)
+
+    def _stop_running(self, index: int) -> int:
+        """Stop a running candidate on the engine, and return its tokens.
+
+        The group, its caller and a limit that a carried candidate has reached already can each decide so, even in the
+        same turn of the loop: the engine gets one stop.
+        """
+        if index not in self._stopped:
+            self._stopped[index] = self.running[index].stop()
+        return self._stopped[index]
 
     def _carried_at(self, index: int) -> CarriedCandidate[OutputT]:
         return self._carried.get(index, CarriedCandidate())
@@ -285,7 +296,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 events += self.scorer.mark_started(index)
             self._callbacks.on_events(*events)
         if index in self._aborts or not self._is_running(index):  # since before the engine had started it
-            running.stop()
+            self._stop_running(index)
 
     def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
         """Return the result of a candidate that had finished before its group was carried over."""

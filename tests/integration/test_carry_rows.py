@@ -1,0 +1,129 @@
+"""Batches in a row that carry over what they leave unfinished, on real vLLM, amid what happens to a training run.
+
+Weights change, everything is aborted, and callers disconnect while groups run that go on from earlier batches. No
+prompt is lost or returned twice, each group is whole, and the server stays in order.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import save
+
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.server import DARTS, Server
+from tests.integration.fork_server import Serve
+from tests.integration.waiting import STARTED, wait_idle, wait_started
+from tests.integration.weights import ORIGINAL
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+SIZE, NEW, TAKEN = 4, 8, 2 / 3
+"""Trajectories a group, new prompts a batch, and the share of a batch's groups that it waits for."""
+FAULTS = ("update", "abort", "disconnect")
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("rows") / "log"
+    with serve(DARTS, log, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+        yield running
+
+
+class Row:
+    """One row of batches under a policy, and what became of each prompt."""
+
+    def __init__(self, server: Server, client: httpx.AsyncClient, policy: str) -> None:
+        self.server = server
+        self.client = client
+        # `auto` may choose another policy for the next batch, under which nothing can go on.
+        self.options = {"policy": {"name": policy}, "carry": "restart" if policy == "auto" else "resume"}
+        self.random = Random(policy)
+        self.policy = policy
+        self.sent = 0
+        self.carried = 0
+        self.returned: Counter[str] = Counter()
+        self.unsure: set[str] = set()
+        """Keys of prompts that a batch had whose caller left: its groups may have been complete."""
+
+    def prompts(self, count: int) -> list[dict[str, Any]]:
+        self.sent += count
+        numbers = range(self.sent - count, self.sent)
+        return [{"text": sample_problem(self.random).prompt, "key": f"{self.policy}/{i}"} for i in numbers]
+
+    async def run(self, fault: str | None) -> None:
+        """Run one batch, and let one of `FAULTS` happen while it runs."""
+        prompts = self.prompts(NEW)
+        total = NEW + self.carried
+        body = {"prompts": prompts, "carried": True, "group_size": SIZE, "num_groups": int(TAKEN * total)}
+        body |= self.options | {"sampling": {"max_tokens": 160, "logprobs": True}}
+        started = self.server.metric(STARTED)
+        batch = asyncio.create_task(self.client.post("/darts/v1/rollouts", json=body))
+        if fault is not None:
+            await asyncio.to_thread(wait_started, self.server, started + 1)
+            await asyncio.sleep(self.random.uniform(0, 0.2))
+            await getattr(self, fault)(batch)
+        if fault != "disconnect":
+            self.check(await batch, total)
+
+    async def update(self, batch: asyncio.Task[httpx.Response]) -> None:
+        answer = await self.client.put("/darts/v1/weights", content=save(ORIGINAL))
+        assert answer.status_code == 200, answer.text
+
+    async def abort(self, batch: asyncio.Task[httpx.Response]) -> None:
+        answer = await self.client.post("/abort_requests", json={})
+        assert answer.status_code == 200, answer.text
+
+    async def disconnect(self, batch: asyncio.Task[httpx.Response]) -> None:
+        self.unsure |= {f"{self.policy}/{i}" for i in range(self.sent)} - self.returned.keys()
+        batch.cancel()
+        with suppress(asyncio.CancelledError):
+            await batch
+        await asyncio.to_thread(wait_idle, self.server)  # by then the batch has given back the prompts that it took
+        body = {"prompts": self.prompts(1), "group_size": 1, "sampling": {"max_tokens": 1}, "carry": "restart"}
+        answer = await self.client.post("/darts/v1/rollouts", json=body | {"policy": {"name": "off"}})
+        self.returned[f"{self.policy}/{self.sent - 1}"] += len(answer.json()["groups"])
+        self.carried = answer.json()["carried"]
+
+    def check(self, answer: httpx.Response, total: int) -> None:
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        for group in body["groups"]:
+            assert group["error"] is None, group["error"]
+            assert len(group["trajectories"]) == SIZE
+            for trajectory in group["trajectories"]:
+                assert trajectory["finish_reason"] in ("stop", "length")
+                length = trajectory["length"]
+                assert length == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
+                assert length == sum(tokens for _, tokens in trajectory["version_spans"])
+            self.returned[group["prompt_key"]] += 1
+        assert len(body["groups"]) + len(body["unfinished"]) == total
+        assert body["carried"] == len(body["unfinished"])
+        self.carried = body["carried"]
+
+    async def finish(self) -> None:
+        """Run what is left, and check that each prompt was returned once."""
+        body = {"prompts": [], "carried": True, "group_size": SIZE, "sampling": {"max_tokens": 160, "logprobs": True}}
+        self.check(await self.client.post("/darts/v1/rollouts", json=body | self.options), self.carried)
+        assert set(self.returned.values()) == {1}
+        assert {f"{self.policy}/{i}" for i in range(self.sent)} - self.returned.keys() <= self.unsure
+
+
+@pytest.mark.parametrize("policy", ["off", "uniform", "darts", "darts_cut", "cap", "auto"])
+async def test_no_prompt_of_a_row_of_batches_is_lost_or_returned_twice(
+    server: Server, policy: str, nightly: bool
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        row = Row(server, client, policy)
+        for number in range(200 if nightly else 7):
+            await row.run(FAULTS[number // 2 % 3] if number % 2 else None)
+        await row.finish()
+        await asyncio.to_thread(wait_idle, server)
+        assert (await client.get("/health")).status_code == 200
+    log = server.log.read_text()
+    for fault in ("never retrieved", "output_handler failed", "Traceback"):
+        assert fault not in log, server.log_tail()
