@@ -57,7 +57,7 @@ def parse_answer(tokenizer: Any, call: Any, token_ids: list[int]) -> dict[str, A
 
 @pytest.mark.parametrize("change", ANSWERS)
 async def test_turns_that_trl_renders_again_run_alone_and_at_once(grouping: Server, program: Any, change: str) -> None:
-    texts = [text.replace("a", "abcdefgh"[list(ANSWERS).index(change)]) for text in TEXTS]
+    texts = [f"@{list(ANSWERS).index(change)}{text}" for text in TEXTS]
     loop = program.make_loop(grouping.url, texts, SIZE, TOOL_CALLS)
     loop.chat_template = JOIN.replace("ANSWER", ANSWERS[change])
     if "reasoning" in change:
