@@ -19,7 +19,6 @@ from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
-from darts_server.rollout.turns.chat_history import ChatHistory, Message
 from darts_server.rollout.turns.turns import Turn
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import RequestOptions
@@ -32,7 +31,6 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import on_rank, rank_of
 from darts_server.vllm.requests import (
     current_beam_search,
-    current_history,
     current_options,
     current_session,
     note_named_prompt,
@@ -93,10 +91,11 @@ class ShapingLLM(ControlledLLM):
             ticket = self._admit_unshaped(sampling_params.n)
             outputs = self._generate_unshaped(prompt, sampling_params, request_id, options, ticket)
             return _releasing(self._answer_at_stop(shaping, request_id, outputs), ticket)
-        turn = make_turn(request, current_history(), shaping, current_session(), caller.get().name)
+        turn = make_turn(request, shaping, current_session(), caller.get().name, self.tokenizer)
+        group_name = shaping.group_id or self.rollouts.planner.limits.group_name(turn.session)
+        turn.names_group = group_name is not None
         plan = self.rollouts.plan(sampling_params.n, shaping, turn)
-        if shaping.group_id is None:
-            shaping = replace(shaping, group_id=self.rollouts.planner.limits.group_name(turn.session))
+        shaping = replace(shaping, group_id=group_name)
         outputs, ticket = self._admit(plan, request, shaping, turn)
         outputs = self._answer_at_stop(shaping, request_id, outputs)
         return _releasing(remember_answers(self.rollouts.turns, turn, request, outputs), ticket)
@@ -133,11 +132,6 @@ class ShapingLLM(ControlledLLM):
         shaping = self._merge_options(options, extra_args)
         if self.rollouts is not None:
             self.rollouts.plan(1, shaping)
-
-    def add_messages(self, history: ChatHistory, messages: Iterable[Message]) -> None:
-        """Remember the answers to a chat as their caller gets them."""
-        if self.rollouts is not None:
-            self.rollouts.turns.add_messages(history, messages)
 
     @property
     def admission(self) -> Admission:

@@ -11,10 +11,8 @@ from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
-from darts_server.rollout.turns.chat_history import ChatHistory, Message
-from darts_server.serving.admission import Ticket, caller
+from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
-from darts_server.vllm.chat import answered_messages, is_response_request, read_history
 from darts_server.vllm.compat import GENERATION_HANDLERS
 from darts_server.vllm.xargs import move_xargs, read_xargs
 
@@ -27,7 +25,6 @@ NO_OPTIONS = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
 _shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
 _named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
-_history: ContextVar[ChatHistory | None] = ContextVar("darts_history", default=None)
 _session: ContextVar[str | None] = ContextVar("darts_session", default=None)
 _beam_search: ContextVar["BeamSearch | None"] = ContextVar("darts_beam_search", default=None)
 
@@ -35,8 +32,6 @@ Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
 """Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
-AddMessages = Callable[[ChatHistory, Iterable[Message]], None]
-"""Remembers the answers to a chat."""
 
 
 class Extension(Protocol):
@@ -68,11 +63,6 @@ def current_beam_search() -> BeamSearch | None:
 def current_options() -> RequestOptions:
     """The options of the current request."""
     return _options.get()
-
-
-def current_history() -> ChatHistory | None:
-    """The chat of the current request, if it is one."""
-    return _history.get()
 
 
 def current_session() -> str | None:
@@ -110,16 +100,14 @@ def attach(
     read_options: ReadOptions,
     raw_names: Set[str],
     check_options: CheckOptions = lambda options, xargs: None,
-    add_messages: AddMessages = lambda history, messages: None,
     extensions: Iterable[Extension] = (),
 ) -> None:
     """Wrap every generation handler, so that it reads headers and model name before it calls ``generate()``.
 
     ``check_options``: raises for options that ``generate()`` would refuse. Streams of the Responses API call that after
-    their status was sent. ``add_messages``: called with the messages of every answer that is not streamed, before it
-    is sent. ``extensions``: further fields of requests and answers.
+    their status was sent. ``extensions``: further fields of requests and answers.
     """
-    gate = _Gate(read_options, raw_names, check_options, add_messages, tuple(extensions))
+    gate = _Gate(read_options, raw_names, check_options, tuple(extensions))
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
             setattr(serving, method, _behind(gate, getattr(serving, method)))
@@ -132,7 +120,6 @@ class _Gate:
     read_options: ReadOptions
     raw_names: Set[str]
     check_options: CheckOptions
-    add_messages: AddMessages
     extensions: tuple[Extension, ...]
 
     async def open(self, request: Any, raw_request: Any) -> "_Context":
@@ -149,20 +136,18 @@ class _Gate:
         if getattr(request, "model", None) in self.raw_names:
             options = replace(options, policy="off")
         await move_xargs(request, raw_request)
-        if is_response_request(request):
+        if _is_response_request(request):
             self.check_options(options, read_xargs(request))
         search = None
         if getattr(request, "use_beam_search", False):
             search = BeamSearch(_count_beams(request))
             _check_unshaped(options, read_xargs(request))
-        return _Context(options, search, read_history(request, caller.get().name or ""), _read_session(headers))
+        return _Context(options, search, _read_session(headers))
 
     def close(self, context: "_Context", request: Any, answer: Any, raw_request: Any) -> None:
         """Record the answer of a handler, and extend it."""
         for extension in self.extensions:
             extension.after(request, answer)
-        if context.history is not None:
-            self.add_messages(context.history, answered_messages(answer))
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if context.groups and metadata is not None:
             raw_request.state.darts_group_id = _answered_id(context.groups, metadata.request_id)
@@ -174,7 +159,6 @@ class _Context:
 
     options: RequestOptions
     search: BeamSearch | None
-    history: ChatHistory | None
     session: str | None
     groups: list[str] = field(default_factory=list)
 
@@ -185,7 +169,6 @@ class _Context:
             (_shaped, self.groups),
             (_named, set()),
             (_beam_search, self.search),
-            (_history, self.history),
             (_session, self.session),
         ]
         tokens = [(variable, variable.set(value)) for variable, value in values]
@@ -210,7 +193,7 @@ def _behind(gate: _Gate, handler: Handler) -> Handler:
                 context.search.ticket.release()
         gate.close(context, request, answer, raw_request)
         # The Responses API calls `generate` while its stream is read.
-        is_late = isinstance(answer, AsyncGenerator) and is_response_request(request)
+        is_late = isinstance(answer, AsyncGenerator) and _is_response_request(request)
         return _stream_in(context, answer) if is_late else answer
 
     return handle
@@ -222,6 +205,11 @@ async def _stream_in(context: _Context, answer: AsyncGenerator[Any, None]) -> As
     async with aclosing(answer):
         async for part in answer:
             yield part
+
+
+def _is_response_request(request: Any) -> bool:
+    """Whether a request is one of the Responses API."""
+    return hasattr(request, "input") and hasattr(request, "previous_response_id")
 
 
 def _check_unshaped(options: RequestOptions, xargs: Mapping[str, Any]) -> None:

@@ -122,7 +122,7 @@ async def make_app(
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
-    attach(application.state, read_options, raw_names, llm.check_options, llm.add_messages, extensions)
+    attach(application.state, read_options, raw_names, llm.check_options, extensions)
     control_routes.attach(application)
     route_errors.attach(application.state, error_fields)
     announce_choices(application.state)

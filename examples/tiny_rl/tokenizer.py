@@ -14,8 +14,8 @@ VOCABULARY_SIZE = 64
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 
-# The last user message unchanged, so that chat and completion requests have the same tokens.
-CHAT_TEMPLATE = "{{ (messages | selectattr('role', 'equalto', 'user') | list | last)['content'] }}"
+# Nothing but the messages, so that chat and completion requests have the same tokens.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] or '' }}{% endfor %}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -148,7 +148,7 @@ def test_tokenizer_is_one_character_a_token_and_decodes_to_the_same_text(
             assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
 
 
-def test_chat_template_gives_the_last_user_message_and_nothing_else(
+def test_chat_template_gives_the_messages_and_nothing_else(
     committed_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     conversation = [
@@ -161,7 +161,7 @@ def test_chat_template_gives_the_last_user_message_and_nothing_else(
         text = committed_tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=generation_prompt
         )
-        assert text == EXAMPLE.prompt
+        assert text == f"01a+1b+1>#3{EXAMPLE.prompt}"
 
 
 def test_loss_falls_on_the_response_and_its_end_only() -> None:

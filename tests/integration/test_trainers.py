@@ -36,7 +36,7 @@ async def test_the_first_turns_of_a_trajectory_make_a_group_and_the_others_run_a
     uid = f"{form}-1"
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         tokenized = (await client.post("/tokenize", json={"model": "tiny", "prompt": PROMPT})).json()["tokens"]
-        opening = [*tokenized, *[5 + list(FORMS).index(form)] * 20]
+        opening = [*[5 + list(FORMS).index(form)] * 20, *tokenized]  # none begins another
         before = groups(server)
         trajectories = [
             Trajectory(uid, rep, PROMPT, list(opening), [{"role": "user", "content": PROMPT}]) for rep in range(SIZE)
@@ -77,20 +77,23 @@ async def test_scoring_and_greedy_requests_never_wait_for_others(server: Server,
         assert groups(server) == before
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-async def test_a_history_with_an_answer_of_ours_runs_alone_and_one_with_examples_is_grouped(
-    server: Server, is_ours: bool
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_chat_that_goes_on_from_an_answered_one_runs_alone_and_one_with_examples_is_grouped(
+    server: Server, is_answered: bool
 ) -> None:
-    messages = [{"role": "user", "content": "9a-5b*4>"}]
+    messages = [{"role": "user", "content": f"{9 - is_answered}a-5b*4>"}]
+    later = [*messages, {"role": "assistant", "content": " said otherwise\n"}, {"role": "user", "content": PROMPT}]
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         path, body, _ = text_chat(Trajectory("u", 0, PROMPT, [], messages))
-        answer = (await client.post(f"/{path}", json=body)).json()["choices"][0]["message"]["content"]
-        text = f" {answer}\n" if is_ours else f"not {answer}"
-        later = [*messages, {"role": "assistant", "content": text}, *messages]
-        before = groups(server)
-        posts = (client.post(f"/{path}", json=body | {"messages": later}, headers=GROUP) for _ in range(SIZE))
-        assert {a.status_code for a in await asyncio.gather(*posts)} == {200}
-        assert groups(server) == before + (0 if is_ours else 1)
+        if is_answered:
+            (await client.post(f"/{path}", json=body)).raise_for_status()
+        for names, alone in (({}, is_answered), ({"X-Darts-Group": f"id=named-{is_answered};size={SIZE}"}, False)):
+            before = groups(server)
+            posts = (
+                client.post(f"/{path}", json=body | {"messages": later}, headers=GROUP | names) for _ in range(SIZE)
+            )
+            assert {a.status_code for a in await asyncio.gather(*posts)} == {200}
+            assert groups(server) == before + (not alone)
 
 
 async def test_sessions_of_skyrl_name_their_groups_also_if_two_have_the_same_prompt(server: Server) -> None:

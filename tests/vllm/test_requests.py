@@ -11,7 +11,6 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.shaping.headers import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.chat import answered_messages, read_history
 from darts_server.vllm.requests import attach, current_beam_search, current_options, with_raw_names
 from darts_server.vllm.xargs import move_xargs
 
@@ -167,47 +166,3 @@ async def test_a_policy_for_a_beam_search_is_refused() -> None:
             SimpleNamespace(model="tiny", use_beam_search=True, prompt="a", n=2, vllm_xargs={"darts_policy": "cap"})
         )
     assert serving.seen == []
-
-
-ITEMS = [
-    {"type": "reasoning", "summary": []},
-    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]},
-]
-CALL = {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c"}
-
-
-def test_a_response_that_goes_on_from_a_stored_one_follows_an_answer() -> None:
-    for earlier, follows in ((None, False), ("resp_1", True)):
-        history = read_history(SimpleNamespace(input="And 3 + 3?", previous_response_id=earlier))
-        assert history is not None
-        assert history.follows == follows
-
-
-def harmony(role: str, text: str, channel: str | None = None, *, is_nested: bool) -> dict[str, Any]:
-    who: dict[str, Any] = {"author": {"role": role}} if is_nested else {"role": role}
-    return who | {"content": [{"type": "text", "text": text}], "channel": channel}
-
-
-@pytest.mark.parametrize("is_nested", [True, False])
-def test_an_answer_is_found_again_in_the_earlier_messages_of_a_request(is_nested: bool) -> None:
-    opening = read_history(SimpleNamespace(input="2 + 2?", previous_response_id=None))
-    assert opening is not None
-    [message] = answered_messages(SimpleNamespace(output=ITEMS))
-    roles = (("system", "Be brief.", None), ("user", "2 + 2?", None), ("assistant", "2, 3, 4", "analysis"))
-    earlier = [harmony(*each, is_nested=is_nested) for each in (*roles, ("assistant", "4", "final"))]
-    later = SimpleNamespace(input="And 3 + 3?", previous_response_id=None, previous_input_messages=earlier)
-    found = read_history(later)
-    assert found is not None
-    assert opening.key_of(message) in found.answers
-
-
-@pytest.mark.parametrize("items", [ITEMS, [CALL], [*ITEMS, CALL]])
-def test_a_response_is_found_again_in_the_items_of_a_later_request(items: list[dict[str, Any]]) -> None:
-    opening = SimpleNamespace(input="2 + 2?", previous_response_id=None)
-    history = read_history(opening)
-    assert history is not None
-    [message] = answered_messages(SimpleNamespace(output=items))
-    later = [{"role": "user", "content": "2 + 2?"}, *items, {"type": "function_call_output", "output": "4"}]
-    found = read_history(SimpleNamespace(input=later, previous_response_id=None))
-    assert found is not None
-    assert history.key_of(message) in found.answers

@@ -1,23 +1,78 @@
-"""Find out whether a prompt begins with a prompt and its answer that are known, by hashes of all its prefixes."""
+"""Find out whether a prompt begins with an earlier prompt or answer of its caller, by hashes of all its prefixes."""
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 BUCKET_BITS = 20
-"""With 65,536 known sequences one prefix in 16 shares its bucket with one, and one in 500 with several."""
+"""With 131,072 known sequences one prefix in 8 shares its bucket with one, and one in 140 with several."""
 BUCKET_SHIFT = np.uint64(64 - BUCKET_BITS)
 FIRST_WEIGHTS = 4096
 MASK = (1 << 64) - 1
 
 Hashes = NDArray[np.uint64]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Kept(Generic[K, V]):
+    """The newest ``limit`` entries of all callers together.
+
+    Of too many, the oldest of the caller that has most is dropped: no caller loses its entries to one that has more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._of: dict[str, OrderedDict[K, V]] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def of(self, caller: str) -> Mapping[K, V]:
+        """Return a caller's entries, the oldest first."""
+        return self._of.get(caller, {})
+
+    def put(self, caller: str, key: K, value: V) -> K | None:
+        """Add or renew an entry; returns the key of the one that is dropped for it, if any."""
+        own = self._of.setdefault(caller, OrderedDict())
+        self._size += key not in own
+        own[key] = value
+        own.move_to_end(key)
+        if self._size <= self._limit:
+            return None
+        largest = max(self._of, key=lambda each: len(self._of[each]))
+        oldest = next(iter(self._of[largest]))
+        self.pop(largest, oldest)
+        return oldest
+
+    def pop(self, caller: str, key: K) -> V | None:
+        """Remove an entry and return it; ``None`` without one."""
+        if key not in self.of(caller):
+            return None
+        self._size -= 1
+        value = self._of[caller].pop(key)
+        if not self._of[caller]:
+            del self._of[caller]
+        return value
+
+
+class Known(NamedTuple):
+    """A sequence of tokens that is known: a prompt with the beginning of its answer, or a prompt alone.
+
+    ``rank``: of the engine that has it, if that is known.
+    """
+
+    is_answer: bool
+    rank: int | None
 
 
 class TokenIndex:
-    """The newest ``kept`` sequences of tokens, as hashes, each with the rank of the engine that has it.
+    """The newest ``kept`` sequences of tokens of all callers, as hashes.
 
     A sequence's hash is the sum of its tokens, each times a random number for its position, modulo 2^64. So the hashes
     of all prefixes of a prompt are one cumulative sum. Two given sequences have the same hash with a probability below
@@ -25,9 +80,8 @@ class TokenIndex:
     """
 
     def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._known: OrderedDict[int, int | None] = OrderedDict()
-        self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint16)  # known hashes, by their highest bits
+        self._known: Kept[int, Known] = Kept(kept)
+        self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)  # known hashes, by their highest bits
         self._mixed = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)  # these hashes, combined by XOR
         self._rng = np.random.default_rng()
         self._weights = self._draw_weights(FIRST_WEIGHTS)
@@ -40,37 +94,32 @@ class TokenIndex:
         terms = self._terms(tokens, 0)
         return terms.cumsum(out=terms)
 
-    def add(self, prompt: int, length: int, answer: Sequence[int], rank: int | None = None) -> None:
-        """Add a prompt with its answer; the oldest sequence is dropped if there are too many.
+    def extend(self, prompt: int, length: int, tokens: Sequence[int]) -> int:
+        """Return the hash of a prompt with more tokens. ``prompt``, ``length``: hash and tokens of the prompt."""
+        return (prompt + int(self._terms(tokens, length).sum(dtype=np.uint64))) & MASK
 
-        ``prompt``: its hash. ``length``: its tokens. ``rank``: of its engine, if that is known.
-        """
-        terms = self._terms(answer, length)
-        key = (prompt + int(terms.sum(dtype=np.uint64))) & MASK
-        is_new = key not in self._known
-        self._known[key] = rank
-        if not is_new:
-            self._known.move_to_end(key)
+    def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
+        """Add the sequence with this hash. What is known as an answer stays one."""
+        earlier = self._known.of(caller).get(key)
+        is_answer = is_answer or (earlier is not None and earlier.is_answer)
+        dropped = self._known.put(caller, key, Known(is_answer, rank))
+        if earlier is None:
+            self._count(key, 1)
+        if dropped is not None:
+            self._count(dropped, -1)
+
+    def known_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, Known]]:
+        """Yield the prefixes among these that are known for a caller, the longest first, each with its length."""
+        if not (known := self._known.of(caller)):
             return
-        self._count(key, 1)
-        if len(self._known) > self._kept:
-            oldest, _ = self._known.popitem(last=False)
-            self._count(oldest, -1)
-
-    def longest_prefix(self, hashes: Hashes) -> int | None:
-        """Return the hash of the longest known prefix among these, the shortest first; ``None`` if none is known."""
-        if not self._known:
-            return None
         buckets = hashes >> BUCKET_SHIFT
         near = np.flatnonzero(self._counts[buckets])
-        hashes, buckets = hashes[near], buckets[near]
+        few, buckets = hashes[near], buckets[near]
         # The one hash of a bucket is compared here: looking up thousands in the dictionary would take longest.
-        likely = hashes[(self._mixed[buckets] == hashes) | (self._counts[buckets] > 1)]
-        return next((key for key in reversed(likely.tolist()) if key in self._known), None)
-
-    def rank_of(self, known: int) -> int | None:
-        """Return the rank of the engine that has a known sequence, if that is known too."""
-        return self._known[known]
+        likely = near[(self._mixed[buckets] == few) | (self._counts[buckets] > 1)]
+        for index in reversed(likely.tolist()):
+            if (found := known.get(int(hashes[index]))) is not None:
+                yield index + 1, found
 
     def _count(self, key: int, change: int) -> None:
         bucket = key >> (64 - BUCKET_BITS)

@@ -4,8 +4,9 @@ Only the first ones are joined to groups: what the trajectories of a group have 
 request continues a trajectory if
 
 * its session had an answer, and its prompt is not the one that opened the session; or
-* its tokens begin with a prompt and an answer to it; or
-* its chat history has an answer to the messages before it.
+* its tokens begin with a prompt and an answer to it, but for the answer's last tokens; or
+* its tokens begin with a whole prompt that was answered, and its caller names no group. Many trainers render the whole
+  chat again for each turn, and the template changes what was generated: it drops the reasoning, or white space.
 
 All answers to the same caller count, shaped or not. The newest are kept.
 
@@ -15,19 +16,16 @@ requests of its group were: then the group is formed again.
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
-import numpy as np
-
-from darts_server.rollout.turns.chat_history import ChatHistory, Message
-from darts_server.rollout.turns.token_index import Hashes, TokenIndex, hash_of
+from darts_server.rollout.turns.token_index import Hashes, Kept, TokenIndex, hash_of
 from darts_server.types import TurnKind
 
 KEPT_ANSWERS = 65_536
-"""Eight steps of 1,024 groups of eight trajectories."""
+"""Eight steps of 1,024 groups of eight trajectories. As many prompts are kept with them."""
+ANSWER_END = 4
+"""Last tokens of an answer that a later turn may lack: the end of turn, a stop string, white space."""
 SESSION_IDLE_S = 600.0
 """After this time without an answer a session is forgotten. Many trainers make names of numbers of prompts, which come
 again with other prompts: in another run, or another data set."""
@@ -44,15 +42,17 @@ logger = logging.getLogger(__name__)
 class Turn:
     """One request, and what shows which trajectory it belongs to.
 
-    ``caller``: whose answers count. ``session``: its trajectory's name. ``opens_session``: whether the caller chose
-    that name for us, so that the first request of a session opens a trajectory whatever else it looks like. ``greedy``,
-    ``scoring``: whether it samples nothing, or generates nothing to be trained on.
+    ``stable_tokens``: how many of its tokens its later turns begin with; ``None``: all. ``caller``: whose answers
+    count. ``session``: its trajectory's name. ``opens_session``: whether the caller chose that name for us, so that the
+    first request of a session opens a trajectory whatever else it looks like. ``names_group``: whether it says itself
+    which group it is of. ``greedy``, ``scoring``: whether it samples nothing, or generates nothing to be trained on.
     """
 
     token_ids: Sequence[int] = ()
-    history: ChatHistory | None = None
+    stable_tokens: int | None = None
     session: str | None = None
     opens_session: bool = False
+    names_group: bool = False
     greedy: bool = False
     scoring: bool = False
     caller: str = ""
@@ -62,6 +62,12 @@ class Turn:
     """Of the engine that has its prefix, and then of the one that ran it; ``None`` if that is not known."""
     prompt_hash: int | None = field(default=None, repr=False)
     """Of ``token_ids``, when it was needed once."""
+    stable_hash: int | None = field(default=None, repr=False)
+    """Of those that its later turns begin with."""
+
+    @property
+    def stable_length(self) -> int:
+        return len(self.token_ids) if self.stable_tokens is None else self.stable_tokens
 
 
 @dataclass(slots=True)
@@ -90,12 +96,10 @@ class Turns:
     """
 
     def __init__(self, kept: int = KEPT_ANSWERS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._kept = kept
         self._clock = clock
-        self._sequences = TokenIndex(kept)
-        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # by caller and name; oldest use first
-        self._messages: OrderedDict[int, int | None] = OrderedDict()  # the ranks of their engines
-        self._restarts: OrderedDict[int, _Restarts] = OrderedDict()  # by the prompt's hash; oldest first
+        self._sequences = TokenIndex(2 * kept)
+        self._sessions: Kept[str, _Session] = Kept(kept)  # by name
+        self._restarts: Kept[int, _Restarts] = Kept(kept)  # by the prompt's hash
 
     def classify(self, turn: Turn) -> TurnKind:
         """Return whether a request opens a trajectory, or why it does not."""
@@ -113,60 +117,50 @@ class Turns:
             return TurnKind.TOKENS
         if turn.opens_session and turn.session is not None:
             return TurnKind.OPENING
-        if (prefix := self._sequences.longest_prefix(hashes)) is not None:
-            turn.rank = self._sequences.rank_of(prefix)
-            return TurnKind.TOKENS
-        if turn.history is not None and self._goes_on(turn.history):
-            turn.rank = turn.history.rank
-            return TurnKind.HISTORY
+        for length, known in self._sequences.known_prefixes(turn.caller, hashes):
+            if known.is_answer or (length < turn.stable_length and not turn.names_group):
+                turn.rank = known.rank
+                return TurnKind.TOKENS if known.is_answer else TurnKind.PROMPT
         return TurnKind.OPENING
 
-    def add_answer(self, turn: Turn, token_ids: Sequence[int], text: str = "", *, aborted: bool = False) -> None:
+    def add_answer(self, turn: Turn, token_ids: Sequence[int], *, aborted: bool = False) -> None:
         """Remember an answer to a request. ``aborted``: whether it is the beginning of one, which may be empty."""
         if turn.scoring:
             return
-        prompt_hash = hash_of(self._prefix_hashes(turn)) if turn.prompt_hash is None else turn.prompt_hash
+        if turn.prompt_hash is None:
+            self._prefix_hashes(turn)
+        assert turn.prompt_hash is not None
         if turn.session is not None:
-            self._add_session(turn, turn.session, prompt_hash)
-        if turn.token_ids:  # a prompt of embeddings has none
-            if token_ids:
-                self._sequences.add(prompt_hash, len(turn.token_ids), token_ids, turn.rank)
-            elif aborted and turn.group_size is not None:
-                self._add_restart(prompt_hash, turn.group_size)
-        if turn.history is not None:
-            turn.history.rank = turn.rank
-            self._add_keys(turn.history.keys_of(text) if text else (), turn.rank)
+            self._add_session(turn, turn.session, turn.prompt_hash)
+        if not turn.token_ids:  # a prompt of embeddings
+            return
+        if token_ids:
+            begun = token_ids[:-ANSWER_END] or token_ids[:1]
+            answered = self._sequences.extend(turn.prompt_hash, len(turn.token_ids), begun)
+            self._sequences.add(turn.caller, answered, turn.rank, is_answer=True)
+            if turn.stable_hash is not None:
+                self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
+        elif aborted and turn.group_size is not None:
+            self._add_restart(turn, turn.prompt_hash, turn.group_size)
 
     def forget_session(self, caller: str, name: str) -> bool:
         """Forget a session that has ended; returns whether it was known. Its answers stay known by their tokens."""
-        return self._sessions.pop((caller, name), None) is not None
-
-    def add_messages(self, history: ChatHistory, messages: Iterable[Message]) -> None:
-        """Remember answers to a chat as their caller gets them: reasoning and tool calls are parsed."""
-        self._add_keys(map(history.key_of, messages), history.rank)
+        return self._sessions.pop(caller, name) is not None
 
     def _prefix_hashes(self, turn: Turn) -> Hashes:
-        """Only the last one is kept with the turn: all of a long prompt's are hundreds of kilobytes."""
-        salt = int.from_bytes(blake2b(turn.caller.encode(), digest_size=8).digest())
+        """Only two are kept with the turn: all of a long prompt's are hundreds of kilobytes."""
         hashes = self._sequences.prefix_hashes(turn.token_ids)
-        hashes += np.uint64(salt)
         turn.prompt_hash = hash_of(hashes)
+        # Every prompt may begin with the same single token, so that one says nothing.
+        turn.stable_hash = hash_of(hashes[: turn.stable_length]) if turn.stable_length > 1 else None
         return hashes
 
-    def _goes_on(self, history: ChatHistory) -> bool:
-        """Whether a chat has an answer of ours. Its rank is then that of the newest one."""
-        newest = next((key for key in reversed(history.answers) if key in self._messages), None)
-        if newest is not None:
-            history.rank = self._messages[newest]
-        return newest is not None or history.follows
-
     def _find_session(self, caller: str, name: str) -> _Session | None:
-        self._drop_idle_sessions()
-        return self._sessions.get((caller, name))
+        session = self._sessions.of(caller).get(name)
+        return None if session is None or session.used_at < self._clock() - SESSION_IDLE_S else session
 
     def _add_session(self, turn: Turn, name: str, opening: int) -> None:
-        self._drop_idle_sessions()
-        session = self._sessions.setdefault((turn.caller, name), _Session(opening, 0))
+        session = self._find_session(turn.caller, name) or _Session(opening, 0)
         session.used_at, session.rank = self._clock(), turn.rank
         session.answers += 1
         if session.answers == SUSPICIOUS_ANSWERS:
@@ -176,46 +170,29 @@ class Turns:
                 name,
                 session.answers,
             )
-        self._sessions.move_to_end((turn.caller, name))
-        if len(self._sessions) > self._kept:
-            self._sessions.popitem(last=False)
-
-    def _drop_idle_sessions(self) -> None:
-        limit = self._clock() - SESSION_IDLE_S
-        while self._sessions and next(iter(self._sessions.values())).used_at < limit:
-            self._sessions.popitem(last=False)
+        self._sessions.put(turn.caller, name, session)
 
     def _starts_again(self, turn: Turn) -> bool:
         """Take one of the requests with this prompt that are expected again, if they are less than a whole group."""
-        self._drop_old_restarts()
-        if not turn.token_ids or turn.prompt_hash is None or (restarts := self._restarts.get(turn.prompt_hash)) is None:
+        if not turn.token_ids or turn.prompt_hash is None:
+            return False
+        if (restarts := self._find_restarts(turn.caller, turn.prompt_hash)) is None:
             return False
         if restarts.count % restarts.group_size == 0:
-            del self._restarts[turn.prompt_hash]
+            self._restarts.pop(turn.caller, turn.prompt_hash)
             return False
         restarts.count -= 1
         if not restarts.count:
-            del self._restarts[turn.prompt_hash]
+            self._restarts.pop(turn.caller, turn.prompt_hash)
         turn.group_size = restarts.group_size  # it may be aborted once more
         return True
 
-    def _add_restart(self, prompt_hash: int, group_size: int) -> None:
-        self._drop_old_restarts()
-        restarts = self._restarts.setdefault(prompt_hash, _Restarts(group_size, 0))
+    def _add_restart(self, turn: Turn, prompt_hash: int, group_size: int) -> None:
+        restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(group_size, 0)
         restarts.aborted_at = self._clock()
         restarts.count += 1
-        self._restarts.move_to_end(prompt_hash)
-        if len(self._restarts) > self._kept:
-            self._restarts.popitem(last=False)
+        self._restarts.put(turn.caller, prompt_hash, restarts)
 
-    def _drop_old_restarts(self) -> None:
-        limit = self._clock() - RESTART_S
-        while self._restarts and next(iter(self._restarts.values())).aborted_at < limit:
-            self._restarts.popitem(last=False)
-
-    def _add_keys(self, keys: Iterable[int], rank: int | None) -> None:
-        for key in keys:
-            self._messages[key] = rank
-            self._messages.move_to_end(key)
-            if len(self._messages) > self._kept:
-                self._messages.popitem(last=False)
+    def _find_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
+        restarts = self._restarts.of(caller).get(prompt_hash)
+        return None if restarts is None or restarts.aborted_at < self._clock() - RESTART_S else restarts

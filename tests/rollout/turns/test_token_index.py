@@ -3,18 +3,22 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.rollout.turns.token_index import TokenIndex, hash_of
+from darts_server.rollout.turns.token_index import Known, TokenIndex, hash_of
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 KNOWN = st.lists(st.tuples(TOKENS, TOKENS.filter(bool)))
 
 
-def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None) -> None:
-    index.add(hash_of(index.prefix_hashes(prompt)), len(prompt), answer, rank)
+def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None, caller: str = "") -> None:
+    index.add(caller, index.extend(hash_of(index.prefix_hashes(prompt)), len(prompt), answer), rank)
+
+
+def known_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, Known]]:
+    return list(index.known_prefixes(caller, index.prefix_hashes(tokens)))
 
 
 def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
-    return index.longest_prefix(index.prefix_hashes(tokens)) is not None
+    return bool(known_prefixes(index, tokens))
 
 
 @given(KNOWN, TOKENS)
@@ -29,17 +33,33 @@ def test_a_prompt_is_found_exactly_if_a_known_sequence_begins_it(
 
 
 @given(KNOWN, TOKENS)
-def test_the_longest_known_prefix_says_which_engine_has_it(
+def test_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:
     index = TokenIndex(100)
     for rank, parts in enumerate(known):
         add(index, *parts, rank)
     sequences = {(*begin, *answer): rank for rank, (begin, answer) in enumerate(known)}
-    begun = [sequence for sequence in sequences if tuple(prompt[: len(sequence)]) == sequence]
-    prefix = index.longest_prefix(index.prefix_hashes(prompt))
-    found = None if prefix is None else index.rank_of(prefix)
-    assert found == (sequences[max(begun, key=len)] if begun else None)
+    begun = sorted((each for each in sequences if tuple(prompt[: len(each)]) == each), key=len, reverse=True)
+    found = known_prefixes(index, prompt)
+    assert found == [(len(each), Known(is_answer=False, rank=sequences[each])) for each in begun]
+
+
+def test_each_caller_has_its_own_sequences_also_if_they_are_the_same() -> None:
+    index = TokenIndex(100)
+    for rank, caller in enumerate("abc"):
+        add(index, [3, 4], [5], rank, caller)
+    for rank, caller in enumerate("abc"):
+        assert known_prefixes(index, [3, 4, 5, 6], caller) == [(3, Known(is_answer=False, rank=rank))]
+    assert not known_prefixes(index, [3, 4, 5, 6], "d")
+
+
+def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
+    index = TokenIndex(100)
+    key = hash_of(index.prefix_hashes([3, 4]))
+    index.add("", key, 1, is_answer=True)
+    index.add("", key, 2)
+    assert known_prefixes(index, [3, 4]) == [(2, Known(is_answer=True, rank=2))]
 
 
 def test_several_sequences_with_the_same_highest_bits_are_told_apart() -> None:

@@ -1,6 +1,7 @@
 """Rollouts of TRL's asynchronous trainer with a tool, and weights by `WeightTransfer`."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,31 +42,37 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
+def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int) -> Any:
+    """TRL's loop of the asynchronous trainer: groups of ``size``; every answer but the last calls the tool."""
+    value: Any = SimpleNamespace(value=0)
+    return _AsyncRolloutLoop(
+        model_name="tiny",
+        dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
+        reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        processing_class=make_tokenizer(),
+        eos_token_ids=[1],
+        rollout_buffer=value,
+        model_version_value=value,
+        heartbeat_value=value,
+        failed_event=value,
+        exception_info_queue=value,
+        metrics_queue=SimpleNamespace(put_nowait=lambda _: None),
+        tools=[add],
+        num_generations=size,
+        max_inflight_tasks=len(texts) * size,
+        vllm_server_url=url,
+        max_tokens=24,
+        max_tool_calling_iterations=tool_calls,
+    )
+
+
 class Trl(Trainer):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         PartialState()
         self._transfer = WeightTransfer(url)
         self._transfer.init_weight_transfer()
-        value: Any = SimpleNamespace(value=0)
-        self._loop = _AsyncRolloutLoop(
-            model_name="tiny",
-            dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": TEXTS[0][0]}]}]),
-            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
-            processing_class=make_tokenizer(),
-            eos_token_ids=[1],
-            rollout_buffer=value,
-            model_version_value=value,
-            heartbeat_value=value,
-            failed_event=value,
-            exception_info_queue=value,
-            metrics_queue=SimpleNamespace(put_nowait=lambda _: None),
-            tools=[add],
-            num_generations=SIZE,
-            vllm_server_url=url,
-            max_tokens=24,
-            max_tool_calling_iterations=1,
-        )
+        self._loop = make_loop(url, TEXTS[0][:1], SIZE, 1)
 
     async def rollout(self, step: int) -> None:
         async with aiohttp.ClientSession() as self._loop.session:
