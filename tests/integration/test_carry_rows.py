@@ -21,7 +21,7 @@ from tests.integration.fork_server import Serve
 from tests.integration.waiting import STARTED, wait_idle, wait_started
 from tests.integration.weights import ORIGINAL
 
-pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(1800)]
 SIZE, NEW, TAKEN = 4, 8, 2 / 3
 """Trajectories a group, new prompts a batch, and the share of a batch's groups that it waits for."""
 FAULTS = ("update", "abort", "disconnect")
