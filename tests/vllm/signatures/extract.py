@@ -155,7 +155,7 @@ LEANED_ON = {
     },
     "vllm.v1.engine.core": {"EngineCoreProc": "input_queue process_input_sockets process_output_sockets"},
     "vllm.v1.engine.core_client": {
-        "AsyncMPClient": "core_engines get_output_async",
+        "AsyncMPClient": "_call_utility_async core_engines get_output_async",
         "BackgroundResources": "engine_manager",
         "MPClient": "decoder resources",
     },
