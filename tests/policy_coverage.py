@@ -2,8 +2,10 @@
 
 ``pytest -p tests.policy_coverage`` loads it.
 
-Coverage's tracer makes code thrice as slow, so all other tests, and those that are marked ``untraced`` because they
-repeat the same lines often, run without it. Each process of a test run leaves a file for ``coverage combine``.
+Property tests are not measured: what their random examples reach differs from run to run, so each branch needs a test
+that always takes it. Coverage's tracer makes code thrice as slow, so those that are marked ``untraced`` because they
+repeat the same lines often, and tests of other packages, run without it too. Each process of a test run leaves a file
+for ``coverage combine``.
 """
 
 import pkgutil
@@ -43,7 +45,7 @@ with measuring():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    if TESTS not in item.path.parents or item.get_closest_marker("untraced"):
+    if TESTS not in item.path.parents or any(map(item.get_closest_marker, ("hypothesis", "untraced"))):
         return (yield)
     with measuring():
         return (yield)

@@ -1,5 +1,6 @@
 """vLLM's control routes, through which trainers pause the engine and write its weights."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -38,6 +39,16 @@ class ControlledLLM(AsyncLLM):
     def engine_pause(self) -> EnginePause:
         """Pauses and resumes the engine, whoever asks for it."""
         return EnginePause(self)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """As vLLM's, but returns the answers of all data-parallel engines' workers, not of the first engine's alone."""
+        calls = (
+            self.engine_core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=engine)
+            for engine in self.engine_core.core_engines
+        )
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """As vLLM's, with the LoRA adapter that is served now under the request's name.

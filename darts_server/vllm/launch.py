@@ -12,6 +12,7 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.fingerprint import fingerprint_of
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
+from darts_server.vllm.platform import refuse_speculation
 from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
@@ -53,6 +54,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
     """Run the engine until the block ends. ``gate``: what every request passes."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    refuse_speculation(config.speculative_config)  # a model may bring its own
     fingerprint = fingerprint_of(config)
     steps = Steps()
     llm = ShapingLLM.from_vllm_config(

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import InvalidRequest, InvalidSetting
 from darts_server.vllm.parent import end_engine_with_server
 from darts_server.vllm.plugin import SHARE_CORES
 
@@ -67,6 +67,22 @@ def can_compile() -> bool:
 def extension(users: str | None) -> str:
     """Return the qualified name of the worker extension: ours, combined with the user's if there is one."""
     return f"{WORKER}.{COMBINED}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
+
+
+def refuse_speculation(speculative_config: object) -> None:
+    """Refuse speculative decoding on CPU, where it changes what is sampled.
+
+    Measured in plain vLLM 0.31 at temperature 1 on the tiny model: answers of 33 to 38 tokens on average without, 81 to
+    107 with n-gram speculation. Greedy answers agree.
+
+    Raises:
+        InvalidSetting
+    """
+    if speculative_config and current_platform.is_cpu():
+        raise InvalidSetting(
+            "--speculative-config: on a CPU vLLM samples from another distribution with it, so lengths and rewards "
+            "would be wrong; leave it out, or serve on GPUs"
+        )
 
 
 def reject_fatal_params(config: VllmConfig, params: SamplingParams) -> None:

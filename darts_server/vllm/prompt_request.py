@@ -38,11 +38,12 @@ class PromptRequest:
 
     @cached_property
     def prompt_key(self) -> str:
-        """The key of the prompt's statistics, derived from everything that the model sees."""
+        """The key of the prompt's statistics, derived from what the model sees: the same for text as for its tokens."""
         prompt = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
-        lora = self.options.get("lora_request")
-        others = [prompt.get("prompt"), prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
-        return key_of(prompt.get("prompt_token_ids") or (), *(repr(part) for part in others if part))
+        tokens, lora = prompt.get("prompt_token_ids"), self.options.get("lora_request")
+        text = None if tokens else prompt.get("prompt")
+        others = [text, prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
+        return key_of(tokens or (), *(repr(part) for part in others if part))
 
     @property
     def tokens(self) -> RequestTokens:

@@ -29,7 +29,7 @@ from darts_server.vllm.compat.entrypoints import (
     validate_parsed_serve_args,
 )
 from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.platform import prepare
+from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
@@ -66,6 +66,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
     _refuse_other_modes(args)
+    refuse_speculation(args.speculative_config or args.spec_method or args.spec_model or args.spec_tokens)
     args.host = args.host or LOOPBACK
     args.served_model_name = with_raw_names(args.served_model_name or [args.model])
     prepare(args)

@@ -24,7 +24,9 @@ Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    Those that change weights do not raise: they return an error message, or ``None``.
+    Those that change weights do not raise: they return an error message, or ``None``. If one of an engine's workers
+    raises, vLLM's ``MultiprocExecutor`` leaves the answers of the others unread, and takes them for those to its next
+    call.
     """
 
     def darts_load_weights(self, plan: Plan) -> str | None:

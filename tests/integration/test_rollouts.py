@@ -146,6 +146,26 @@ def test_a_batch_takes_chats_token_ids_keys_a_budget_and_policy_overrides(server
     assert httpx.get(f"{server.url}/darts/v1/policy").json()["num_longest"] == 1, "the server's own is as it was"
 
 
+def test_a_prompt_has_the_same_key_as_text_as_a_chat_and_as_tokens(server: Server) -> None:
+    [text] = prompts(1)
+    messages = [{"role": "user", "content": text}]  # the tiny model's template adds no tokens
+    tokens = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": text}).json()["tokens"]
+    requested = [{"text": text}, {"token_ids": tokens}, {"messages": messages}, {"token_ids": tokens[1:]}]
+    batch = post(server, {"prompts": requested, "group_size": 2, "sampling": {"max_tokens": 5}}).json()
+    *keys, other = [group["prompt_key"] for group in batch["groups"]]
+    for path, form in (
+        ("completions", {"prompt": text}),
+        ("completions", {"prompt": tokens}),
+        ("chat/completions", {"messages": messages}),
+    ):
+        body = {"model": "tiny", "n": 2, "max_tokens": 5} | form
+        name = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=240).headers["X-Darts-Group-Id"]
+        [group] = httpx.get(f"{server.url}/darts/v1/groups/{name}").json()["groups"]
+        keys.append(group["prompt_key"])
+    assert keys == [keys[0]] * 6
+    assert other != keys[0]
+
+
 def test_a_fixed_redundancy_starts_as_many_candidates_on_every_route(server: Server) -> None:
     [text] = prompts(1)
     sampling = {"max_tokens": 20}

@@ -337,6 +337,21 @@ def test_a_settled_trajectory_is_delivered_once_before_the_group_is_complete() -
     assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
 
 
+def test_a_tail_that_turns_out_to_be_short_is_delivered_once() -> None:
+    group = opened(SampledTail(1, 1), 2, draws=(0.9, 0.1), early=True)
+    assert group.handle(stop(1, 1)) == [Deliver(1)]
+    assert group.handle(Progress(0, 1)) == []
+    assert group.handle(stop(0, 2)) == [Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
+
+
+def test_of_a_longest_tail_the_shortest_and_the_longest_are_delivered_before_those_between() -> None:
+    group = opened(LongestTail(1, 2), 4, early=True)
+    assert group.handle(*(Progress(i, 3) for i in (1, 2, 3)), stop(0, 2)) == [Deliver(0)]
+    assert group.handle(stop(2, 9)) == []
+    assert group.handle(stop(1, 5)) == [Deliver(2)]
+    assert group.handle(stop(3, 4)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG})]
+
+
 def test_the_first_to_finish_complete_the_group_whatever_their_lengths() -> None:
     group = opened(FirstFinish(2), 4)
     assert group.handle(stop(3, 9)) == []
@@ -508,6 +523,15 @@ def test_a_tail_that_finished_beyond_the_deadline_is_cut_once_the_deadline_is_ce
     assert group.check_at == {3: 6}
     assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
     assert group.candidates[1].tokens == 6
+
+
+def test_a_tail_that_finished_beyond_the_bound_is_cut_there_at_once() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
+    assert group.handle(DeadlineSet(3, 6), stop(1, 9)) == [Cut(1, 6)]
+    assert group.handle(stop(0, 2), stop(2, 4)) == [
+        Cut(1, 4),
+        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
+    ]
 
 
 def test_the_others_are_stopped_when_it_is_certain_that_none_is_cut() -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +39,6 @@ def is_small(case: Case) -> bool:
 # --- the selection ----------------------------------------------------------
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITHOUT_FAILURES))
 def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
@@ -49,7 +47,6 @@ def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) ->
     assert_ended_well(case, world)
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True))
 def test_with_a_deadline_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
@@ -65,7 +62,6 @@ def test_the_group_does_not_depend_on_timing(case: Case, other: Case) -> None:
     assert case.world().run().selection == at_another_time(case, other).world().run().selection
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2), cases(WITHOUT_FAILURES, most=12), st.integers(1, 4))
 def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
@@ -92,7 +88,6 @@ def at_another_time(case: Case, other: Case) -> Case:
     )
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITH_FAILURES, max_spare=6, most=6, cut=True))
 def test_with_failures_the_rule_selects_from_the_remaining_candidates(case: Case) -> None:
@@ -121,7 +116,6 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
 # --- stopping ---------------------------------------------------------------
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, most=5, max_length=5).filter(is_small))
 def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: Case) -> None:
@@ -132,7 +126,6 @@ def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: C
             assert world.known.keys() == some & (world.known.keys() | world.stopped.keys())
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, most=5, max_length=5, cut=True).filter(is_small))
 def test_with_a_deadline_no_candidate_is_stopped_that_some_future_selects(case: Case) -> None:
@@ -190,7 +183,6 @@ def test_a_deadline_tail_stops_exactly_the_candidates_that_reach_the_deadline(ca
         assert all(stop.tokens >= (end or 0) for stop in world.stopped.values())
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, of=TIMELESS, max_spare=3), st.booleans())
 def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
@@ -224,7 +216,6 @@ def test_nothing_is_delivered_early_unless_requested(case: Case) -> None:
 # --- ending -----------------------------------------------------------------
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6), st.booleans())
 def test_every_group_ends_and_every_candidate_ends_once(case: Case, cut: bool) -> None:
@@ -322,7 +313,6 @@ def assert_late_words_change_nothing(world: World, running: list[int]) -> None:
 # --- limits -----------------------------------------------------------------
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(cases(WITH_FAILURES, of=CUT_TAILS, cut=True, max_spare=6))
 def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> None:

@@ -51,7 +51,6 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 # --- properties -------------------------------------------------------------
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(
     scored(
@@ -69,7 +68,6 @@ def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase)
     event("pruned" if world.pruned else "none pruned")
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
 def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
@@ -107,7 +105,6 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
     return {i: fate for i, fate in world.fates().items() if i not in world.gone}
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(
     scored(

@@ -154,6 +154,7 @@ def test_statistics_add_up_and_have_a_pass_rate() -> None:
     assert (both.rewarded, both.pass_rate, both.groups, both.zero_variance) == (4, 0.75, 2, 1)
     assert both.right == Moments(3, 6.0, 2.0, 3, 3)
     assert both.difference == compare_means(both.right, both.wrong)
+    assert restore_stats(both.state) == both
     assert RewardStats().pass_rate is None
 
 

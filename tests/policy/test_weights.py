@@ -98,6 +98,10 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
     assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
 
 
+def test_a_sampled_tail_without_places_has_no_weights() -> None:
+    assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
+
+
 def test_a_shadow_returns_a_plain_sample() -> None:
     rule = Shadow(SampledTail(1, 1))
     group = complete(rule, [(7, True), (5, True), (3, True)], (0.1, 0.2, 0.3))

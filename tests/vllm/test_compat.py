@@ -96,6 +96,7 @@ METHODS = {
     "self._llm.abort": f"{LLM}.abort",
     "self._llm.add_request": f"{LLM}.add_request",
     "self._llm.collective_rpc": f"{LLM}.collective_rpc",
+    "self.engine_core._call_utility_async": "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
     "AsyncLLM.pause_generation": f"{LLM}.pause_generation",
     "self._llm.remove_lora": f"{LLM}.remove_lora",
     "AsyncLLM.resume_generation": f"{LLM}.resume_generation",
@@ -350,11 +351,19 @@ def test_fields_that_only_some_versions_have_are_truncated() -> None:
 
 @pytest.mark.anyio
 async def test_a_finished_weight_update_counts_with_and_without_a_name(series: str, vllm: Fake) -> None:
+    methods = []
+
+    async def call_utility(utility: str, method: str, *args: object, engine: bytes) -> list[None]:
+        methods.append(method)
+        return [None]
+
     llm = import_module("darts_server.vllm.llm").ShapingLLM()
+    llm.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=call_utility)
     await llm.finish_weight_update()
     assert llm.weight_version == 1
     if series != OLD:
         await llm.finish_weight_update("v2")
         await llm.finish_weight_update(weight_version="v3")
         assert llm.weight_version == 3
-    assert set(vllm.calls) == {f"{LLM}.finish_weight_update", f"{LLM}.collective_rpc"}
+    assert set(vllm.calls) == {f"{LLM}.finish_weight_update"}
+    assert set(methods) == {"darts_pack_heads"}

@@ -1,16 +1,49 @@
 """Flags of vLLM's that we refuse or explain."""
 
+from types import SimpleNamespace
+
 import pytest
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from darts_server.demo.server import FLAGS, MODEL
 from darts_server.exceptions import InvalidSetting
+from darts_server.vllm import platform
 from darts_server.vllm.compat.entrypoints import make_arg_parser
+from darts_server.vllm.launch import start_engine
 from darts_server.vllm.server import MORE_HELP, parse
 
 
 def test_several_api_processes_are_refused_and_replicas_named() -> None:
     with pytest.raises(InvalidSetting, match="--replicas N"):
         parse(["some/model", "--api-server-count", "2"])
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
+@pytest.mark.parametrize("flags", [["--speculative-config", '{"method": "ngram"}'], ["--spec-method", "ngram"]])
+def test_speculation_is_refused_on_a_cpu(flags: list[str]) -> None:
+    with pytest.raises(InvalidSetting, match="samples from another distribution"):
+        parse(["some/model", *flags])
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
+@pytest.mark.anyio
+async def test_speculation_that_no_flag_asks_for_is_refused_on_a_cpu_before_the_engine_starts() -> None:
+    args = parse([str(MODEL), *FLAGS])
+    args.speculative_config = {"method": "ngram", "num_speculative_tokens": 2}  # vLLM reads it from some models' config
+    with pytest.raises(InvalidSetting, match="samples from another distribution"):
+        async with start_engine(args):
+            pass
+
+
+def test_speculation_is_not_refused_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    platform.refuse_speculation({"method": "ngram"})
 
 
 def test_the_help_of_vllms_flags_names_replicas(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,6 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
 
 
 async def _wait_for_engines(llm: AsyncLLM, probes: ProbeReceiver, answers: Sequence[str | None]) -> None:
-    # `collective_rpc` returns the answers of the first data-parallel engine only, but each engine sends `READY`.
     if faults := [fault for fault in answers if fault is not None]:
         probes.disable(faults[0])
     else:

@@ -186,7 +186,7 @@ def test_a_pass_rate_of_all_or_none_is_not_taken_literally() -> None:
 
 
 def test_candidates_have_their_own_survival() -> None:
-    roulette = GroupRoulette(Roulette(), PromptForecast(pass_rate=0.9))
+    roulette = Roulette().for_prompt(lambda: PromptForecast(pass_rate=0.9))
     first = roulette.at_score(0, 10, 1.0, NoRecord())
     assert roulette.at_score(1, 10, 1.0, NoRecord()) == first < 1
     assert roulette.at_score(0, 20, 1.0, NoRecord()) == 1, "it is contained in what came before"

@@ -331,7 +331,6 @@ def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known,
     return ends, tuple((c.index, c.tokens, c.tail_draw) for c in going)
 
 
-@pytest.mark.untraced
 @cheap
 @given(situations(WITHOUT_DEADLINE | FIRST_FINISH), st.booleans(), RANDOMS)
 def test_hopeless_candidates_are_those_that_no_future_selects(
@@ -345,7 +344,6 @@ def test_hopeless_candidates_are_those_that_no_future_selects(
     assert verdict.settled <= every
 
 
-@pytest.mark.untraced
 @cheap
 @given(situations(DEADLINE_TAILS), st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), RANDOMS)
 def test_with_a_deadline_hopeless_candidates_are_those_that_reached_it(
@@ -361,7 +359,6 @@ def test_with_a_deadline_hopeless_candidates_are_those_that_reached_it(
     assert verdict.settled <= every
 
 
-@pytest.mark.untraced
 @thoroughly
 @given(situations(CUT_TAILS, spare=2), st.booleans(), st.sampled_from([None, 1, 2, 3]), RANDOMS)
 def test_verdicts_of_a_cutting_rule_hold_in_every_future(
@@ -388,7 +385,6 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     assert verdict.hopeless.keys() == (unselected if certain else unselected & behind)
 
 
-@pytest.mark.untraced
 @cheap
 @given(situations(RULES, most=8, max_tokens=8), st.booleans(), LIMITS, RANDOMS)
 def test_no_verdict_changes_before_its_check(

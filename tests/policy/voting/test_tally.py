@@ -72,6 +72,12 @@ def test_a_decided_vote_stays_decided(election: tuple[list[Vote], list[int]], we
             assert is_decided(more, remaining[1:], weighting)
 
 
+def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_remain() -> None:
+    assert count_votes([Vote(3, "a", 0.2)], RankWeighting()) == Tally("a", {"a": 1.0}, {"a": 1})
+    assert not is_decided([], [0], MajorityWeighting())
+    assert is_decided([], [], MajorityWeighting())
+
+
 def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() -> None:
     assert is_decided([Vote(i, "a") for i in range(5)], [5, 6, 7], MajorityWeighting())
     assert is_decided([Vote(i, "a") for i in range(4)], [4, 5, 6, 7], MajorityWeighting())

@@ -56,7 +56,7 @@ LEANED_ON = {
     "vllm.engine.arg_utils": {
         "AsyncEngineArgs": "aggregate_engine_logging create_engine_config disable_log_stats enable_chunked_prefill "
         "enable_log_requests enforce_eager from_cli_args max_num_batched_tokens model otlp_traces_endpoint revision "
-        "served_model_name shutdown_timeout worker_extension_cls"
+        "served_model_name shutdown_timeout spec_method spec_model spec_tokens speculative_config worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
     "vllm.entrypoints.common.cli_args": FLAGS,
@@ -155,7 +155,7 @@ LEANED_ON = {
     },
     "vllm.v1.engine.core": {"EngineCoreProc": "input_queue process_input_sockets process_output_sockets"},
     "vllm.v1.engine.core_client": {
-        "AsyncMPClient": "core_engines get_output_async",
+        "AsyncMPClient": "_call_utility_async core_engines get_output_async",
         "BackgroundResources": "engine_manager",
         "MPClient": "decoder resources",
     },
