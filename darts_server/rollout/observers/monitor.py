@@ -152,6 +152,8 @@ class Viewer:
             changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
         self._groups_seen = self.monitor.ended
         for run in self.monitor.newest(self.may_see):
+            if run.recorder.group_id in self._running:
+                continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
             before = previous.pop(run.recorder.group_id, None)
             state = self._running[run.recorder.group_id] = _state_of_run(run, before)
             changes.append(_changes(state, before))
