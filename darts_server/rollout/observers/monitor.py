@@ -4,8 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from darts_server.observers import GroupObserver
 from darts_server.records import CandidateRecord, GroupRecord
@@ -81,7 +80,6 @@ class Monitor(GroupObserver):
     ) -> None:
         self.clock = clock
         self.max_groups = max_groups
-        self.viewers = 0
         self.candidates = 0
         """Number of candidates of running groups."""
         self.ended = 0
@@ -126,7 +124,7 @@ class Monitor(GroupObserver):
 
 @dataclass(slots=True)
 class Viewer:
-    """One viewer of the monitor. As a context manager it is counted in `Monitor.viewers`.
+    """One viewer of the monitor.
 
     ``may_see``: whether it may see the groups of an owner.
 
@@ -137,13 +135,6 @@ class Viewer:
     may_see: MaySee
     _groups_seen: int = 0
     _running: dict[str, GroupState] = field(default_factory=dict)
-
-    def __enter__(self) -> Self:
-        self.monitor.viewers += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.monitor.viewers -= 1
 
     def next_update(self) -> MonitorUpdate:
         """Everything that changed since the previous update; the first one has full states."""

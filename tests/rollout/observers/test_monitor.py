@@ -192,10 +192,3 @@ async def test_without_viewers_running_groups_are_not_read() -> None:
     await harness.engine.run()
     assert monitor.ended == 20
     assert [kept.group_id for kept in monitor.ended_after(0)] == [f"g{n}" for n in range(15, 20)]
-
-
-def test_connected_viewers_are_counted() -> None:
-    monitor = new_monitor(Harness(lengths(1)))
-    with Viewer(monitor, EVERYTHING), Viewer(monitor, EVERYTHING):
-        assert monitor.viewers == 2
-    assert monitor.viewers == 0
