@@ -132,6 +132,23 @@ def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
     assert process.memory_info().rss - before < 3 * 8 * len(numbers)
 
 
+def test_carried_messages_take_little_more_than_their_json(server: Server) -> None:
+    numbers = b",".join([b"1.5"] * 500_000)
+    large = b'{"messages": [{"role": "user", "content": "%d>", "x": [%b]}], "metadata": {"large": 1}}'
+    body = b'{"prompts": [%b], "group_size": 2, "num_groups": 1, "carry": "restart", "sampling": {"max_tokens": 40}}'
+    process = psutil.Process(server.process.pid)
+
+    def send(number: int) -> int:
+        prompts = [b'{"text": "7a>"}'] * 9 + [large % (number, numbers)]
+        answer = post(server, "rollouts", body % b",".join(prompts))
+        return sum(each["metadata"] is not None for each in answer.json()["unfinished"])
+
+    send(0)  # of what it takes to parse one, some stays with the process
+    before = process.memory_info().rss
+    assert sum(send(number) for number in range(1, 13)) >= 6
+    assert process.memory_info().rss - before < 4 * 12 * len(numbers)
+
+
 def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_as_much_as_one(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     stream = b"GET /darts/v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
