@@ -31,6 +31,8 @@ QUIET_SECONDS = 2.0
 """Maximum time between events, even without changes, unless making them takes longer than that share."""
 KEPT_UPDATES = 4
 """A viewer that has missed more of them gets everything."""
+NO_TIME = b'"now":null'
+"""How a snapshot begins until it is sent."""
 MAX_VIEWERS = 32
 """Of one key: sending an event to each of them takes time, too."""
 STALL_SECONDS = 60.0
@@ -225,7 +227,7 @@ class Feed:
         update, previous_health, self._health = self._viewer.next_update(), self._health, self._sources.health()
         self._snapshot = None
         if previous_health is None:  # the first one is of everything
-            self._snapshot, self._sent_at = encode("snapshot", _to_json(update, self._health)), now
+            self._snapshot, self._sent_at = _encode_snapshot(update, self._health), now
         elif update.groups or update.dropped or self._health != previous_health or now - self._sent_at >= self._quiet:
             self._updates.append(encode("update", _to_json(update, self._health)))
             self._number, self._sent_at = self._number + 1, now
@@ -234,18 +236,23 @@ class Feed:
     def _whole(self) -> bytes:
         """Return a snapshot for viewers that have missed updates. It may be newer than the last update.
 
-        What changed since then is in the next update, too, which does no harm.
+        What changed since then is in the next update, too, which does no harm. Its ``now`` is that of the viewer, which
+        tells from it how far the server's clock is from its own.
         """
         if self._snapshot is None:
             cpu = time.thread_time()
             update = Viewer(self._sources.monitor, self._may_see).next_update()
-            self._snapshot = encode("snapshot", _to_json(update, self._sources.health()))
+            self._snapshot = _encode_snapshot(update, self._sources.health())
             self._due += self._seconds_for(cpu)
-        return self._snapshot
+        return self._snapshot.replace(NO_TIME, NO_TIME[:-4] + str(self._sources.monitor.clock()).encode(), 1)
 
     def _seconds_for(self, cpu_began: float) -> float:
         """Return the time that what was computed since then may be repeated after."""
         return (time.thread_time() - cpu_began) * len(self._sources.feeds) / MAX_CPU_SHARE
+
+
+def _encode_snapshot(update: MonitorUpdate, health: dict[str, Any]) -> bytes:
+    return encode("snapshot", _to_json(update, health) | {"now": None})
 
 
 def _to_json(update: MonitorUpdate, health: dict[str, Any]) -> dict[str, Any]:
