@@ -8,6 +8,9 @@ from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, MaxLost, 
 VersionSpans = tuple[tuple[int, int], ...]
 """Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
 
+GroupKey = tuple[str | None, str]
+"""Owner and id of a group: callers choose ids, so two of them may have chosen the same."""
+
 
 def applied_policy(policy: str, option: str) -> str:
     """Return the name of what `auto`, under the name ``policy``, does by that option."""
@@ -118,6 +121,10 @@ class GroupRecord:
     """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
     owner: str | None = None
     """Name of the caller that started it; ``None`` for callers without a key."""
+
+    @property
+    def key(self) -> GroupKey:
+        return (self.owner, self.group_id)
 
     @property
     def applied_policy(self) -> str:
@@ -233,7 +240,9 @@ class CohortRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
-    """A trajectory that was returned to its caller. ``started_at``: start of its group, on the runner's clock.
+    """A trajectory that was returned to its caller, ``owner``.
+
+    ``started_at``: start of its group, on the runner's clock.
 
     The token ids are the engine's own lists: do not change or keep them.
     """
@@ -244,6 +253,11 @@ class TrajectoryRecord:
     index: int
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
+    owner: str | None = None
+
+    @property
+    def key(self) -> GroupKey:
+        return (self.owner, self.group_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Types that all rooms share: how candidates, groups and other things end, and the values that requests are made of."""
 
-import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -172,21 +172,21 @@ class RequestOptions:
 class PromptSpec:
     """A caller's prompt: exactly one of token ids, chat messages and text.
 
-    ``key``: the caller's key for the prompt's statistics. ``metadata``: a JSON object, returned with the group
-    unchanged; as Python objects it would take many times the memory.
+    ``messages``: as JSON, and ``metadata``: a JSON object, returned with the group unchanged; as Python objects they
+    would take many times the memory. ``key``: the caller's key for the prompt's statistics.
     """
 
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, object]] | None = None
+    messages: bytes | None = None
     text: str | None = None
     key: str | None = None
     metadata: bytes | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes, roughly: as JSON, or 36 for each token id in a list."""
-        messages = 0 if self.messages is None else len(json.dumps(self.messages, default=str))
-        return 36 * len(self.token_ids or ()) + messages + len(self.text or "") + len(self.metadata or b"")
+        """Memory that it takes: 36 for each token id in a list, and that of everything else."""
+        others = (self.messages, self.text, self.metadata)
+        return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(each) for each in others if each is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,19 @@
 """Prompts as bytes, for the disk."""
 
-import json
+from pydantic import TypeAdapter
 
 from darts_server.types import PromptSpec
 
+_PROMPT = TypeAdapter(PromptSpec)
+
 
 def encode_prompt(prompt: PromptSpec) -> bytes:
-    metadata = None if prompt.metadata is None else prompt.metadata.decode()
-    values = {
-        "token_ids": prompt.token_ids,
-        "messages": prompt.messages,
-        "text": prompt.text,
-        "key": prompt.key,
-        "metadata": metadata,
-    }
-    return json.dumps({name: value for name, value in values.items() if value is not None}).encode()
+    return _PROMPT.dump_json(prompt, exclude_none=True)
 
 
 def decode_prompt(document: bytes) -> PromptSpec:
-    values = json.loads(document)
-    metadata = values.pop("metadata", None)
-    return PromptSpec(**values, metadata=None if metadata is None else metadata.encode())
+    """
+    Raises:
+        ValueError: its fields have other types than ours.
+    """
+    return _PROMPT.validate_json(document, strict=True)

@@ -10,6 +10,7 @@ from darts_server.policy.replay import replay
 from darts_server.policy.selection.rules import Shadow
 from darts_server.records import (
     CandidateRecord,
+    GroupKey,
     GroupRecord,
     ShadowRecord,
     TrajectoryRecord,
@@ -49,6 +50,10 @@ class GroupRecorder:
         self.opened_at = clock()
         self._entries: list[_Entry] = []
         self._finish_times: list[float] = []
+
+    @property
+    def key(self) -> GroupKey:
+        return (self.owner, self.group_id)
 
     def candidates_requested(self, count: int) -> None:
         self._entries += [_Entry() for _ in range(count)]
@@ -97,7 +102,9 @@ class GroupRecorder:
 
     def returned(self, index: int, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> TrajectoryRecord:
         """Describe a trajectory that goes to its caller."""
-        return TrajectoryRecord(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids)
+        return TrajectoryRecord(
+            *(self.group_id, self.prompt_key, self.opened_at, index, prompt_token_ids, token_ids, self.owner)
+        )
 
     def tokens(self, candidate: Candidate) -> int:
         """Tokens that the candidate has generated, as far as recorded; constant after its end."""

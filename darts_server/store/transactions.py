@@ -73,6 +73,12 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
             ).fetchone()
         return None if row is None else self._verify(*row)[1]
 
+    def keys(self, kind: str) -> list[str]:
+        """Return the keys of a kind in their order, also of values that are damaged. Raises ``StateError``."""
+        with self._lock, translate_errors(self._path):
+            rows = self._connection.execute("SELECT key FROM entries WHERE kind = ? ORDER BY key", (kind,)).fetchall()
+        return [key for (key,) in rows]
+
     def items(self, kind: str) -> Iterator[tuple[str, bytes]]:
         """Yield keys and values of a kind. Nothing may be written until the last one. Raises as `read`."""
         with self._lock, translate_errors(self._path):

@@ -1,5 +1,6 @@
 """Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,10 +82,10 @@ class VllmPromptRenderer:
 
     async def _render(self, prompt: PromptSpec) -> Any:
         renderer = self._llm.renderer
-        _check_roles(prompt.messages or ())
+        conversation: Any = None if prompt.messages is None else json.loads(prompt.messages)
+        _check_roles(conversation or ())
         try:
-            if prompt.messages is not None:
-                conversation: Any = [dict(message) for message in prompt.messages]
+            if conversation is not None:
                 _, (rendered,) = await renderer.render_chat_async([conversation], self._chat)
             else:
                 given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text

@@ -1,9 +1,11 @@
 """No request of an ordinary caller takes the server from the others: its cost is bounded before it is paid."""
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from darts_server.demo.server import Server
+from darts_server.http.resources.monitor import MAX_VIEWERS
 from faults.fuzz.watch import Stopwatch
 from tests.integration.waiting import wait_idle
 
@@ -127,6 +130,44 @@ def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
     for number in range(8):
         send(str(number))
     assert process.memory_info().rss - before < 3 * 8 * len(numbers)
+
+
+def test_carried_messages_take_little_more_than_their_json(server: Server) -> None:
+    numbers = b",".join([b"1.5"] * 500_000)
+    large = b'{"messages": [{"role": "user", "content": "%d>", "x": [%b]}], "metadata": {"large": 1}}'
+    body = b'{"prompts": [%b], "group_size": 2, "num_groups": 1, "carry": "restart", "sampling": {"max_tokens": 40}}'
+    process = psutil.Process(server.process.pid)
+
+    def send(number: int) -> int:
+        prompts = [b'{"text": "7a>"}'] * 9 + [large % (number, numbers)]
+        answer = post(server, "rollouts", body % b",".join(prompts))
+        return sum(each["metadata"] is not None for each in answer.json()["unfinished"])
+
+    send(0)  # of what it takes to parse one, some stays with the process
+    before = process.memory_info().rss
+    assert sum(send(number) for number in range(1, 13)) >= 6
+    assert process.memory_info().rss - before < 4 * 12 * len(numbers)
+
+
+def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_as_much_as_one(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    stream = b"GET /darts/v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
+    batch = {"prompts": [{"text": EASY}] * 100, "group_size": 4, "sampling": {"max_tokens": 60, "ignore_eos": True}}
+
+    def statuses(streams: int) -> list[bytes]:
+        opened = [sockets.enter_context(socket.create_connection((host, int(port)))) for _ in range(streams)]
+        for each in opened:
+            each.sendall(stream)
+        return [each.recv(12)[-3:] for each in opened]
+
+    with ExitStack() as sockets, served_meanwhile(server):
+        assert sorted(statuses(200)) == [b"200"] * MAX_VIEWERS + [b"429"] * (200 - MAX_VIEWERS)
+        assert post(server, "rollouts", json.dumps(batch).encode()).status_code == 200
+    deadline = time.monotonic() + 60
+    with ExitStack() as sockets:
+        while statuses(1) != [b"200"]:  # when the server has seen that the others are closed
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_a_pattern_that_takes_too_long_ends_its_vote_alone(server: Server) -> None:

@@ -183,6 +183,31 @@ def test_two_keys_may_use_the_same_id_and_each_finds_its_own_group(server: Serve
         assert group["group_size"] == n
 
 
+def test_two_keys_may_use_the_same_request_id_and_each_rewards_its_own_trajectories(server: Server) -> None:
+    """As two trainers do that number their steps."""
+    answers = {}
+    for n, key in ((2, ONE), (3, OTHER)):
+        path, body = completion(n, max_tokens=10)
+        answers[key] = call(server, "POST", path, key, json=body, headers={"X-Request-Id": "step-7"})
+    [name] = {answer.headers["X-Darts-Group-Id"] for answer in answers.values()}
+
+    def report(key: str, reward: float) -> dict[str, int]:
+        [group] = call(server, "GET", f"/darts/v1/groups/{name}", key).json()["groups"]
+        selected = [each["trajectory_id"] for each in group["candidates"] if each["selected_as"]]
+        rewards = [{"trajectory_id": each, "reward": reward} for each in selected]
+        answer: dict[str, int] = call(server, "POST", "/darts/v1/rewards", key, json={"rewards": rewards}).json()
+        return answer
+
+    def rewards_of(key: str) -> set[float | None]:
+        [group] = call(server, "GET", f"/darts/v1/groups/{name}", key).json()["groups"]
+        return {each["reward"] for each in group["candidates"] if each["selected_as"]}
+
+    assert report(ONE, 1.0)["matched"] == 2
+    assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {None})
+    assert report(OTHER, 0.0)["matched"] == 3
+    assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {0.0})
+
+
 def test_what_is_in_the_queue_belongs_to_its_key(server: Server) -> None:
     body = {"job": "mine", "prompts": [{"text": PROMPT}], "group_size": 2, "sampling": {"max_tokens": 4}}
     assert call(server, "POST", "/darts/v1/queue", json=body).status_code == 200

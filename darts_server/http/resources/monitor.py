@@ -1,29 +1,40 @@
 """``/darts/v1/live``, the monitor: running and recently ended groups, as one answer or as events."""
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from itertools import islice
+from types import TracebackType
+from typing import Any, Literal, Self
+from weakref import WeakValueDictionary
 
 import anyio
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from darts_server.exceptions import QuotaReached
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.rewards import Rewards, summarize
-from darts_server.rollout.observers.monitor import GroupState, Monitor, MonitorUpdate, Viewer
-from darts_server.serving.admission import caller
+from darts_server.rollout.observers.monitor import GroupState, MaySee, Monitor, MonitorUpdate, Viewer
+from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Outcome
 from darts_server.weights.updates import Updates
 
 INTERVAL_SECONDS = 0.25
 MAX_CPU_SHARE = 0.05
-"""Of one core, for all viewers together: where an event takes longer to make, events become rarer."""
+"""Of one core, for the feeds of all callers together: where an event takes longer to make, events become rarer."""
 QUIET_SECONDS = 2.0
-"""Maximum time between events, even without changes."""
+"""Maximum time between events, even without changes, unless making them takes longer than that share."""
+KEPT_UPDATES = 4
+"""A viewer that has missed more of them gets everything."""
+NO_TIME = b'"now":null'
+"""How a snapshot begins until it is sent."""
+MAX_VIEWERS = 32
+"""Of one key: sending an event to each of them takes time, too."""
 STALL_SECONDS = 60.0
 """A viewer that accepts nothing for so long is dropped."""
 TIME = "Seconds on the clock of `now`."
@@ -110,13 +121,17 @@ class MonitorAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MonitorSources:
-    """Objects that the monitor reads. ``fault``: of the store. ``stopping``: whether streams should end."""
+    """Objects that the monitor reads, and the feeds that have viewers, by the caller's name and whether it is an admin.
+
+    ``fault``: of the store. ``stopping``: whether streams should end.
+    """
 
     monitor: Monitor
     rewards: Rewards
     updates: Updates
     fault: Callable[[], str | None]
     stopping: Callable[[], bool] = lambda: False
+    feeds: "WeakValueDictionary[tuple[str | None, bool], Feed]" = field(default_factory=WeakValueDictionary)
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
@@ -145,37 +160,99 @@ def routes(sources: MonitorSources) -> APIRouter:
 
         Admins get the groups of all callers.
         """
-        viewer = Viewer(sources.monitor, caller.get().may_see)
+        who = caller.get()
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            return stream_events(viewer, sources)
-        return JSONResponse(_to_json(viewer.next_update(), sources.health()))
+            return sources.feeds.setdefault((who.name, who.is_admin), Feed(sources, who.may_see)).stream()
+        return JSONResponse(_to_json(Viewer(sources.monitor, who.may_see).next_update(), sources.health()))
 
     return api
 
 
-def stream_events(viewer: Viewer, sources: MonitorSources, send_timeout: float = STALL_SECONDS) -> EventStream:
-    """Stream events to a viewer. Each is made when the previous one was sent, so a slow viewer skips states."""
-    return EventStream(event_chunks(viewer, sources), viewer, ping_seconds=0, send_timeout=send_timeout)
+class Feed:
+    """The events of one caller, each made once for all of its viewers, as they come; it does nothing without any.
 
-
-async def event_chunks(
-    viewer: Viewer, sources: MonitorSources, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
-) -> AsyncGenerator[bytes, None]:
-    """Yield a ``snapshot``, then an ``update`` for changes, at most every ``interval`` seconds.
+    Its first viewer, and one that has missed events as it read too slowly, begin with a ``snapshot``, and get an
+    ``update`` for changes, at most every ``interval`` seconds. As a context manager it counts a viewer.
 
     ``quiet``: seconds after which an update is sent in any case.
     """
-    name, sent_at, health = "snapshot", 0.0, None
-    while not sources.stopping():
-        now, cpu, chunk = time.monotonic(), time.thread_time(), b""
-        update, previous_health, health = viewer.next_update(), health, sources.health()
-        if update.groups or update.dropped or health != previous_health or now - sent_at >= quiet:
-            chunk = encode(name, _to_json(update, health))
-            name, sent_at = "update", now
-        cpu = time.thread_time() - cpu
-        if chunk:
-            yield chunk
-        await anyio.sleep(max(interval, min(quiet, cpu * viewer.monitor.viewers / MAX_CPU_SHARE)))
+
+    def __init__(
+        self, sources: MonitorSources, may_see: MaySee, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
+    ) -> None:
+        self.viewers = 0
+        self._sources = sources
+        self._may_see = may_see
+        self._interval = interval
+        self._quiet = quiet
+        self._viewer = Viewer(sources.monitor, may_see)
+        self._health: dict[str, Any] | None = None
+        self._updates: deque[bytes] = deque(maxlen=KEPT_UPDATES)
+        self._number = 0  # of the last update
+        self._snapshot: bytes | None = None  # since the next update was last due
+        self._sent_at = self._due = 0.0
+
+    def stream(self, send_timeout: float = STALL_SECONDS) -> EventStream:
+        """Stream the events to one more viewer."""
+        return EventStream(self.events(), self, ping_seconds=0, send_timeout=send_timeout)
+
+    def __enter__(self) -> Self:
+        if self.viewers >= MAX_VIEWERS:
+            raise QuotaReached(
+                f"this key has {self.viewers} streams of the monitor, and may have no more; close some", RETRY_SECONDS
+            )
+        self.viewers += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.viewers -= 1
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield events for one viewer. The next one is chosen when the previous one was sent, so none are queued."""
+        number: int | None = None
+        while not self._sources.stopping():
+            if time.monotonic() >= self._due:  # the first viewer to wake makes the event for all
+                self._advance()
+            kept = len(self._updates)
+            missed = kept + 1 if number is None else self._number - number
+            number = self._number
+            if missed:
+                yield self._whole() if missed > kept else b"".join(islice(self._updates, kept - missed, None))
+            # Not longer, as the server may be stopping meanwhile.
+            await anyio.sleep(min(self._quiet, max(0.0, self._due - time.monotonic())))
+
+    def _advance(self) -> None:
+        """Make an update, if there are changes, and decide when the next one is due."""
+        cpu, now = time.thread_time(), time.monotonic()
+        update, previous_health, self._health = self._viewer.next_update(), self._health, self._sources.health()
+        self._snapshot = None
+        if previous_health is None:  # the first one is of everything
+            self._snapshot, self._sent_at = _encode_snapshot(update, self._health), now
+        elif update.groups or update.dropped or self._health != previous_health or now - self._sent_at >= self._quiet:
+            self._updates.append(encode("update", _to_json(update, self._health)))
+            self._number, self._sent_at = self._number + 1, now
+        self._due = now + max(self._interval, self._seconds_for(cpu))
+
+    def _whole(self) -> bytes:
+        """Return a snapshot for viewers that have missed updates. It may be newer than the last update.
+
+        What changed since then is in the next update, too, which does no harm. Its ``now`` is that of the viewer, which
+        tells from it how far the server's clock is from its own.
+        """
+        if self._snapshot is None:
+            cpu = time.thread_time()
+            update = Viewer(self._sources.monitor, self._may_see).next_update()
+            self._snapshot = _encode_snapshot(update, self._sources.health())
+            self._due += self._seconds_for(cpu)
+        return self._snapshot.replace(NO_TIME, NO_TIME[:-4] + str(self._sources.monitor.clock()).encode(), 1)
+
+    def _seconds_for(self, cpu_began: float) -> float:
+        """Return the time that what was computed since then may be repeated after."""
+        return (time.thread_time() - cpu_began) * len(self._sources.feeds) / MAX_CPU_SHARE
+
+
+def _encode_snapshot(update: MonitorUpdate, health: dict[str, Any]) -> bytes:
+    return encode("snapshot", _to_json(update, health) | {"now": None})
 
 
 def _to_json(update: MonitorUpdate, health: dict[str, Any]) -> dict[str, Any]:

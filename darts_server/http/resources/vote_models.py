@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
 from darts_server.http.body import Body
+from darts_server.http.resources.rollouts_models import Messages
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
@@ -44,7 +45,7 @@ class VoteIn(Body):
     """A question, as exactly one of prompt and messages, and how answers are found and weighted."""
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, in OpenAI's form.")
+    messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
     key: Name | None = Field(
         None, description="Name under which the prompt's statistics are kept; its tokens by default."
     )

@@ -13,6 +13,8 @@ from darts_server.types import PromptSpec
 
 logger = logging.getLogger(__name__)
 
+CANDIDATE_BYTES = 500
+"""Memory of a candidate that goes on, without its tokens."""
 Identity = tuple[str, str]
 """A prompt's key, and the key of what the model sees: callers may use one key for several prompts."""
 
@@ -31,9 +33,9 @@ class Carry(StrEnum):
 class CarryLimits:
     """Of each caller.
 
-    ``prompts``, ``prompt_bytes`` of them: beyond these the oldest are dropped. ``tokens``: that are generated; beyond
-    it the oldest prompts start again. ``staleness``: weight versions since the first of these tokens; beyond it their
-    prompt starts again.
+    ``prompts``, ``prompt_bytes`` of them and of their candidates: beyond these the oldest are dropped. ``tokens``: that
+    are generated; beyond it the oldest prompts start again. ``staleness``: weight versions since the first of these
+    tokens; beyond it their prompt starts again.
     """
 
     prompts: int = 4096
@@ -73,6 +75,13 @@ class CarriedPrompt:
     prompt: PromptSpec
     identity: Identity
     group: CarriedGroup[Any] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes, roughly, without tokens that were generated, which have a limit of their own."""
+        group = self.group
+        of_group = 0 if group is None else len(group.terms) + CANDIDATE_BYTES * len(group.candidates)
+        return self.prompt.size_bytes + of_group
 
 
 class CarriedPrompts:
@@ -121,7 +130,7 @@ class CarriedPrompts:
             _log_without_caller(len([*older, *new]))
             return
         kept = [*older, *self._kept.pop(owner, ()), *new]
-        excess = self._excess([each.prompt.size_bytes for each in kept])
+        excess = self._excess([each.size_bytes for each in kept])
         if excess:
             logger.warning(
                 "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "

@@ -1,6 +1,7 @@
 """Start batches, and find them again by id or by idempotency key."""
 
 import asyncio
+import json
 import logging
 import sys
 import time
@@ -368,12 +369,13 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
 def kept_bytes(batch: BatchRun) -> int:
     """Return about how much memory a batch takes after its end."""
+    own = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
     if not isinstance(batch.end, BatchDone):
-        return GROUP_BYTES
+        return own
     copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
     unfinished = sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
     handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
-    return unfinished + sum(_group_bytes(result, copies) for result in (*batch.end.results, *handed_back))
+    return own + unfinished + sum(_group_bytes(result, copies) for result in (*batch.end.results, *handed_back))
 
 
 def _group_bytes(result: GroupResult, copies: int) -> int:

@@ -97,7 +97,11 @@ def _check_deferrable(batch: BatchRequest) -> None:
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
-    plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
+    try:
+        plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
+    except InvalidRequest as error:
+        field = "group_size" if error.field in ("n", "group size") else error.field  # as vLLM's routes name it
+        raise InvalidRequest(field, error.message) from error
     if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
         plan = _with_survivors(plan)
     if batch.partial and not plan.shaping.return_survivors:

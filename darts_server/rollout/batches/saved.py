@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from darts_server.engine.port import PromptRenderer, TokenSlice
-from darts_server.exceptions import StateError
+from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
 from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
@@ -31,7 +31,7 @@ WRITE_BYTES = 1 << 23
 """Of documents that are written at once: about a tenth of a second."""
 PORTABLE_SECONDS, SAVE_SECONDS = 2.0, 4.0
 """For all prompts at shutdown, before a supervisor ends it: to take outputs from the engine, and to write."""
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 """Raised by documents that have other fields than ours."""
 
 Owned = tuple[str | None, CarriedPrompt]
@@ -102,26 +102,33 @@ class SavedPrompts:
     def take(self, version: int) -> list[Owned]:
         """Remove and return what was saved: it must not come again if this server does not end in order.
 
-        What cannot be read or removed is logged, and not returned.
+        What cannot be read or removed is logged, and not returned; a damaged prompt is lost alone. Nothing is removed
+        before all was read: what ends a start must not lose it.
 
         ``version``: that this server starts with. Versions are counted from the start of a server, so tokens of any
         other one may be of any weights, and their prompts start again.
         """
+        documents: list[bytes] = []
+        damaged: list[Exception] = []
         try:
-            documents = sorted(self._disk.items(KIND))
+            for key in self._disk.keys(KIND):
+                try:
+                    documents.append(self._disk.read(KIND, key) or b"")
+                except StateDamaged as error:
+                    damaged.append(error)
         except StateError as error:
             logger.error("prompts that were carried over are lost: %s", error)
-            documents = []
+        taken = self._read(documents, damaged, version)
         try:
             self._disk.clear(KIND)
         except StateError as error:
             logger.error("prompts that were carried over are not used, as they cannot be removed: %s", error)
             return []
-        return self._read([document for _, document in documents], version)
+        return taken
 
-    def _read(self, documents: Iterable[bytes], version: int) -> list[Owned]:
+    def _read(self, documents: Iterable[bytes], lost: list[Exception], version: int) -> list[Owned]:
+        """``lost``: why some others could not be read."""
         taken: list[Owned] = []
-        lost: list[Exception] = []
         restarted: list[Exception] = []
         for document in documents:
             try:
@@ -226,17 +233,19 @@ def _decode(document: bytes) -> tuple[Mapping[str, Any], Owned]:
     fields = json.loads(document)
     if fields["format"] != FORMAT:
         raise ValueError(f"its format is {fields['format']}, not {FORMAT}")
-    key, content = fields["identity"]
+    owner, (key, content) = fields["owner"], fields["identity"]
+    if not (isinstance(owner, str | None) and isinstance(key, str) and isinstance(content, str)):
+        raise ValueError("its owner or its identity is no text")
     prompt = decode_prompt(fields["prompt"].encode())
     if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
         raise ValueError("it has no prompt")
-    return fields, (fields["owner"], CarriedPrompt(prompt, (key, content)))
+    return fields, (owner, CarriedPrompt(prompt, (key, content)))
 
 
 def _decode_group(fields: Mapping[str, Any]) -> CarriedGroup[Any]:
     terms, saturated, tail_seed = fields["terms"], fields["saturated"], fields["tail_seed"]
     candidates = [_decode_candidate(candidate) for candidate in fields["candidates"]]
-    if not (isinstance(terms, str) and isinstance(saturated, bool) and all(number >= 0 for number in tail_seed)):
+    if not (isinstance(terms, str) and isinstance(saturated, bool) and _are_counts(tail_seed)):
         raise ValueError("it has other terms or another seed than a group can have")
     if len({candidate.prefix.logprobs is None for candidate in candidates if candidate.tokens}) > 1:
         raise ValueError("some of its candidates have log-probs, and others not")
@@ -248,10 +257,19 @@ def _decode_candidate(fields: Mapping[str, Any]) -> CarriedCandidate[Any]:
     logprobs = None if fields["logprobs"] is None else _unpacked(fields["logprobs"], LOGPROBS)
     spans = tuple((version, tokens) for version, tokens in fields["version_spans"])
     counts = {len(token_ids), sum(tokens for _, tokens in spans), *([] if logprobs is None else [len(logprobs)])}
-    if len(counts) > 1 or any(tokens <= 0 for _, tokens in spans):
+    if len(counts) > 1 or not all(_are_counts(span) and span[1] for span in spans) or not _are_counts(token_ids):
         raise ValueError("it has not as many log-probs or versions as tokens")
-    end = None if fields["end"] is None else SavedEnd(FinishReason(fields["end"][0]), fields["end"][1])
+    end = None
+    if fields["end"] is not None:
+        reason, text = fields["end"]
+        if not isinstance(text, str):
+            raise ValueError("its end has no text")
+        end = SavedEnd(FinishReason(reason), text)
     return CarriedCandidate(compact(TokenSlice(token_ids, logprobs)), spans, None, end)
+
+
+def _are_counts(values: Sequence[object]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _packed(values: Sequence[float], dtype: str) -> str:

@@ -76,7 +76,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             assert context.scorer is not None
             self.scorer = GroupScorer(
                 context.scorer,
-                spec.group_id,
+                recorder.key,
                 survival,
                 self.running,
                 callbacks.on_events,

@@ -4,8 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from darts_server.observers import GroupObserver
 from darts_server.records import CandidateRecord, GroupRecord
@@ -81,7 +80,6 @@ class Monitor(GroupObserver):
     ) -> None:
         self.clock = clock
         self.max_groups = max_groups
-        self.viewers = 0
         self.candidates = 0
         """Number of candidates of running groups."""
         self.ended = 0
@@ -126,7 +124,7 @@ class Monitor(GroupObserver):
 
 @dataclass(slots=True)
 class Viewer:
-    """One viewer of the monitor. As a context manager it is counted in `Monitor.viewers`.
+    """One viewer of the monitor.
 
     ``may_see``: whether it may see the groups of an owner.
 
@@ -138,13 +136,6 @@ class Viewer:
     _groups_seen: int = 0
     _running: dict[str, GroupState] = field(default_factory=dict)
 
-    def __enter__(self) -> Self:
-        self.monitor.viewers += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.monitor.viewers -= 1
-
     def next_update(self) -> MonitorUpdate:
         """Everything that changed since the previous update; the first one has full states."""
         changes, previous, self._running = [], self._running, {}
@@ -152,6 +143,8 @@ class Viewer:
             changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
         self._groups_seen = self.monitor.ended
         for run in self.monitor.newest(self.may_see):
+            if run.recorder.group_id in self._running:
+                continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
             before = previous.pop(run.recorder.group_id, None)
             state = self._running[run.recorder.group_id] = _state_of_run(run, before)
             changes.append(_changes(state, before))

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from darts_server.observers import GroupObserver
-from darts_server.records import GroupRecord
+from darts_server.records import GroupKey, GroupRecord
 
 DEFAULT_KEPT = 10_000
 """Number of groups: the last dozens of training steps."""
@@ -14,9 +14,6 @@ DEFAULT_KEPT_CANDIDATES = 160_000
 MAX_NUMBER_DIGITS = 7
 """Digits of a prompt's number. Longer ones are random ids that happen to have no letter."""
 
-Key = tuple[str | None, str]
-"""Owner and group id. Callers choose ids, so two callers may have chosen the same."""
-
 
 class Provenance(GroupObserver):
     """Keep the records of the newest groups that have ended: at most ``kept``, with ``kept_candidates`` in all."""
@@ -25,11 +22,11 @@ class Provenance(GroupObserver):
         self._kept = kept
         self._kept_candidates = kept_candidates
         self._candidates = 0
-        self._records: OrderedDict[Key, GroupRecord] = OrderedDict()
-        self._by_name: dict[str, list[Key]] = {}
+        self._records: OrderedDict[GroupKey, GroupRecord] = OrderedDict()
+        self._by_name: dict[str, list[GroupKey]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:
-        key = (record.owner, record.group_id)
+        key = record.key
         if key in self._records:
             self._drop(key)  # a caller has reused its request id: the newer group counts
         self._records[key] = record
@@ -51,7 +48,7 @@ class Provenance(GroupObserver):
         same = [record for record in records if record.group_id == name]
         return same[-1:] or sorted(records, key=lambda record: _prompt_number(record, name))
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: GroupKey) -> None:
         record = self._records.pop(key)
         self._candidates -= len(record.candidates)
         for name in _names(record):

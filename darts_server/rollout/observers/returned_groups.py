@@ -1,4 +1,4 @@
-"""Index of the trajectories that the last groups returned, by id and by their tokens."""
+"""Index of the trajectories that the last groups returned, by owner and id, and by their tokens."""
 
 from array import array
 from collections import OrderedDict
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.types import Outcome
 
 FINGERPRINT_BYTES = 16
@@ -36,7 +36,7 @@ class ReturnedTrajectory:
 class ReturnedGroup:
     """The trajectories that a group returned, by candidate index as text. ``record`` is ``None`` while it runs."""
 
-    group_id: str
+    key: GroupKey
     started_at: float
     prompt_key: str | None
     record: GroupRecord | None = None
@@ -75,12 +75,13 @@ class ReturnedGroups:
         self._kept = kept
         self._kept_candidates = kept_candidates
         self._candidates = 0
-        self._groups: OrderedDict[str, ReturnedGroup] = OrderedDict()
+        self._groups: OrderedDict[GroupKey, ReturnedGroup] = OrderedDict()
+        self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
     def add(self, returned: TrajectoryRecord) -> None:
         """Add a trajectory that its caller got, before its group ended or after."""
-        group = self._find_or_create(returned.group_id, returned.started_at, returned.prompt_key)
+        group = self._find_or_create(returned.key, returned.started_at, returned.prompt_key)
         hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)
         trajectory = ReturnedTrajectory(group, returned.index, len(returned.token_ids), hashed)
         group.returned[str(returned.index)] = trajectory
@@ -88,43 +89,57 @@ class ReturnedGroups:
 
     def end(self, record: GroupRecord) -> ReturnedGroup:
         """Record a group's end and return the group."""
-        group = self._find_or_create(record.group_id, record.started_at, record.prompt_key)
+        group = self._find_or_create(record.key, record.started_at, record.prompt_key)
         group.set_record(record)
         self._candidates += len(record.candidates)
-        self._groups.move_to_end(record.group_id)
+        self._groups.move_to_end(record.key)
         while self._candidates > self._kept_candidates and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
         return group
 
     def find(self, record: GroupRecord) -> ReturnedGroup | None:
         """The group of that record, if it is kept."""
-        group = self._groups.get(record.group_id)
+        group = self._groups.get(record.key)
         return group if group is not None and group.started_at == record.started_at else None
 
-    def by_id(self, trajectory_id: str) -> list[ReturnedTrajectory]:
-        """The trajectory with that id, if it is kept."""
+    def by_id(self, trajectory_id: str, owner: str | None, others: bool) -> list[ReturnedTrajectory]:
+        """The owner's trajectory with that id, if it is kept.
+
+        ``others``: otherwise that of another owner, if only one has such an id.
+        """
         group_id, _, index = trajectory_id.rpartition(":")
-        group = self._groups.get(group_id)
+        owners = self._owners.get(group_id, set())
+        if others and owner not in owners and len(owners) == 1:
+            [owner] = owners
+        group = self._groups.get((owner, group_id))
         found = None if group is None else group.returned.get(index)
         return [] if found is None else [found]
 
-    def by_tokens(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> Sequence[ReturnedTrajectory]:
-        """All kept trajectories with exactly these tokens."""
-        return self._by_tokens.get(fingerprint(prompt_token_ids, token_ids), ())
+    def by_tokens(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], owner: str | None
+    ) -> Sequence[ReturnedTrajectory]:
+        """All kept trajectories of the owner with exactly these tokens; those of all others if it has none."""
+        found = self._by_tokens.get(fingerprint(prompt_token_ids, token_ids), ())
+        return [trajectory for trajectory in found if trajectory.group.key[0] == owner] or found
 
-    def _find_or_create(self, group_id: str, started_at: float, prompt_key: str | None) -> ReturnedGroup:
-        group = self._groups.get(group_id)
+    def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
+        group = self._groups.get(key)
         if group is not None and group.started_at != started_at:
-            self._drop(group_id)  # a caller has reused its request id: the newer group counts
+            self._drop(key)  # a caller has reused its request id: the newer group counts
             group = None
         if group is None:
-            group = self._groups[group_id] = ReturnedGroup(group_id, started_at, prompt_key)
+            group = self._groups[key] = ReturnedGroup(key, started_at, prompt_key)
+            self._owners.setdefault(key[1], set()).add(key[0])
             while len(self._groups) > self._kept:
                 self._drop(next(iter(self._groups)))
         return group
 
-    def _drop(self, group_id: str) -> None:
-        group = self._groups.pop(group_id)
+    def _drop(self, key: GroupKey) -> None:
+        group = self._groups.pop(key)
+        owner, group_id = key
+        self._owners[group_id].discard(owner)
+        if not self._owners[group_id]:
+            del self._owners[group_id]
         self._candidates -= 0 if group.record is None else len(group.record.candidates)
         for trajectory in group.returned.values():
             same = self._by_tokens[trajectory.fingerprint]

@@ -14,16 +14,17 @@ from typing import Protocol
 from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
-from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.rollout.observers.returned_groups import ReturnedGroup, ReturnedGroups, ReturnedTrajectory
+from darts_server.serving.admission import caller
 
 REWARDS_PER_TURN = 64
 """Rewards handled in one turn of the event loop: ten milliseconds if each is given with 8,192 tokens."""
 MAX_UNKNOWN_INDICES = 100
 
-OnReward = Callable[[str, int, float, bool], None]
-"""Called with a trajectory's reward: its group's id, its candidate's index, the reward, and whether it is correct."""
+OnReward = Callable[[GroupKey, int, float, bool], None]
+"""Called with a trajectory's reward: its group, its candidate's index, the reward, and whether it is correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,11 @@ class RewardMatcher(GroupObserver):
         self._groups = ReturnedGroups(kept, kept_candidates)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
-        """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks."""
+        """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks.
+
+        An id names a trajectory of the caller: others may have chosen the same. For admins, such as a service that
+        computes the rewards of all, it may name another caller's. Tokens name others' if the caller has none with them.
+        """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
             self._match(rewards[begin : begin + REWARDS_PER_TURN], begin, report)
@@ -137,7 +142,7 @@ class RewardMatcher(GroupObserver):
                 group = trajectory.group
                 group.set_reward(trajectory, reward.reward, reward.correct)
                 for on_reward in self._on_reward:
-                    on_reward(group.group_id, trajectory.index, reward.reward, reward.correct)
+                    on_reward(group.key, trajectory.index, reward.reward, reward.correct)
                 if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
                     stats[group.prompt_key] += _trajectory_stats(trajectory)
                 if group.is_fully_rewarded:
@@ -148,10 +153,12 @@ class RewardMatcher(GroupObserver):
         self._learn(stats, fully_rewarded)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
-        if reward.trajectory_id is not None:
+        who, groups, name = caller.get(), self._groups, reward.trajectory_id
+        if name is not None:
             # Callers may have made it from the group's id in the header of its response.
-            return self._groups.by_id(reward.trajectory_id) or self._groups.by_id(from_header(reward.trajectory_id))
-        return self._groups.by_tokens(reward.prompt_token_ids, reward.completion_token_ids)
+            names = (name, from_header(name))
+            return next(filter(None, (groups.by_id(each, who.name, others=who.is_admin) for each in names)), ())
+        return groups.by_tokens(reward.prompt_token_ids, reward.completion_token_ids, who.name)
 
     def _learn(self, stats: Mapping[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
         self._rewards.learn(stats)

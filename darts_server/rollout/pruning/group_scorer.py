@@ -8,6 +8,7 @@ from darts_server.engine.port import HiddenState, Probe, RunningCandidate, Token
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.records import GroupKey
 from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
 
@@ -25,14 +26,14 @@ class GroupScorer:
     def __init__(
         self,
         scorer: CandidateScorer,
-        group_id: str,
+        group: GroupKey,
         rule: SurvivalRule,
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
         wait_for_tokens: bool = False,
     ) -> None:
         self._scorer = scorer
-        self._group_id = group_id
+        self._group = group
         self._rule = rule
         self._running = running
         self._on_score = on_score
@@ -69,13 +70,13 @@ class GroupScorer:
 
     def record_kept(self, index: int, survival: float) -> None:
         """Record that the group kept a candidate, and with which probability it was kept so far."""
-        self._scorer.record_kept(self._group_id, index, survival)
+        self._scorer.record_kept(self._group, index, survival)
 
     def drop(self, index: int) -> None:
         """Record, once per candidate, that it will not be returned."""
         if index not in self._dropped:
             self._dropped.add(index)
-            self._scorer.record_dropped(self._group_id, index)
+            self._scorer.record_dropped(self._group, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
         """Drop the candidates of the ended group that were not selected: no reward will come for them."""
@@ -90,7 +91,7 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
-            assessment = self._scorer.score_state(self._group_id, index, probed, (), self._rule)
+            assessment = self._scorer.score_state(self._group, index, probed, (), self._rule)
             scores = [_scored(index, assessment, probed.tokens)]
         for scored in scores:
             if index in self._started:
@@ -119,7 +120,7 @@ class GroupScorer:
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(logprobs[: probed.tokens])
-            assessment = self._scorer.score_state(self._group_id, index, probed, so_far, self._rule)
+            assessment = self._scorer.score_state(self._group, index, probed, so_far, self._rule)
             yield _scored(index, assessment, probed.tokens)
 
     def _is_due(self, index: int, tokens: int | None) -> bool:
@@ -136,7 +137,7 @@ class GroupScorer:
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            assessment = self._scorer.score_logprobs(self._group_id, index, logprobs, self._rule)
+            assessment = self._scorer.score_logprobs(self._group, index, logprobs, self._rule)
             yield _scored(index, assessment, len(logprobs))
 
 

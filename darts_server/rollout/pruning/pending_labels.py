@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.records import GroupKey
 from darts_server.rollout.pruning.detection_point import DetectionPoint
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -44,27 +45,27 @@ class PendingLabel:
 
 
 class PendingLabels:
-    """Pending labels by group id and candidate index; the oldest are dropped beyond ``max_bytes``."""
+    """Pending labels by group and candidate index; the oldest are dropped beyond ``max_bytes``."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._labels: dict[tuple[str, int], PendingLabel] = {}
+        self._labels: dict[tuple[GroupKey, int], PendingLabel] = {}
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def find(self, group_id: str, index: int) -> PendingLabel | None:
-        return self._labels.get((group_id, index))
+    def find(self, group: GroupKey, index: int) -> PendingLabel | None:
+        return self._labels.get((group, index))
 
-    def add(self, group_id: str, index: int, score: PendingScore) -> int:
+    def add(self, group: GroupKey, index: int, score: PendingScore) -> int:
         """Add a score; return how many other trajectories were dropped to make room."""
-        label = self._labels.get((group_id, index))
+        label = self._labels.get((group, index))
         if label is not None and any(score.tokens <= earlier.tokens for earlier in label.scores):
-            self.pop(group_id, index)  # tokens never decrease, so a caller used its request id again
+            self.pop(group, index)  # tokens never decrease, so a caller used its request id again
             label = None
         if label is None:
-            label = self._labels[group_id, index] = PendingLabel()
+            label = self._labels[group, index] = PendingLabel()
         label.scores.append(score)
         self._bytes += _size(score)
         dropped = 0
@@ -73,8 +74,8 @@ class PendingLabels:
             dropped += 1
         return dropped
 
-    def pop(self, group_id: str, index: int) -> PendingLabel | None:
-        label = self._labels.pop((group_id, index), None)
+    def pop(self, group: GroupKey, index: int) -> PendingLabel | None:
+        label = self._labels.pop((group, index), None)
         if label is not None:
             self._bytes -= sum(map(_size, label.scores))
         return label

@@ -16,7 +16,7 @@ from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
-from darts_server.records import GroupRecord
+from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
@@ -150,7 +150,7 @@ class Pruner(GroupObserver):
         return self._kind is not ScoreKind.HEAD
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
     ) -> Assessment:
         kind = self._settings.kind
         hidden = head_input(kind, probed.vector, logprobs)
@@ -159,30 +159,34 @@ class Pruner(GroupObserver):
         self._observer.hidden_state_expected(received=True)
         score = self._head.score(hidden, probed.tokens)
         pending = PendingScore(last_reached(points, probed.tokens), probed.tokens, compact(hidden))
-        return self._assess(group_id, index, pending, score, rule)
+        return self._assess(group, index, pending, score, rule)
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
+    def score_logprobs(
+        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
+    ) -> Assessment:
         kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
         points = self._ensure_points(kind, 0)
         value = logprob_score(kind, logprobs)
         score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
         pending = PendingScore(last_reached(points, len(logprobs)), len(logprobs), None)
-        return self._assess(group_id, index, pending, score, rule)
+        return self._assess(group, index, pending, score, rule)
 
-    def record_kept(self, group_id: str, index: int, survival: float) -> None:
-        label = self._pending.find(group_id, index)
+    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
+        label = self._pending.find(group, index)
         if label is not None:
             label.survival = survival
             if label.is_undecided:
                 self._observer.pruning_decided(kept=True)
             label.is_undecided = False
 
-    def record_dropped(self, group_id: str, index: int) -> None:
-        label = self._pending.pop(group_id, index)
+    def record_dropped(self, group: GroupKey, index: int) -> None:
+        label = self._pending.pop(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
-    def _assess(self, group_id: str, index: int, pending: PendingScore, score: Score, rule: SurvivalRule) -> Assessment:
+    def _assess(
+        self, group: GroupKey, index: int, pending: PendingScore, score: Score, rule: SurvivalRule
+    ) -> Assessment:
         """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
         self._status_log.update(self.status)
         usable = score.status is not HeadStatus.BAD_FEATURE
@@ -192,10 +196,10 @@ class Pruner(GroupObserver):
             pending.score = score.value
             if calibrator.status is CalibrationStatus.READY:
                 pending.quality = calibrator.probability(score.value)
-        if usable and (dropped := self._pending.add(group_id, index, pending)):
+        if usable and (dropped := self._pending.add(group, index, pending)):
             self._observer.pending_labels_dropped(dropped)
         survival = rule.at_score(index, pending.tokens, pending.quality, pending.point.estimator)
-        if (label := self._pending.find(group_id, index)) is not None:
+        if (label := self._pending.find(group, index)) is not None:
             label.is_undecided = survival < 1
         if pending.quality is not None:
             return Assessment(pending.quality, survival)
@@ -204,9 +208,9 @@ class Pruner(GroupObserver):
 
     # --- learning -------------------------------------------------------------
 
-    def learn_reward(self, group_id: str, index: int, reward: float, correct: bool) -> None:
+    def learn_reward(self, group: GroupKey, index: int, reward: float, correct: bool) -> None:
         """Learn from the reward of a trajectory, if it was scored."""
-        label = self._pending.pop(group_id, index)
+        label = self._pending.pop(group, index)
         if label is None:
             return
         self._reload()
@@ -237,7 +241,7 @@ class Pruner(GroupObserver):
         if not self._prunes(record.policy):
             return
         for candidate in record.selected:
-            label = self._pending.find(record.group_id, candidate.index)
+            label = self._pending.find(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.share = record.tail_share
         self._status_log.update(self.status)

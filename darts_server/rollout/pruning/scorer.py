@@ -5,6 +5,7 @@ from typing import Protocol
 
 from darts_server.engine.port import HiddenState
 from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.records import GroupKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Assessment:
 
 
 class CandidateScorer(Protocol):
-    """Scores trajectories, identified by group id and candidate index, and learns from their rewards.
+    """Scores trajectories, identified by their group and candidate index, and learns from their rewards.
 
     All methods are called in the event loop, return fast and never raise.
     """
@@ -37,19 +38,21 @@ class CandidateScorer(Protocol):
         ...
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
     ) -> Assessment:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
+    def score_logprobs(
+        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
+    ) -> Assessment:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 
-    def record_kept(self, group_id: str, index: int, survival: float) -> None:
+    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
         ...
 
-    def record_dropped(self, group_id: str, index: int) -> None:
+    def record_dropped(self, group: GroupKey, index: int) -> None:
         """Record that a trajectory will not be returned, so that no reward will come for it."""
         ...

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from darts_server.exceptions import StateError
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
+from darts_server.records import GroupKey
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.learned.documents import DocumentStore
@@ -39,7 +40,7 @@ class Confidence:
         self._points: dict[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, width=0) for kind in KINDS
         }
-        self._scores: OrderedDict[str, Mapping[int, Mapping[str, float]]] = OrderedDict()
+        self._scores: OrderedDict[GroupKey, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         self._load()
 
@@ -51,16 +52,16 @@ class Confidence:
         """Return the probability that a trajectory with this score is correct."""
         return self._points[kind].calibrator.probability(score)
 
-    def remember(self, group_id: str, scores: Mapping[int, Mapping[str, float]]) -> None:
+    def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
         self._load()
-        self._scores[group_id] = scores
+        self._scores[group] = scores
         while len(self._scores) > self._kept:
             self._scores.popitem(last=False)
 
-    def learn_reward(self, group_id: str, index: int, _: float, correct: bool) -> None:
+    def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
         """Learn whether a trajectory is correct from its first reward; its value does not count."""
-        for kind, score in self._scores.get(group_id, {}).get(index, {}).items():
+        for kind, score in self._scores.get(group, {}).get(index, {}).items():
             self._points[kind].calibrator.add(Label(score, float(correct)))
             self._points[kind].has_changes = True
             self._save_soon.request()

@@ -152,7 +152,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         assert run.record is not None
         count, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)
         scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
-        self._confidence.remember(vote_id, scores)
+        self._confidence.remember(run.record.key, scores)
         self._observer.vote_ended(_outcome(count, early), _count_stopped(run.record))
         seconds = self._clock() - started_at
         return VoteResult(vote_id, vote, sampling, count, ballots, early, calibration, run.record, seconds)

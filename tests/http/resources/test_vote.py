@@ -23,7 +23,7 @@ def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
     assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).question.prompt.token_ids == [5, 6]
     chat = [{"role": "user", "content": "7"}]
     question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).question
-    assert (question.prompt.messages, question.pattern) == (chat, ["7", "8"])
+    assert (json.loads(question.prompt.messages or b""), question.pattern) == (chat, ["7", "8"])
     assert (question.weights, question.score) == ("majority", None)
 
 

@@ -1,6 +1,7 @@
 """Prompts that are carried over from batch to batch, on the scripted engine."""
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,18 +69,29 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
 
 
 def test_prompts_are_bounded_in_bytes() -> None:
-    prompts = CarriedPrompts(CarryLimits(prompt_bytes=96))
     specs = [
         PromptSpec(text="long " * 4),
         PromptSpec(token_ids=[1, 2]),
-        PromptSpec(messages=[{"role": "user"}]),
+        PromptSpec(messages=b'[{"role":"user"}]'),
         PromptSpec(metadata=b"{}"),
     ]
-    assert [spec.size_bytes for spec in specs] == [20, 72, 18, 2]
+    sizes = [spec.size_bytes for spec in specs]
+    assert sizes == [sys.getsizeof("long " * 4), 72, sys.getsizeof(b'[{"role":"user"}]'), sys.getsizeof(b"{}")]
+    prompts = CarriedPrompts(CarryLimits(prompt_bytes=sum(sizes[1:])))
     prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
     assert [each.prompt for each in prompts.take(None, (), others=True)] == specs[1:]
-    prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 97), ("", ""))])
+    prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 500), ("", ""))])
     assert prompts.count(None) == 0
+
+
+def test_what_goes_on_counts_with_its_terms_and_its_candidates() -> None:
+    """A group that goes on has the sampling parameters in its terms, and may have thousands of candidates."""
+    group: CarriedGroup[list[int]] = CarriedGroup("terms" * 1000, False, (1,), [CarriedCandidate()] * 1000)
+    prompts = CarriedPrompts(CarryLimits(prompt_bytes=505_000))
+    prompts.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
+    assert prompts.count(None) == 0
+    prompts.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), replace(group, terms="terms"))])
+    assert prompts.count(None) == 1
 
 
 def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: Any) -> BatchRequest:

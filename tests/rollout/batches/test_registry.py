@@ -284,6 +284,25 @@ def test_ended_batches_are_kept_up_to_a_number_of_bytes_of_which_one_caller_has_
     run_on_stepped_clock(scenario())
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_sampling_parameters_count_however_their_batch_has_ended(is_cancelled: bool) -> None:
+    async def scenario() -> None:
+        harness = Harness(lengths(5))
+        registry = new_registry(harness, "shortest", BatchRetention(kept_bytes=400_000))
+        batch = await registry.open(batch_request(1), WHOLE, idempotency_key("1"))
+        batch.sampling = {"stop": ["x" * 250_000]}
+        if is_cancelled:
+            registry.cancel(batch.batch_id)
+        else:
+            await harness.engine.run()
+            await settle()
+        assert batch.end is not None
+        assert kept_bytes(batch) > 250_000
+        assert not is_kept(registry, batch)
+
+    run_on_stepped_clock(scenario())
+
+
 def test_running_batches_count_by_the_size_of_their_requests() -> None:
     async def scenario() -> None:
         harness = Harness(lengths(5))

@@ -11,12 +11,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import ServerStopping
 from darts_server.http.resources.queue_models import encode_group
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, Carry
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.preparation import terms_of
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -142,6 +144,63 @@ def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_o
     assert [(prompt.identity[0], prompt.group is None) for prompt in taken] == [("a", True), ("b", False), ("a", True)]
     [message] = caplog.messages
     assert message.startswith("2 prompts that were carried over start again")
+
+
+def test_a_row_with_a_wrong_checksum_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([(None, carried_prompt(name)) for name in "abc"])
+        store._connection.execute("UPDATE entries SET value = x'00' WHERE key = '00000001'")
+        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "c"]
+        assert list(store.items(KIND)) == []
+    assert "1 prompts that were carried over are lost" in caplog.text
+
+
+PATHS: list[tuple[str | int, ...]] = [
+    *(("owner",), ("model",), ("format",), ("identity",), ("identity", 0), ("identity", 1), ("prompt",), ("group",)),
+    *(("group", name) for name in ("terms", "saturated", "tail_seed", "candidates")),
+    ("group", "tail_seed", 0),
+    *(("group", "candidates", 0, name) for name in ("token_ids", "logprobs", "version_spans", "end")),
+    *(("group", "candidates", 0, "version_spans", 0, place) for place in (0, 1)),
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3),
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(st.text(max_size=2), each, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(path=st.sampled_from(PATHS), value=VALUES, field=st.none() | st.sampled_from(["text", "token_ids", "messages"]))
+def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(
+    path: tuple[str | int, ...], value: object, field: str | None
+) -> None:
+    """Whoever wrote it knew how to make a checksum."""
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
+        document = json.loads(store.read(KIND, "00000000") or b"")
+        if field is None:
+            place = document
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = value
+        else:
+            document["prompt"] = json.dumps({field: value})
+        store.write({(KIND, "00000000"): json.dumps(document).encode()})
+        taken = saved.take(0)
+        assert [prompt.identity[0] for _, prompt in taken][-1] == "b"
+        kept = CarriedPrompts()
+        for owner, prompt in taken:
+            kept.put(owner, [prompt])
+        assert saved.save(kept) == len(taken)
+
+
+def test_a_document_that_is_nested_too_deeply_is_lost_alone() -> None:
+    with TransactionStore() as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
+        store.write({(KIND, "00000000"): b"[" * 200_000})
+        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
 
 
 def test_damage_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

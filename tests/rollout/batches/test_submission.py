@@ -276,7 +276,7 @@ async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(
         (batch_request("10", "20", min_groups=1, num_groups=1, carry=Carry.RESTART), "min_groups"),
         (batch_request("10", "20", min_groups=0, carry=Carry.RESTART), "min_groups"),
         (batch_request("10", "20", min_groups=2, carry=Carry.RESTART), "min_groups"),
-        (BatchRequest([PromptSpec(text="10")], 65), "n"),
+        (BatchRequest([PromptSpec(text="10")], 65), "group_size"),
     ],
 )
 async def test_an_invalid_batch_starts_nothing(wrong: BatchRequest, field: str) -> None:

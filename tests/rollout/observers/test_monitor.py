@@ -70,6 +70,24 @@ async def test_merged_updates_equal_the_state_that_a_new_viewer_gets() -> None:
     assert len(state[0]) == 40
 
 
+async def test_of_several_running_groups_with_one_id_the_newest_is_shown() -> None:
+    """Several callers may have chosen it; a viewer that merges by ids would mix them up."""
+    harness = Harness(lengths(9, 20, 20))
+    monitor = new_monitor(harness)
+    viewer = Viewer(monitor, EVERYTHING)
+    harness.run(2, group_id="g")
+    await harness.engine.step()
+    harness.run(3, group_id="g")
+    await settle()
+    state: State = {}
+    for _ in range(3):
+        await harness.engine.step()
+        update = viewer.next_update()
+        assert [group.group_id for group in update.groups] == ["g"]
+        merge(state, update)
+        assert state["g"]["size"] == 3
+
+
 async def test_an_update_has_only_changed_fields() -> None:
     harness = Harness(lengths(2, 9, 20))
     viewer = Viewer(new_monitor(harness), EVERYTHING)
@@ -174,10 +192,3 @@ async def test_without_viewers_running_groups_are_not_read() -> None:
     await harness.engine.run()
     assert monitor.ended == 20
     assert [kept.group_id for kept in monitor.ended_after(0)] == [f"g{n}" for n in range(15, 20)]
-
-
-def test_connected_viewers_are_counted() -> None:
-    monitor = new_monitor(Harness(lengths(1)))
-    with Viewer(monitor, EVERYTHING), Viewer(monitor, EVERYTHING):
-        assert monitor.viewers == 2
-    assert monitor.viewers == 0

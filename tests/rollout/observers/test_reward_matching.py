@@ -27,6 +27,7 @@ from darts_server.rollout.observers.reward_matching import (
     RewardMatcher,
     RewardReport,
 )
+from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import SHAPINGS, Documents, Harness, collect, lengths
@@ -85,6 +86,7 @@ class Made:
     trajectories: tuple[tuple[int, ...], ...]
     outcome: Outcome = Outcome.COMPLETED
     late: bool = True
+    owner: str | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -96,14 +98,19 @@ class Made:
             for i, tokens in enumerate(self.trajectories)
         ]
         size = len(candidates)
-        return GroupRecord(self.group_id, self.prompt, "off", size, self.outcome, candidates, started_at, 1.0, None)
+        return GroupRecord(
+            *(self.group_id, self.prompt, "off", size, self.outcome, candidates, started_at, 1.0, None),
+            owner=self.owner,
+        )
 
     def happens(self, reward_matcher: RewardMatcher, started_at: float = 0.0) -> None:
         if self.late:
             reward_matcher.group_ended(self.record(started_at))
         for index, tokens in enumerate(self.trajectories):
             reward_matcher.trajectory_returned(
-                TrajectoryRecord(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens)
+                TrajectoryRecord(
+                    *(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens, self.owner)
+                )
             )
         if not self.late:
             reward_matcher.group_ended(self.record(started_at))
@@ -219,6 +226,56 @@ def test_a_reused_group_id_finds_the_newer_group() -> None:
     assert trainer.reward_matcher.group_rewards(TWO.record(5.0)).by_index == {}
     assert trainer.report(by_id("g:0", 0.0), by_tokens([112], [3, 4, 5], 0.0)) == RewardReport(matched=2)
     assert trainer.reward_matcher.group_rewards(TWO.record(5.0)).by_index == {0: (0.0, False), 1: (0.0, False)}
+
+
+# --- groups of several callers ------------------------------------------------
+
+ONE, OTHER = (replace(TWO, owner=owner) for owner in ("one", "other"))
+
+
+def report_as(name: str, trainer: Trainer, *rewards: Reward, is_admin: bool = False) -> RewardReport:
+    token = caller.set(Caller(name, is_admin))
+    try:
+        return trainer.report(*rewards)
+    finally:
+        caller.reset(token)
+
+
+@pytest.mark.parametrize("reward", [by_id("g:0", 1.0), by_tokens([112], [1, 2], 1.0)])
+@pytest.mark.parametrize(("first", "second"), [(ONE, OTHER), (OTHER, ONE)])
+def test_of_two_callers_with_the_same_id_or_tokens_each_rewards_its_own_trajectory(
+    first: Made, second: Made, reward: Reward
+) -> None:
+    trainer = Trainer()
+    first.happens(trainer.reward_matcher)
+    second.happens(trainer.reward_matcher, started_at=5.0)
+    assert report_as("one", trainer, reward) == RewardReport(matched=1)
+    assert report_as("one", trainer, reward) == RewardReport(repeated=1)
+    rewards = {
+        made.owner: trainer.reward_matcher.group_rewards(made.record(at)) for made, at in ((first, 0.0), (second, 5.0))
+    }
+    assert {owner: each.by_index for owner, each in rewards.items()} == {"one": {0: (1.0, True)}, "other": {}}
+    assert report_as("other", trainer, reward) == RewardReport(matched=1)
+
+
+def test_a_caller_rewards_those_of_others_by_tokens_and_an_admin_by_an_id_that_is_not_ambiguous() -> None:
+    trainer = Trainer()
+    ONE.happens(trainer.reward_matcher)
+    assert report_as("judge", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])
+    assert report_as("judge", trainer, by_id("g:0", 1.0), is_admin=True) == RewardReport(matched=1)
+    OTHER.happens(trainer.reward_matcher)
+    assert report_as("judge", trainer, by_id("g:1", 1.0), is_admin=True) == RewardReport(0, 0, 1, [0])
+    assert report_as("judge", trainer, by_tokens([112], [3, 4, 5], 1.0)) == RewardReport(matched=1)
+    assert trainer.rewards.dataset.rewarded == 3
+
+
+def test_an_id_of_several_callers_is_forgotten_with_their_groups() -> None:
+    trainer = Trainer(kept=2)
+    for made in (ONE, OTHER, replace(TWO, group_id="h"), replace(TWO, group_id="i")):
+        made.happens(trainer.reward_matcher)
+    assert report_as("one", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])
+    groups = trainer.reward_matcher._groups
+    assert len(groups._owners) == len(groups._groups) == 2
 
 
 def test_the_fingerprint_depends_on_both_lists_and_their_order() -> None:

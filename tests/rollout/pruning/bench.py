@@ -129,7 +129,7 @@ class Bench:
 
     def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
         return self.pruner.score_state(
-            group_id, index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
+            (None, group_id), index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
         )
 
     def group(self, size: int = 8) -> tuple[list[Assessment], int]:
@@ -141,12 +141,12 @@ class Bench:
             assessment = self.scored(name, index, hidden)
             assessments.append(assessment)
             if self.rng.random() < assessment.survival:
-                self.pruner.record_kept(name, index, assessment.survival)
+                self.pruner.record_kept((None, name), index, assessment.survival)
                 kept.append((index, target))
             else:
-                self.pruner.record_dropped(name, index)
+                self.pruner.record_dropped((None, name), index)
         for index, target in kept:
-            self.pruner.learn_reward(name, index, target, target > 0)
+            self.pruner.learn_reward((None, name), index, target, target > 0)
         self.pruner.record_rewarded_group()
         return assessments, len(kept)
 

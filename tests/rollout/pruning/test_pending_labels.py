@@ -17,10 +17,12 @@ def test_hidden_states_are_stored_at_half_precision_if_their_values_fit() -> Non
 def test_memory_is_bounded_and_released() -> None:
     point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
     pending = PendingLabels(10_000)
-    dropped = sum(pending.add(f"g{i}", 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50))
+    dropped = sum(
+        pending.add((None, f"g{i}"), 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50)
+    )
     assert (len(pending), dropped) == (14, 36)
     for i in range(50):
-        pending.pop(f"g{i}", 0)
+        pending.pop((None, f"g{i}"), 0)
     assert pending._bytes == len(pending) == 0
-    assert pending.add("large", 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
-    assert pending.find("large", 0) is not None
+    assert pending.add((None, "large"), 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
+    assert pending.find((None, "large"), 0) is not None

@@ -55,7 +55,7 @@ async def test_a_rule_of_its_own_group_decides_by_the_calibrated_quality() -> No
     rule = GroupRoulette(Roulette(), PromptForecast(pass_rate=0.9))
     for index, (hidden, _) in enumerate(bench.task.trajectories(8)):
         q, survival = astuple(
-            bench.pruner.score_state("g", index, HiddenState(10, hidden.astype(np.float32)), (), rule)
+            bench.pruner.score_state((None, "g"), index, HiddenState(10, hidden.astype(np.float32)), (), rule)
         )
         value = (q * 0.01 + (1 - q) * 0.81) / 0.09
         assert survival == pytest.approx(min(1.0, max(0.1, math.sqrt(value))))
@@ -66,8 +66,8 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
     hidden = np.ones(WIDTH)
     for tokens, survival in ((10, 0.5), (20, 0.125)):
         bench.scored("g", 0, hidden, tokens)
-        bench.pruner.record_kept("g", 0, survival)
-    bench.pruner.learn_reward("g", 0, 1.0, True)
+        bench.pruner.record_kept((None, "g"), 0, survival)
+    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
     assert bench.head._replay._survivals[:2].tolist() == [0.125, 0.125]
     assert bench.counter.counts["labels"] == 1
 
@@ -77,13 +77,13 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     hidden = np.ones(WIDTH)
     for index in range(3):
         bench.scored("g", index, hidden)
-        bench.pruner.record_kept("g", index, 0.5)
+        bench.pruner.record_kept((None, "g"), index, 0.5)
     record = create_record("darts+arrol", *[(20, 0.5)] * 4)
     places = (SelectedAs.SHORT, SelectedAs.LONG, None, SelectedAs.LONG)
     candidates = [replace(c, selected_as=place) for c, place in zip(record.candidates, places, strict=True)]
     bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
     for index in range(4):
-        bench.pruner.learn_reward("g", index, 1.0, True)
+        bench.pruner.learn_reward((None, "g"), index, 1.0, True)
     assert bench.head._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
 
 
@@ -115,7 +115,7 @@ def is_logged(caplog: pytest.LogCaptureFixture, status: PruningStatus) -> bool:
 async def test_no_head_is_created_before_a_trajectory_is_scored(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.pruner.group_ended(create_record("uniform"))
-    bench.pruner.learn_reward("g", 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
     bench.pruner.record_rewarded_group()
     assert bench.pruner.status.value == "unused"
     assert bench.heads == []
@@ -131,7 +131,7 @@ async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixtu
     bench = Bench()
     for number, (hidden, _) in enumerate(SyntheticTask().trajectories(300)):
         assert bench.scored(f"g{number}", 0, hidden) == Assessment(0.5, 1.0)
-        bench.pruner.record_kept(f"g{number}", 0, 1.0)
+        bench.pruner.record_kept((None, f"g{number}"), 0, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
     assert is_logged(caplog, PruningStatus.NO_LABELS)
     assert caplog.text.count("pruning by quality") == 1, "logged once, not for each trajectory"
@@ -174,8 +174,8 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
     assessment = bench.scored("bad", 0, hidden)
     assert assessment.survival == 1.0
     assert 0 < assessment.quality < 1
-    bench.pruner.record_kept("bad", 0, 1.0)
-    bench.pruner.learn_reward("bad", 0, 1.0, True)
+    bench.pruner.record_kept((None, "bad"), 0, 1.0)
+    bench.pruner.learn_reward((None, "bad"), 0, 1.0, True)
     assert bench.counter.counts["labels"] == labels
     assert bench.counter.counts["unusable"] == 1
     assert bench.pruner.status is PruningStatus.READY
@@ -204,9 +204,9 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.uses_hidden_states
     bench.width = None
     assert not bench.pruner.uses_hidden_states
-    assert bench.pruner.score_logprobs("l", 0, (-0.5,) * 10, bench.pruning) == Assessment(0.5, 1.0)
+    assert bench.pruner.score_logprobs((None, "l"), 0, (-0.5,) * 10, bench.pruning) == Assessment(0.5, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
-    bench.pruner.learn_reward("l", 0, 1.0, True)
+    bench.pruner.learn_reward((None, "l"), 0, 1.0, True)
     assert bench.pruner.status is PruningStatus.COLD
 
 
@@ -221,9 +221,9 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKi
     for number in range(600):
         right = rng.random() < 0.5
         logprobs = tuple((-rng.random(12) * (0.2 if right else 1.0)).tolist())
-        given.append((bench.pruner.score_logprobs("g", number, logprobs, bench.pruning), right))
-        bench.pruner.record_kept("g", number, 1.0)
-        bench.pruner.learn_reward("g", number, float(right), right)
+        given.append((bench.pruner.score_logprobs((None, "g"), number, logprobs, bench.pruning), right))
+        bench.pruner.record_kept((None, "g"), number, 1.0)
+        bench.pruner.learn_reward((None, "g"), number, float(right), right)
         bench.version = number // 100
         bench.pruner.record_rewarded_group()
     assert bench.heads == []
@@ -238,7 +238,7 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKi
 @pytest.mark.parametrize("logprobs", [(), (math.nan,), (-math.inf, -1.0)])
 async def test_log_probs_that_are_not_finite_are_counted(logprobs: tuple[float, ...]) -> None:
     bench = Bench(replace(FAST, kind=ScoreKind.LOGPROB))
-    assert bench.pruner.score_logprobs("g", 0, logprobs, bench.pruning) == Assessment(0.5, 1.0)
+    assert bench.pruner.score_logprobs((None, "g"), 0, logprobs, bench.pruning) == Assessment(0.5, 1.0)
     assert bench.counter.counts == {"unusable": 1}
 
 
@@ -253,8 +253,8 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
     for index in range(600):  # the states carry no information, the lowest log-prob carries all
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
-        bench.pruner.score_state("g", index, blank, logprobs, Pruning())
-        bench.pruner.learn_reward("g", index, float(right), right)
+        bench.pruner.score_state((None, "g"), index, blank, logprobs, Pruning())
+        bench.pruner.learn_reward((None, "g"), index, float(right), right)
     scores = bench.pruner.score_metrics()
     assert bench.head.width == WIDTH + 2
     assert scores.auc is not None
@@ -275,7 +275,7 @@ async def test_states_without_log_probs_are_not_scored_by_a_head_that_needs_both
 async def test_the_settings_decide_the_target_of_a_reward(scoring: ScoringSettings, target: float) -> None:
     bench = Bench(scoring)
     bench.scored("g", 0, np.ones(WIDTH), 512)
-    bench.pruner.learn_reward("g", 0, 0.75, True)
+    bench.pruner.learn_reward((None, "g"), 0, 0.75, True)
     assert bench.head._replay._targets[0] == target
 
 
@@ -301,20 +301,30 @@ async def test_pending_labels_beyond_the_memory_limit_are_dropped_and_counted() 
         bench.scored(f"g{number}", 0, np.ones(WIDTH))
     kept = len(bench.pruner._pending)
     assert bench.counter.counts["dropped"] == 100 - kept
-    bench.pruner.learn_reward("g0", 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g0"), 0, 1.0, True)
     assert "labels" not in bench.counter.counts
-    bench.pruner.learn_reward("g99", 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g99"), 0, 1.0, True)
     assert bench.counter.counts["labels"] == 1
 
 
 async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     bench = Bench()
     bench.scored("g", 0, np.zeros(WIDTH))
-    bench.pruner.record_kept("g", 0, 0.5)
+    bench.pruner.record_kept((None, "g"), 0, 0.5)
     bench.scored("g", 0, np.ones(WIDTH))
-    bench.pruner.learn_reward("g", 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
     assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.head._replay._survivals[0] == 1.0
+
+
+async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded() -> None:
+    bench = Bench()
+    for owner, value in (("one", 1.0), ("other", 2.0)):
+        hidden = np.full(WIDTH, value, np.float32)
+        bench.pruner.score_state((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
+    bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
+    assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
+    assert bench.counter.counts["labels"] == len(bench.pruner._pending) == 1
 
 
 async def test_missing_hidden_states_are_counted_for_policies_that_prune() -> None:
@@ -344,7 +354,7 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     restarted.pruner.start()
     assert restarted.pruner.status is PruningStatus.READY
     probed = HiddenState(10, np.full(WIDTH, 101.0, np.float32))
-    one, other = (b.pruner.score_state("x", 0, probed, (), Pruning()) for b in (bench, restarted))
+    one, other = (b.pruner.score_state((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
 
@@ -411,5 +421,8 @@ async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: py
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the saved quality head is not used" in caplog.text
     assert (
-        other.pruner.score_state("g", 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival == 1.0
+        other.pruner.score_state(
+            (None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()
+        ).survival
+        == 1.0
     )

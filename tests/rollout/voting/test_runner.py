@@ -19,6 +19,7 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import BUFFER, CalibrationStatus
 from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.records import GroupKey
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.run import GroupRun
@@ -57,17 +58,19 @@ class StateScorer:
         self.dropped: list[int] = []
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
     ) -> Assessment:
         return Assessment(float(probed.vector[0]), 0.1)
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
+    def score_logprobs(
+        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
+    ) -> Assessment:
         raise NotImplementedError
 
-    def record_kept(self, group_id: str, index: int, survival: float) -> None:
+    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         self.kept.append((index, survival))
 
-    def record_dropped(self, group_id: str, index: int) -> None:
+    def record_dropped(self, group: GroupKey, index: int) -> None:
         self.dropped.append(index)
 
 
@@ -290,8 +293,8 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
     confidence = Confidence(documents)
 
     def learn() -> None:
-        confidence.remember("vote", {0: dict.fromkeys(KINDS, 0.5)})
-        confidence.learn_reward("vote", 0, 1.0, True)
+        confidence.remember((None, "vote"), {0: dict.fromkeys(KINDS, 0.5)})
+        confidence.learn_reward((None, "vote"), 0, 1.0, True)
 
     def labels() -> list[int]:
         return [len(confidence._points[kind].calibrator.state.labels) for kind in KINDS]
@@ -314,8 +317,8 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     election = Election(*voters("a-"), documents=documents)
     result = await election.run(create_vote(2, sampling={"logprobs": True}))
     for index in (0, 1, 7):
-        election.confidence.learn_reward(result.vote_id, index, 1.0, True)
-    election.confidence.learn_reward("unknown", 0, 1.0, True)
+        election.confidence.learn_reward((None, result.vote_id), index, 1.0, True)
+    election.confidence.learn_reward((None, "unknown"), 0, 1.0, True)
     assert [election.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
     election.confidence._save_soon.run_pending()
     [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
@@ -326,8 +329,8 @@ async def test_a_full_buffer_of_labels_survives_a_restart() -> None:
     with Store() as store:
         confidence, rng = Confidence(store), Random(0)
         for number in range(BUFFER):
-            confidence.remember("vote", {number: {kind: rng.random() for kind in KINDS}})
-            confidence.learn_reward("vote", number, 1.0, True)
+            confidence.remember((None, "vote"), {number: {kind: rng.random() for kind in KINDS}})
+            confidence.learn_reward((None, "vote"), number, 1.0, True)
         confidence._save_soon.run_pending()
         for kind in KINDS:
             assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
@@ -336,8 +339,8 @@ async def test_a_full_buffer_of_labels_survives_a_restart() -> None:
 async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     confidence = Confidence(store)
-    confidence.remember("vote", {0: {"logprob": 0.5}})
-    confidence.learn_reward("vote", 0, 1.0, True)
+    confidence.remember((None, "vote"), {0: {"logprob": 0.5}})
+    confidence.learn_reward((None, "vote"), 0, 1.0, True)
     store.close()
     confidence._save_soon.run_pending()
     assert "was not saved" in caplog.text
@@ -348,9 +351,9 @@ async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture
 async def test_scores_of_the_newest_votes_are_remembered() -> None:
     confidence = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
-        confidence.remember(name, {0: {"logprob": 0.5}})
-        confidence.learn_reward(name, 0, 1.0, True)
-    confidence.learn_reward("old", 0, 1.0, True)
+        confidence.remember((None, name), {0: {"logprob": 0.5}})
+        confidence.learn_reward((None, name), 0, 1.0, True)
+    confidence.learn_reward((None, "old"), 0, 1.0, True)
     assert len(confidence._points["logprob"].calibrator.state.labels) == 2
 
 
