@@ -16,6 +16,7 @@ from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.steps import StepListener, Steps
+from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
 
@@ -55,6 +56,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     fingerprint = fingerprint_of(config)
     steps = Steps()
+    limit_checks()
     llm = ShapingLLM.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,
