@@ -21,7 +21,6 @@ import msgspec
 import xgrammar  # noqa: F401  # vLLM would import it during the first check
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance, backend_outlines, backend_xgrammar
 
 from darts_server.exceptions import InvalidRequest, Overloaded
@@ -36,13 +35,16 @@ MAX_BRACKETS = 256
 """Brackets in each other, in a pattern, regular expression or grammar. xgrammar's stack has room for some 20,000."""
 CHECK_SECONDS = 0.5
 """For which the event loop waits for a check: usual ones take a few milliseconds, and the worst that fit a minute."""
-KEPT_VERDICTS = 256
+KEPT_VERDICTS = 64
+"""All requests of a training run have one schema or a few."""
 BRACKET = re.compile(r"[(\[{)\]}]")
 
 Validate = Callable[..., None]
 """Checks sampling parameters for one of vLLM's backends. May replace ``choice`` by a ``grammar``."""
+Converted = tuple[list[str] | None, str | None]
+"""These two."""
 
-_verdicts: OrderedDict[tuple[str, bytes], Future[StructuredOutputsParams]] = OrderedDict()
+_verdicts: OrderedDict[tuple[str, bytes], Future[Converted]] = OrderedDict()
 """By the name of the check and a digest of what was checked, the last used ones."""
 
 
@@ -65,14 +67,13 @@ def _limited(validate: Validate) -> Validate:
         if outputs._backend == "auto" and validate.__module__ == backend_outlines.__name__:
             # vLLM's last choice. Its memory doubles with each nested array, and its time is cubic in the properties.
             raise VLLMValidationError("neither xgrammar nor guidance supports this schema; simplify it")
-        checked = _verdict(validate, params, args, more)
-        outputs.choice, outputs.grammar = checked.choice, checked.grammar
+        outputs.choice, outputs.grammar = _verdict(validate, params, args, more)
 
     return check
 
 
-def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -> StructuredOutputsParams:
-    """Return what a check has made of the structured outputs, now or earlier, or raise what it has raised.
+def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -> Converted:
+    """Return what a check has made of structured outputs, now or earlier, or raise what it has raised.
 
     In a thread, where xgrammar lets the event loop go on. One that takes too long can be waited for, but not ended: no
     other begins before it is over, and then its verdict is there.
@@ -85,12 +86,14 @@ def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
     key = validate.__name__, sha256(encoded).digest()
-    if (verdict := _verdicts.get(key)) is None:
+    verdict = _verdicts.get(key)
+    if verdict is None:
         if len(encoded) > MAX_SAMPLING_BYTES:
             raise too_large(FIELD, len(encoded))
         check_depth(content)
-        if not all(other.done() for other in list(_verdicts.values())):
-            raise Overloaded("another schema or grammar is still being checked; send this one again", RETRY_SECONDS)
+    if (verdict is None or not verdict.done()) and not all(each.done() for each in list(_verdicts.values())):
+        raise Overloaded("a schema or grammar is still being checked; send this one again", RETRY_SECONDS)
+    if verdict is None:
         verdict = _verdicts[key] = Future()
         trial = copy(params)
         trial.structured_outputs = copy(outputs)
@@ -111,16 +114,14 @@ def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -
     return verdict.result()
 
 
-def _run(
-    verdict: Future[StructuredOutputsParams], validate: Validate, trial: SamplingParams, args: Any, more: Any
-) -> None:
+def _run(verdict: Future[Converted], validate: Validate, trial: SamplingParams, args: Any, more: Any) -> None:
+    assert trial.structured_outputs is not None
     try:
         validate(trial, *args, **more)
+        verdict.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))
     except Exception as error:
+        error.__cause__ = error.__context__ = None  # their frames would keep the whole request
         verdict.set_exception(error)
-    else:
-        assert trial.structured_outputs is not None
-        verdict.set_result(trial.structured_outputs)
 
 
 def too_large(field: str, size: int) -> InvalidRequest:
