@@ -17,6 +17,7 @@ from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.steps import StepListener, Steps
+from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
 
@@ -57,6 +58,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
     refuse_speculation(config.speculative_config)  # a model may bring its own
     fingerprint = fingerprint_of(config)
     steps = Steps()
+    limit_checks()
     llm = ShapingLLM.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,

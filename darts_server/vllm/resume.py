@@ -23,6 +23,7 @@ RESUMABLE = frozenset(
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
         *("logprobs", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         *("output_kind", "extra_args", "skip_clone", "skip_reading_prefix_cache"),
+        "output_text_buffer_length",  # vLLM sets it to the length of the longest stop string
     }
 )
 """Sampling parameters under which the next token depends on the tokens so far, whichever of them were in the prompt.

@@ -85,7 +85,7 @@ class SamplingReader:
         }
 
     def _check_logprobs(self, params: SamplingParams) -> None:
-        if self._logprobs_mode == PROCESSED_LOGPROBS or (params.logprobs is None and not params.logprob_token_ids):
+        if self._logprobs_mode == PROCESSED_LOGPROBS or params.logprobs is None:
             return
         if self._logprobs_mode != RAW_LOGPROBS:
             raise InvalidRequest(

@@ -2,7 +2,7 @@
 
 The thread of vLLM's engine that receives requests ends at the first one that it cannot decode, and the engine's process
 at the first token id that its model does not have. So every request is encoded and decoded here once, as on its way to
-the engine.
+the engine. What the engine keeps for each candidate is limited in size.
 """
 
 from copy import copy
@@ -16,11 +16,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.platform import reject_fatal_params
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import split_place
+from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
 """Options of ``generate()`` that vLLM may refuse."""
@@ -40,9 +41,16 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
     """
     reject_fatal_params(config, request.params)
+    if request.params.logprob_token_ids is not None:
+        raise InvalidRequest(
+            "logprob_token_ids",
+            "vLLM applies it to all requests that run at the same time, so that those of others would lose the "
+            "log-probs of their likeliest tokens; leave it out, and use logprobs",
+        )
     _check_seed(request.params, request.params.n)
     _check_tokens(_token_ids(request.prompt), config.model_config.get_vocab_size())
     _check_decodable(request)
+    _check_size(request.params)
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
@@ -61,6 +69,8 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         return
     try:
         _process(llm, request, request.params)
+    except DartsError:
+        raise
     except Exception as error:
         if _fails_by_grammar(llm, request):
             raise InvalidRequest("structured_outputs", str(error)) from error
@@ -142,6 +152,15 @@ def _check_decodable(request: PromptRequest) -> None:
         raise InvalidRequest(_field_at(field), text) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
+
+
+def _check_size(params: SamplingParams) -> None:
+    def size(value: object) -> int:
+        return sum(map(len, _codec()[0].encode(value)))
+
+    if (whole := size(params)) > MAX_SAMPLING_BYTES:
+        values = msgspec.structs.asdict(params)
+        raise too_large(max(values, key=lambda name: size(values[name])), whole)
 
 
 @cache

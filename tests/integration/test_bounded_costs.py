@@ -27,6 +27,15 @@ WRONG_IDS = b"[" + b",".join([b"1.5"] * 1_000_000) + b"]"
 UNKNOWN_FIELDS = b",".join(b'"k%d":1' % i for i in range(700_000))
 EXPLODING = "(.)(?:(?:.?){999}(?:.?){999}(?:.?){999}(?:.?){999}~)?"
 """RE2 takes two seconds to find all matches in 250 characters."""
+PARENTHESES: Any = {"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}
+"""xgrammar ends the process by a stack overflow."""
+ARRAYS: Any = {"type": "string"}
+"""xgrammar takes six seconds."""
+for _ in range(450):
+    ARRAYS = {"type": "array", "items": ARRAYS}
+LONG: Any = {"type": "object", "properties": {f"a{i}": {"type": "string", "pattern": "^.{1,3000}$"} for i in range(2)}}
+"""xgrammar takes ten seconds."""
+MESSAGES = [{"role": "user", "content": EASY}]
 
 
 @contextmanager
@@ -180,3 +189,104 @@ def test_a_pattern_that_takes_too_long_ends_its_vote_alone(server: Server) -> No
         fast = post(server, "vote", json.dumps(vote | {"pattern": "(.)"}).encode())
         assert (fast.status_code, fast.json()["answer"] is not None) == (200, True), fast.text
     wait_idle(server)
+
+
+def constrained(schema: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Requests on all routes that take a schema."""
+    sampling = {"structured_outputs": {"json": json.dumps(schema)}}
+    named: Any = {"type": "json_schema", "name": "any", "schema": schema}
+    chat = {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": named}}
+    return [
+        ("/v1/completions", {"prompt": EASY, "structured_outputs": {"json": schema}}),
+        ("/v1/completions", {"prompt": EASY, "n": 4} | sampling),
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat | {"n": 4}),
+        ("/v1/chat/completions/batch", chat | {"messages": [MESSAGES]}),
+        ("/v1/responses", {"input": EASY, "text": {"format": named}}),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": sampling}),
+        ("/darts/v1/rollouts", {"prompts": [{"text": EASY}], "group_size": 4, "sampling": sampling}),
+        ("/darts/v1/vote", {"prompt": EASY, "n": 4, "pattern": "(.)", "sampling": sampling}),
+    ]
+
+
+def send(server: Server, route: str, body: dict[str, Any]) -> httpx.Response:
+    ours = route.startswith("/darts/")
+    content = json.dumps(body if ours else body | {"model": "tiny"})
+    return httpx.post(f"{server.url}{route}", content=content, headers=JSON, timeout=240)
+
+
+@pytest.mark.parametrize("schema", [PARENTHESES, ARRAYS], ids=["parentheses", "arrays"])
+def test_a_schema_that_is_too_deep_is_refused_before_vllm_checks_it(server: Server, schema: Any) -> None:
+    with served_meanwhile(server):
+        for route, body in constrained(schema):
+            answer = send(server, route, body)
+            assert answer.status_code == 400, (route, answer.text)
+            assert "structured_outputs" in answer.json()["error"]["message"], (route, answer.text)
+            assert "in each other; flatten it" in answer.json()["error"]["message"], (route, answer.text)
+
+
+def test_others_are_served_while_a_schema_is_checked_for_long(server: Server) -> None:
+    with served_meanwhile(server):
+        for route, body in constrained(LONG):
+            answer = send(server, route, body)
+            assert answer.status_code == 429, (route, answer.text)
+            assert "to check; simplify it" in answer.text or "still being checked" in answer.text, (route, answer.text)
+            assert int(answer.headers["Retry-After"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", ["a" * 1_000_000]),
+        ("stop_token_ids", list(range(30_000))),
+        ("bad_words", [f"b{i}" for i in range(15_000)]),
+    ],
+)
+def test_what_the_engine_keeps_for_each_candidate_is_limited(server: Server, name: str, value: Any) -> None:
+    before = server.metric("darts_candidates_started_total")
+    sampling = {name: value}
+    for route, body in (
+        ("/v1/completions", {"prompt": EASY, "n": 4} | sampling),
+        ("/v1/completions", {"prompt": EASY} | sampling),
+        ("/v1/chat/completions", {"messages": MESSAGES} | sampling),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": sampling}),
+        ("/darts/v1/rollouts", {"prompts": [{"text": EASY}], "group_size": 1000, "sampling": sampling}),
+        ("/darts/v1/vote", {"prompt": EASY, "n": 4, "pattern": "(.)", "sampling": sampling}),
+    ):
+        answer = send(server, route, body)
+        assert answer.status_code == 400, (route, answer.text)
+        error = answer.json()["error"]
+        assert error["param"].removeprefix("sampling.") == name
+        assert "at most 65536 bytes together with all other sampling parameters" in error["message"]
+    assert server.metric("darts_candidates_started_total") == before
+
+
+def test_batches_that_are_kept_keep_no_more_of_their_sampling_parameters(server: Server) -> None:
+    process = psutil.Process(server.process.pid)
+
+    def keep(key: str, size: int) -> int:
+        sampling = {"stop": ["b" * size], "max_tokens": 1}
+        body = {"prompts": [{"text": EASY}], "group_size": 1, "sampling": sampling}
+        headers = {"Idempotency-Key": f"sampling {key}"}
+        return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, headers=headers, timeout=240).status_code
+
+    assert keep("usual", 60_000) == 200
+    before = process.memory_info().rss
+    assert [keep(str(number), 20_000_000) for number in range(4)] == [400] * 4
+    assert [keep(f"largest {number}", 60_000) for number in range(16)] == [200] * 16
+    assert process.memory_info().rss - before < 100 << 20
+
+
+def test_no_caller_can_take_log_probs_from_others(server: Server) -> None:
+    token_ids = {"logprob_token_ids": [1]}
+    for route, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True} | token_ids),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "stream": True} | token_ids),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": token_ids}),
+        ("/generative_scoring", {"query": EASY, "items": ["1"], "label_token_ids": [1, 2]}),
+        ("/darts/v1/rollouts", {"prompts": [{"text": EASY}], "group_size": 4, "sampling": token_ids}),
+        ("/darts/v1/vote", {"prompt": EASY, "n": 4, "pattern": "(.)", "sampling": token_ids}),
+    ):
+        answer = send(server, route, body)
+        assert answer.status_code == 400, (route, answer.text)
+        assert "logprob_token_ids: vLLM applies it to all requests" in answer.json()["error"]["message"], route

@@ -430,6 +430,8 @@ async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
             start = rng.randrange(len(text))
             params["stop"] = [text[start : start + length]]
         request = PromptRequest(prompt, final_only(**params), f"uncut-{number}")
+        if params["logprobs"] < 2:
+            adapter.check_resumable(request)
         whole = await run(request)
         uncut = whole.outputs[0]
         tokens = list(uncut.token_ids)

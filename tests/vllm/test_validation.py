@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -12,6 +13,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import SamplingReader
+from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES
 from darts_server.vllm.validation import MAX_SEED, MIN_SEED, check_request
 
 SIZE = 64
@@ -65,6 +67,31 @@ def test_a_usual_request_passes() -> None:
 )
 def test_a_parameter_that_the_engine_cannot_decode_is_named(name: str, value: Any) -> None:
     assert refused(request(params=changed(**{name: value}))).partition("[")[0] == name
+
+
+@pytest.mark.parametrize("values", [{"logprob_token_ids": [1]}, {"logprob_token_ids": [], "logprobs": 1}])
+def test_a_parameter_that_changes_the_log_probs_of_others_is_refused(values: dict[str, Any]) -> None:
+    assert refused(request(params=changed(**values))) == "logprob_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", ["a" * MAX_SAMPLING_BYTES]),
+        ("stop_token_ids", list(range(MAX_SAMPLING_BYTES))),
+        ("bad_words", ["abc"] * MAX_SAMPLING_BYTES),
+        ("logit_bias", dict.fromkeys(range(MAX_SAMPLING_BYTES), 1.0)),
+        ("allowed_token_ids", list(range(MAX_SAMPLING_BYTES))),
+        ("extra_args", {"any": "a" * MAX_SAMPLING_BYTES}),
+        ("structured_outputs", StructuredOutputsParams(regex="a" * MAX_SAMPLING_BYTES)),
+    ],
+)
+def test_parameters_are_limited_in_size_and_the_largest_is_named(name: str, value: Any) -> None:
+    assert refused(request(params=changed(**{name: value}))) == name
+
+
+def test_a_long_prompt_is_no_sampling_parameter() -> None:
+    check_request(CONFIG, request({"type": "token", "prompt_token_ids": [5] * MAX_SAMPLING_BYTES}))
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ LEANED_ON = {
         "SamplingParams": "clone detokenize extra_args from_optional logprobs max_tokens n output_kind prompt_logprobs "
         "seed skip_clone structured_outputs",
         "RepetitionDetectionParams": "",
-        "StructuredOutputsParams": "",
+        "StructuredOutputsParams": "_backend choice grammar json structural_tag",
     },
     "vllm.tokenizers": {"TokenizerLike": ""},
     "vllm.tokenizers.detokenizer_utils": {"convert_ids_list_to_tokens": ""},
@@ -176,6 +176,9 @@ LEANED_ON = {
     },
     "vllm.v1.outputs": {"LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks"},
     "vllm.v1.serial_utils": {"MsgpackDecoder": "dec_hook decode ext_hook", "MsgpackEncoder": "encode"},
+    "vllm.v1.structured_output.backend_guidance": {"validate_guidance_grammar": ""},
+    "vllm.v1.structured_output.backend_outlines": {"validate_structured_output_request_outlines": ""},
+    "vllm.v1.structured_output.backend_xgrammar": {"validate_xgrammar_grammar": ""},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
     "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
     "vllm.v1.worker.gpu.input_batch": {

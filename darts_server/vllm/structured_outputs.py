@@ -1,0 +1,170 @@
+"""Limit what checking a schema, grammar or regular expression of a request may cost, and check each once.
+
+vLLM checks them in this process, for each prompt and candidate again, by libraries without limits of their own: 30,000
+nested parentheses end the process by a stack overflow in xgrammar, whose time grows with the cube of a schema's depth.
+Here what is too large or too deep is refused before a library sees it, and the others' verdicts are kept.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import fields
+from functools import wraps
+from hashlib import sha256
+from threading import Thread
+from typing import Any
+
+import msgspec
+import xgrammar  # noqa: F401  # vLLM would import it during the first check
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.structured_output import backend_guidance, backend_outlines, backend_xgrammar
+
+from darts_server.exceptions import InvalidRequest, Overloaded
+from darts_server.serving.admission import RETRY_SECONDS
+
+FIELD = "structured_outputs"
+MAX_SAMPLING_BYTES = 64 * 1024
+"""Of sampling parameters, as the engine gets them with each candidate: it may have 65,000 of them."""
+MAX_DEPTH = 64
+"""Objects and arrays in each other, in a schema. The most of such schemas that fit take xgrammar half a second."""
+MAX_BRACKETS = 256
+"""Brackets in each other, in a pattern, regular expression or grammar. xgrammar's stack has room for some 20,000."""
+CHECK_SECONDS = 0.5
+"""For which the event loop waits for a check: usual ones take a few milliseconds, and the worst that fit a minute."""
+KEPT_VERDICTS = 64
+"""All requests of a training run have one schema or a few."""
+BRACKET = re.compile(r"[(\[{)\]}]")
+
+Validate = Callable[..., None]
+"""Checks sampling parameters for one of vLLM's backends. May replace ``choice`` by a ``grammar``."""
+Converted = tuple[list[str] | None, str | None]
+"""These two."""
+
+_verdicts: OrderedDict[tuple[str, bytes], Future[Converted]] = OrderedDict()
+"""By the name of the check and a digest of what was checked, the last used ones."""
+
+
+def limit_checks() -> None:
+    """Limit the checks of vLLM's backends, which it imports again for each request. Harmless if they are already."""
+    for module, name in (
+        (backend_xgrammar, "validate_xgrammar_grammar"),
+        (backend_guidance, "validate_guidance_grammar"),
+        (backend_outlines, "validate_structured_output_request_outlines"),
+    ):
+        if not hasattr(validate := getattr(module, name), "__wrapped__"):
+            setattr(module, name, _limited(validate))
+
+
+def _limited(validate: Validate) -> Validate:
+    @wraps(validate)
+    def check(params: SamplingParams, *args: Any, **more: Any) -> None:
+        if (outputs := params.structured_outputs) is None:
+            return
+        if outputs._backend == "auto" and validate.__module__ == backend_outlines.__name__:
+            # vLLM's last choice. Its memory doubles with each nested array, and its time is cubic in the properties.
+            raise VLLMValidationError("neither xgrammar nor guidance supports this schema; simplify it")
+        outputs.choice, outputs.grammar = _verdict(validate, params, args, more)
+
+    return check
+
+
+def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -> Converted:
+    """Return what a check has made of structured outputs, now or earlier, or raise what it has raised.
+
+    In a thread, where xgrammar lets the event loop go on. One that takes too long can be waited for, but not ended: no
+    other begins before it is over, and then its verdict is there.
+    """
+    outputs = params.structured_outputs
+    assert outputs is not None
+    content = {field.name: getattr(outputs, field.name) for field in fields(outputs) if field.init}
+    try:
+        encoded = msgspec.msgpack.encode(content)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
+    key = validate.__name__, sha256(encoded).digest()
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        if len(encoded) > MAX_SAMPLING_BYTES:
+            raise too_large(FIELD, len(encoded))
+        check_depth(content)
+    if (verdict is None or not verdict.done()) and not all(each.done() for each in list(_verdicts.values())):
+        raise Overloaded("a schema or grammar is still being checked; send this one again", RETRY_SECONDS)
+    if verdict is None:
+        verdict = _verdicts[key] = Future()
+        trial = copy(params)
+        trial.structured_outputs = copy(outputs)
+        Thread(target=_run, args=(verdict, validate, trial, args, more), daemon=True).start()
+        if len(_verdicts) > KEPT_VERDICTS:
+            _verdicts.popitem(last=False)
+    _verdicts.move_to_end(key)
+    try:
+        failure = verdict.exception(CHECK_SECONDS)
+    except TimeoutError:
+        raise Overloaded(
+            f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it, or send it again "
+            "when it has been checked",
+            RETRY_SECONDS,
+        ) from None
+    if failure is not None:
+        raise failure.with_traceback(None)  # or it would keep all requests that it refuses
+    return verdict.result()
+
+
+def _run(verdict: Future[Converted], validate: Validate, trial: SamplingParams, args: Any, more: Any) -> None:
+    assert trial.structured_outputs is not None
+    try:
+        validate(trial, *args, **more)
+        verdict.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))
+    except Exception as error:
+        error.__cause__ = error.__context__ = None  # their frames would keep the whole request
+        verdict.set_exception(error)
+
+
+def too_large(field: str, size: int) -> InvalidRequest:
+    """Return the error for sampling parameters of so many bytes, of which ``field`` has the most."""
+    return InvalidRequest(
+        field,
+        f"must have at most {MAX_SAMPLING_BYTES} bytes together with all other sampling parameters, since the engine "
+        f"keeps them for each candidate; got {size}",
+    )
+
+
+def check_depth(content: Mapping[str, Any]) -> None:
+    """Check the fields of structured outputs.
+
+    Raises:
+        InvalidRequest
+    """
+    for name, value in content.items():
+        if name in ("json", "structural_tag") and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except RecursionError:
+                raise _too_deep(name, f"{MAX_DEPTH} objects and arrays") from None
+            except ValueError:
+                pass  # vLLM says what is wrong with it
+        _check_part(name, value, 0)
+
+
+def _check_part(name: str, value: object, depth: int) -> None:
+    if isinstance(value, str):
+        nested = 0
+        for bracket in BRACKET.findall(value):
+            nested = nested + 1 if bracket in "([{" else max(0, nested - 1)
+            if nested > MAX_BRACKETS:
+                raise _too_deep(name, f"{MAX_BRACKETS} brackets")
+    elif isinstance(value, Mapping | list | tuple):
+        if depth == MAX_DEPTH:
+            raise _too_deep(name, f"{MAX_DEPTH} objects and arrays")
+        for part in value:  # also the names of a mapping, some of which are patterns
+            _check_part(name, part, depth + 1)
+        for part in value.values() if isinstance(value, Mapping) else ():
+            _check_part(name, part, depth + 1)
+
+
+def _too_deep(name: str, most: str) -> InvalidRequest:
+    return InvalidRequest(f"{FIELD}.{name}", f"must have at most {most} in each other; flatten it")
