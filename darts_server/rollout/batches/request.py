@@ -97,8 +97,10 @@ def _check_deferrable(batch: BatchRequest) -> None:
 def _plan(batch: BatchRequest, planner: Planner) -> Plan:
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
+    # A group of one would otherwise be taken for a single request, of a group of --group-size.
+    options = RequestOptions(group_size=1) if batch.group_size == 1 else RequestOptions()
     try:
-        plan = planner.plan(batch.group_size, RequestOptions()) or Plan(OFF, UNSHAPED, batch.group_size)
+        plan = planner.plan(batch.group_size, options) or Plan(OFF, UNSHAPED, batch.group_size)
     except InvalidRequest as error:
         field = "group_size" if error.field in ("n", "group size") else error.field  # as vLLM's routes name it
         raise InvalidRequest(field, error.message) from error

@@ -14,7 +14,7 @@ from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.request import BatchRequest
+from darts_server.rollout.batches.request import BatchRequest, check_terms
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.plan import Limits, Planner
@@ -256,6 +256,13 @@ async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(
     caller.reset(token)
     assert any(chosen is not None and "no room" in chosen.reason for chosen in reasons)
     assert len(harness.recorder.cohorts) == harness.rollouts.allocator.auto.state(SIZE).batches == 5
+
+
+async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_requests_are_joined_to() -> None:
+    harness = Harness(lambda *_: Script(5))
+    planner = Planner(POLICIES, "shortest", Limits(64, group_size=8))
+    plan, _ = check_terms(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, Texts(), lambda _: planner)
+    assert (plan.policy, plan.size, plan.single) == ("off", 1, False)
 
 
 @pytest.mark.parametrize(
