@@ -21,7 +21,7 @@ from darts_server.http.dialects.controls import Controls
 from darts_server.http.resources import queues
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.resources.queue_models import encode_group
-from darts_server.http.routes import router
+from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.sites import Sites
@@ -322,6 +322,7 @@ def extend(
         )
     )
     application.include_router(page.routes())
+    serve_metrics_in_the_loop(application)
     dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.

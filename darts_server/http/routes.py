@@ -3,7 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.routing import Route
 
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
@@ -33,6 +35,8 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import caller
 from darts_server.weights.updates import Updates
+
+METRICS = "/metrics"
 
 
 def router(
@@ -92,3 +96,15 @@ def router(
     api.include_router(staged.routes(updates))
     api.include_router(monitor.routes(monitored))
     return api
+
+
+def serve_metrics_in_the_loop(application: FastAPI) -> None:
+    """Serve vLLM's ``/metrics`` in the event loop, not in a thread: our gauges read what the loop changes meanwhile."""
+    found = [each.endpoint for each in application.routes if isinstance(each, APIRoute) and each.path == METRICS]
+
+    async def metrics(request: Request) -> Response:
+        answer: Response = found[0](request)
+        return answer
+
+    if found:
+        application.routes.insert(0, Route(METRICS, metrics, include_in_schema=False))

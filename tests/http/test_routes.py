@@ -1,8 +1,13 @@
 from collections.abc import Iterator
+from threading import get_ident
 
 import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.testclient import TestClient
 
+from darts_server.http.routes import serve_metrics_in_the_loop
 from darts_server.http.shaping.group_id import HEADER
 from tests.http.serving import client
 
@@ -72,3 +77,25 @@ def test_with_keys_any_of_them_is_accepted(header: str | None, status: int) -> N
 def test_responses_of_shaped_requests_name_their_groups_and_others_do_not(opened: TestClient) -> None:
     assert opened.get("/shaped").headers[HEADER] == "cmpl-a"
     assert HEADER not in opened.get("/unshaped").headers
+
+
+def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:
+    registry = CollectorRegistry()
+    threads: list[int] = []
+
+    def read() -> float:
+        threads.append(get_ident())
+        return 1.0
+
+    Gauge("shown", "What the loop changes.", registry=registry).set_function(read)
+    application = FastAPI()
+    Instrumentator(registry=registry).expose(application)
+    serve_metrics_in_the_loop(application)
+
+    @application.get("/loop")
+    async def loop() -> int:
+        return get_ident()
+
+    with TestClient(application) as client:
+        assert "shown 1.0" in client.get("/metrics").text
+        assert threads == [client.get("/loop").json()]
