@@ -344,7 +344,8 @@ async def test_the_async_client_does_the_same(server: RunningServer) -> None:
 
 
 def test_a_stream_yields_a_group_of_each_prompt_and_those_that_failed(client: Client) -> None:
-    prompts = [PromptSpec(text, metadata={"place": i}) for i, text in enumerate(["20", "30", "broken", "25", "20", "40", "20"])]
+    texts = ["20", "30", "broken", "25", "20", "40", "20"]
+    prompts = [PromptSpec(text, metadata={"place": i}) for i, text in enumerate(texts)]
     groups = list(client.stream(iter(prompts), ahead=6, **SIZES))
     assert sorted(group.metadata["place"] for group in groups if group.metadata) == list(range(7))
     assert [group.metadata for group in groups if group.error is not None] == [{"place": 2}]
