@@ -3,7 +3,7 @@
     python -m benchmarks.answers
 
 CPU time of one group of 8 trajectories with log-probs, the least of several rounds, in which the forms take turns. A
-group event is what ``"stream": "groups"`` sends, and what the queue keeps. Reading makes the client's ``Group``.
+group event is what ``"stream": "groups"`` sends. Reading makes the client's ``Group``.
 """
 
 import argparse

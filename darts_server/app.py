@@ -18,9 +18,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
-from darts_server.http.resources import queues
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.resources.queue_models import encode_group
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -33,8 +31,6 @@ from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
     QualitySources,
-    QueueMetrics,
-    QueueSources,
     RolloutMetrics,
     RolloutSources,
     ServingMetrics,
@@ -58,9 +54,6 @@ from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
-from darts_server.rollout.queue.entries import EntryState
-from darts_server.rollout.queue.owners import QueueLimits
-from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting.answer_search import AnswerSearch
@@ -72,9 +65,9 @@ from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.store import Store
-from darts_server.store.transactions import QueueFile
+from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmQueue, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.pull import AllowedHosts
@@ -100,10 +93,10 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         check_listening(args.host, access, settings.allow_unauthenticated)
     with (
         Store(settings.state_dir, check=check_document) as store,
-        QueueFile(settings.state_dir) as queue_file,
+        CarriedFile(settings.state_dir) as carried_file,
         Staging(settings.weights_staging) as staging,
     ):
-        return server.run(args, lambda: _serve(settings, args, access, Stores(store, queue_file), staging))
+        return server.run(args, lambda: _serve(settings, args, access, Stores(store, carried_file), staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -135,10 +128,10 @@ def _access(settings: Settings, args: Namespace) -> Access:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What is kept on the disk: ``learned`` state, and the ``queue``."""
+    """What is kept on the disk: ``learned`` state, and prompts that are ``carried`` over."""
 
     learned: Store
-    queue: QueueFile
+    carried: CarriedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +143,6 @@ class Rooms:
     reward_matcher: RewardMatcher
     monitor: Monitor
     batches: VllmBatches
-    queue: VllmQueue
     votes: VllmVoteRunner
     aborter: VllmAborter
     updates: Updates
@@ -171,10 +163,9 @@ async def _serve(settings: Settings, args: Namespace, access: Access, stores: St
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
             closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
-            rooms.queue.open()
             rooms.batches.restore()
             try:
-                await server.serve(engine.llm, application, args, sock, [rooms.batches, rooms.queue], supervision)
+                await server.serve(engine.llm, application, args, sock, [rooms.batches], supervision)
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, supervision.lifecycle, lost)
@@ -232,7 +223,6 @@ def make_rooms(
     carry_limits = CarryLimits(
         settings.carried_prompts, settings.kept_bytes // 2, settings.carried_tokens, settings.max_staleness
     )
-    queue_store = stores.queue.open()
     batches: VllmBatches = BatchRegistry(
         rollouts,
         engine.renderer,
@@ -240,24 +230,9 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(queue_store, engine.fingerprint),
+        saved=SavedPrompts(stores.carried.open(), engine.fingerprint),
         has_initial_weights=lambda: updates.are_initial,
         may_call=access.may_call,
-    )
-    queue_sources = QueueSources(
-        count=lambda state: queue.meter.totals()[EntryState(state)],
-        age=lambda: queue.meter.age(),
-    )
-    queue: VllmQueue = PromptQueue(
-        rollouts,
-        engine.renderer,
-        control.new_planner,
-        queue_store,
-        encode_group,
-        QueueLimits(settings.queue_prompts, settings.queue_bytes // 2),
-        settings.max_staleness,
-        QueueMetrics(engine.model_name, queue_sources),
-        engine.source,
     )
     answer_search = AnswerSearch()
     closing.callback(answer_search.close)
@@ -266,12 +241,12 @@ def make_rooms(
     aborter: VllmAborter = TrajectoryAborter(rollouts, engine.renderer, provenance)
 
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-    update_observers = (WeightMetrics(engine.model_name), event_log, queue)
+    update_observers = (WeightMetrics(engine.model_name), event_log)
     hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
-        *(provenance, rollouts, reward_matcher, monitor, batches, queue, votes, aborter, updates, control),
+        *(provenance, rollouts, reward_matcher, monitor, batches, votes, aborter, updates, control),
         dialect_controls,
     )
 
@@ -312,7 +287,6 @@ def extend(
             store,
             rooms.control,
             rooms.batches,
-            queues.Queue(rooms.queue, settings.queue_lease_seconds),
             rooms.votes,
             rooms.aborter,
             rooms.reward_matcher,

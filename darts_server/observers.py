@@ -130,21 +130,3 @@ class PruningObserver:
 
     def pending_labels_dropped(self, count: int) -> None:
         """Called when ``count`` scored trajectories were dropped because memory is full, before they got a reward."""
-
-
-QUEUE_STATES = ("queued", "running", "ready", "leased")
-QUEUE_EVENTS = ("put", "handed_out", "acknowledged", "expired", "failed", "stale", "aborted", "dropped")
-QUEUE_ACTIVITIES = ("running", "waiting", "empty")
-
-
-class QueueObserver:
-    """Ignore what happens to the queue; subclasses override the methods that they need."""
-
-    def queue_events(self, event: str, count: int) -> None:
-        """Called when one of `QUEUE_EVENTS` has happened to ``count`` prompts or groups."""
-
-    def queue_active(self, activity: str, seconds: float) -> None:
-        """Called when the queue did one of `QUEUE_ACTIVITIES` for so long."""
-
-    def group_handed_out(self, staleness: int) -> None:
-        """Called for each group that is handed out. ``staleness``: weight versions since its first token."""

@@ -13,9 +13,9 @@ from faults.soak.run import soak
 from faults.soak.stack import Retention
 
 WALL = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "date.today"}
-ALLOWED = {"rollout/queue/queue.py", "vllm/traces.py", "weights/staged.py"}
+ALLOWED = {"vllm/traces.py", "weights/staged.py"}
 """Spans of traces have wall-clock timestamps, and so has the expiry of staged weights that callers see; nothing waits
-by them. Leases of the queue outlive a restart."""
+by them."""
 DAYS = 86400.0 * 400
 
 

@@ -20,7 +20,7 @@ from darts_server.rollout.batches.saved import KIND, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
-from darts_server.store.transactions import QueueFile
+from darts_server.store.transactions import CarriedFile
 from darts_server.types import PromptSpec
 from darts_server.weights.staging import Staging
 
@@ -48,27 +48,25 @@ def own_metrics() -> Iterator[None]:
 
 def new_engine() -> Any:
     llm, port = SimpleNamespace(gate=Gate()), ScriptedEngine(lambda *_: Script(1))
-    return SimpleNamespace(
-        llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
-    )
+    return SimpleNamespace(llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", fingerprint="of m")
 
 
 async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_next_one(tmp_path: Path) -> None:
-    with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
-        SavedPrompts(queue_file.open(), "of m").save([(None, CarriedPrompt(PromptSpec(text="a"), ("a", "a")))])
-        stores = app.Stores(store, queue_file)
+    with Store() as store, CarriedFile(tmp_path) as carried_file, Staging() as staging, ExitStack() as closing:
+        SavedPrompts(carried_file.open(), "of m").save([(None, CarriedPrompt(PromptSpec(text="a"), ("a", "a")))])
+        stores = app.Stores(store, carried_file)
         rooms = app.make_rooms(settings.load({}, None), new_engine(), Access(), stores, staging, [], closing)
         await rooms.batches.close()
-        assert len(list(queue_file.open().items(KIND))) == 1
+        assert len(list(carried_file.open().items(KIND))) == 1
         rooms.batches.restore()
-        assert (rooms.batches._carried.count(None), list(queue_file.open().items(KIND))) == (1, [])
+        assert (rooms.batches._carried.count(None), list(carried_file.open().items(KIND))) == (1, [])
 
 
 async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp_path: Path) -> None:
     engine = new_engine()
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
-    with Store() as store, QueueFile(tmp_path) as queue_file, Staging() as staging, ExitStack() as closing:
-        stores = app.Stores(store, queue_file)
+    with Store() as store, CarriedFile(tmp_path) as carried_file, Staging() as staging, ExitStack() as closing:
+        stores = app.Stores(store, carried_file)
         rooms = app.make_rooms(settings.load({}, None), engine, Access(), stores, staging, [], closing)
         rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
         has_group = []
@@ -76,7 +74,7 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp
             if is_updated:
                 rooms.updates._loaded.record(None)
             await rooms.batches.close()
-            [(_, saved)] = SavedPrompts(queue_file.open(), "of m").take(engine.port.weight_version)
+            [(_, saved)] = SavedPrompts(carried_file.open(), "of m").take(engine.port.weight_version)
             has_group.append(saved.group is not None)
     assert has_group == [True, False]
 
@@ -96,8 +94,8 @@ async def test_what_is_carried_over_for_a_key_goes_with_it(tmp_path: Path) -> No
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
     access = Access(Keys([], file))
-    with Store() as store, QueueFile() as queue_file, Staging() as staging, ExitStack() as closing:
-        stores = app.Stores(store, queue_file)
+    with Store() as store, CarriedFile() as carried_file, Staging() as staging, ExitStack() as closing:
+        stores = app.Stores(store, carried_file)
         rooms = app.make_rooms(settings.load({}, None), new_engine(), access, stores, staging, [], closing)
         owners = [access.keys.find(key) for key in (b"one", b"two")]
         for owner in owners:

@@ -42,7 +42,6 @@ from ._models import (
     Usage,
 )
 from ._prompts import Prompt, Prompts, PromptSpec, RolloutPrompt, RolloutPrompts
-from ._queue import JobRecord, QueuedGroup
 from ._records import (
     CandidateRecord,
     GroupRecord,
@@ -80,7 +79,6 @@ __all__ = [
     "Group",
     "GroupEvent",
     "GroupRecord",
-    "JobRecord",
     "LengthEstimate",
     "LoraRecord",
     "NotFound",
@@ -92,7 +90,6 @@ __all__ = [
     "PromptSpec",
     "Prompts",
     "ProtocolError",
-    "QueuedGroup",
     "Reward",
     "RewardCounts",
     "RolloutPrompt",

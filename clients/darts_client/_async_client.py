@@ -1,14 +1,16 @@
 """The client: one method for each thing that a trainer requests."""
 
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from math import ceil
 from typing import Any, Self, TypeVar
 
 import httpx
 
-from ._async_queue import AsyncQueueApi
 from ._async_resources import AsyncGroupsApi, AsyncPolicyApi, AsyncPromptsApi, AsyncStateApi, AsyncWeightsApi
 from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
@@ -17,7 +19,7 @@ from ._completions import completion_request, first_model, parse_groups, parse_m
 from ._io import AsyncLock, as_completed, async_sleep
 from ._models import AbortedTrajectory, Event, Group, WireModel, parse_response
 from ._progress import progress_bar
-from ._prompts import Chat, Prompts, RolloutPrompts, list_prompts
+from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts, list_prompts
 from ._requests import (
     API,
     HEALTH_TIMEOUT,
@@ -34,6 +36,8 @@ from ._stream import ROLLOUTS, BatchReader, completed_group, every_event
 from ._votes import Score, Vote, Weights, check_vote, vote_body
 
 ItemT = TypeVar("ItemT")
+STREAM_BATCHES = 4
+NOT_OF_A_STREAM = {"num_groups", "min_groups", "carry", "carried", "idempotency_key"}
 
 
 class _Cancelled(WireModel):
@@ -50,7 +54,7 @@ class AsyncClient:
     ```
 
     `groups`, `prompts`, `policy` and `state` read and change the server's records, settings and state, `weights` the
-    weights that it samples with. `queue` has prompts whose groups are generated ahead.
+    weights that it samples with.
 
     `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
     `timeout` is for responses that are not streamed, so it bounds the generation too; `connect_timeout` is for a
@@ -77,7 +81,6 @@ class AsyncClient:
         self.groups = AsyncGroupsApi(self._transport)
         self.prompts = AsyncPromptsApi(self._transport)
         self.policy = AsyncPolicyApi(self._transport)
-        self.queue = AsyncQueueApi(self._transport)
         self.state = AsyncStateApi(self._transport)
         self.weights = AsyncWeightsApi(self._transport)
 
@@ -314,19 +317,42 @@ class AsyncClient:
         )
         return self._start_batch(request, every_event, timeout, progress)
 
-    def stream(
+    async def stream(
         self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
     ) -> AsyncGenerator[Group]:
-        """Yield a group for each prompt as it is complete, while the server goes on with the next prompts.
+        """Yield a group for each prompt, while the server goes on with the next `ahead` prompts.
 
         ```python
         async with aclosing(client.stream(prompts, group_size=8, max_tokens=512)) as groups:
             async for group in groups: ...
         ```
 
-        `prompts` may be an iterator without an end. See `queue.stream`, whose arguments these are.
+        `prompts` may be an iterator without an end. They run as batches of a quarter of `ahead`, whose groups are
+        yielded as they are complete, those of an earlier batch first. A group that failed has an `error`. `options` are
+        those of `rollouts`, such as `policy`, `temperature` and vLLM's sampling parameters, but for those that leave
+        prompts to a later batch.
         """
-        return self.queue.stream(prompts, group_size=group_size, max_tokens=max_tokens, ahead=ahead, **options)
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead}")
+        if refused := sorted(options.keys() & NOT_OF_A_STREAM):
+            raise TypeError(f"a stream yields a group for every prompt of many batches: it has no {', '.join(refused)}")
+        left, size = iterate_prompts(prompts), ceil(ahead / STREAM_BATCHES)
+        batches: deque[AsyncRollouts[Group]] = deque()
+        try:
+            while True:
+                # The engine goes on with the later ones while the first waits for its slowest group, or for its reader.
+                while len(batches) < min(ahead, STREAM_BATCHES) and (some := list(islice(left, size))):
+                    batches.append(self.rollouts(some, group_size=group_size, max_tokens=max_tokens, **options))
+                    await batches[-1].start()
+                if not batches:
+                    return
+                async for group in batches[0]:
+                    yield group
+                for group in batches.popleft().failed:
+                    yield group
+        finally:
+            for batch in batches:
+                await batch.aclose()
 
     async def batch(
         self,

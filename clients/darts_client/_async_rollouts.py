@@ -73,7 +73,14 @@ class AsyncRollouts(Generic[ItemT]):
         return self
 
     async def __anext__(self) -> ItemT:
-        return await anext(self._items)
+        while (item := await anext(self._items)) is None:
+            pass
+        return item
+
+    async def start(self) -> Self:
+        """Start the batch, as the first item would, and return once the server has begun with it."""
+        await anext(self._items)
+        return self
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,24 +92,29 @@ class AsyncRollouts(Generic[ItemT]):
         """Cancel the batch if it still runs."""
         await self._items.aclose()
 
-    async def _read_items(self) -> AsyncGenerator[ItemT]:
+    async def _read_items(self) -> AsyncGenerator[ItemT | None]:
+        """Yield `None` once the batch has an id, then its items."""
         try:
             with self._bar:
                 async with aclosing(self._read_events()) as events:
                     async for event in events:
+                        if event is None:
+                            yield None
+                            continue
                         self._bar.update(event)
                         if (item := self._select(event)) is not None:
                             yield item
         finally:
             await self._cancel()
 
-    async def _read_events(self) -> AsyncGenerator[Event]:
+    async def _read_events(self) -> AsyncGenerator[Event | None]:
         while not self._batch.is_over:
             method, path, options = self._batch.next_request()
             try:
                 async with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     async for sse in events:
-                        if (event := self._batch.read(sse)) is not None:
+                        is_first = self._batch.id is None
+                        if (event := self._batch.read(sse)) is not None or is_first:
                             yield event
                         if self._batch.is_over:
                             return

@@ -50,10 +50,8 @@ def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
     return [prompt_body(prompt) for prompt in _as_list(prompts)]
 
 
-def list_queue_prompts(prompts: Any) -> Iterator[Any]:
-    """Iterate over one prompt or several, none for an empty list, or over what an iterator yields."""
-    if isinstance(prompts, list | tuple) and not prompts:
-        return iter(())  # a put without prompts changes its job alone
+def iterate_prompts(prompts: Any) -> Iterator[Any]:
+    """Iterate over one prompt or several, or over what an iterator yields."""
     return prompts if isinstance(prompts, Iterator) else iter(_as_list(prompts))
 
 

@@ -74,7 +74,14 @@ class Rollouts(Generic[ItemT]):
         return self
 
     def __next__(self) -> ItemT:
-        return next(self._items)
+        while (item := next(self._items)) is None:
+            pass
+        return item
+
+    def start(self) -> Self:
+        """Start the batch, as the first item would, and return once the server has begun with it."""
+        next(self._items)
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -86,24 +93,29 @@ class Rollouts(Generic[ItemT]):
         """Cancel the batch if it still runs."""
         self._items.close()
 
-    def _read_items(self) -> Generator[ItemT]:
+    def _read_items(self) -> Generator[ItemT | None]:
+        """Yield `None` once the batch has an id, then its items."""
         try:
             with self._bar:
                 with closing(self._read_events()) as events:
                     for event in events:
+                        if event is None:
+                            yield None
+                            continue
                         self._bar.update(event)
                         if (item := self._select(event)) is not None:
                             yield item
         finally:
             self._cancel()
 
-    def _read_events(self) -> Generator[Event]:
+    def _read_events(self) -> Generator[Event | None]:
         while not self._batch.is_over:
             method, path, options = self._batch.next_request()
             try:
                 with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     for sse in events:
-                        if (event := self._batch.read(sse)) is not None:
+                        is_first = self._batch.id is None
+                        if (event := self._batch.read(sse)) is not None or is_first:
                             yield event
                         if self._batch.is_over:
                             return

@@ -15,7 +15,6 @@ from darts_server.http.resources import (
     monitor,
     observations,
     policy,
-    queues,
     rewards,
     rollouts,
     staged,
@@ -47,7 +46,6 @@ def router(
     store: state.State,
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
-    queue: queues.Queue,
     votes: VoteRunner[Any, Any],
     aborter: TrajectoryAborter[Any, Any],
     reward_matcher: RewardMatcher,
@@ -84,7 +82,6 @@ def router(
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
-    api.include_router(queues.routes(queue))
     api.include_router(vote.routes(votes))
     api.include_router(aborts.routes(aborter))
     api.include_router(rewards.routes(reward_matcher))

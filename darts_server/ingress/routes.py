@@ -60,10 +60,6 @@ TRAINER_WEIGHTS = {
 ONE_SERVER = {
     "/darts/v1/state": ANY,
     "/darts/v1/observations": ANY,
-    "/darts/v1/queue": ANY,
-    "/darts/v1/queue/groups": ANY,
-    "/darts/v1/queue/ack": ANY,
-    "/darts/v1/queue/jobs/{job:path}": ANY,
     "/darts/v1/rollouts/{batch_id}/deadline": ANY,
     "/scale_elastic_ep": ANY,
     "/v1/realtime": "WEBSOCKET",

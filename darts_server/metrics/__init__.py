@@ -5,7 +5,6 @@ Every metric has the label ``model_name`` besides its own. The classes implement
 
 from darts_server.metrics.access import AccessMetrics
 from darts_server.metrics.quality import QualityMetrics, QualitySources
-from darts_server.metrics.queue import QueueMetrics, QueueSources
 from darts_server.metrics.rollouts import RolloutMetrics, RolloutSources
 from darts_server.metrics.serving import ServingMetrics
 from darts_server.metrics.weights import WeightMetrics
@@ -14,8 +13,6 @@ __all__ = [
     "AccessMetrics",
     "QualityMetrics",
     "QualitySources",
-    "QueueMetrics",
-    "QueueSources",
     "RolloutMetrics",
     "RolloutSources",
     "ServingMetrics",

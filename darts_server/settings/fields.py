@@ -218,30 +218,7 @@ class Settings(BaseSettings):
         ge=0,
         le=1_000_000,
         description="Weight versions after which tokens that were carried over are dropped, and their prompt starts "
-        "again. 0: only under the weights that generated them. Also between the first token of a group of the queue "
-        "and when it is handed out, for jobs that say nothing else.",
-    )
-    queue_prompts: int = Field(
-        100_000,
-        ge=0,
-        le=10_000_000,
-        description="Maximum prompts in the queue that have not been acknowledged, for each API key; requests with "
-        "more get status 429. Jobs that have few may have a quarter more together, so that one job does not stop the "
-        "others.",
-    )
-    queue_bytes: int = Field(
-        1 << 30,
-        ge=0,
-        description="Maximum size of prompts and ready groups in the queue, half of it for each API key. Beyond it "
-        "requests with more prompts get status 429, and no group starts until others were acknowledged. Jobs that have "
-        "little may have a quarter more together, so that one job does not stop the others.",
-    )
-    queue_lease_seconds: float = Field(
-        600.0,
-        ge=1,
-        le=604800,
-        description="Seconds after which a group of the queue that was handed out and not acknowledged is handed out "
-        "again.",
+        "again. 0: only under the weights that generated them.",
     )
 
     weights_root: Path | None = Field(

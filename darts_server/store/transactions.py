@@ -144,12 +144,12 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
                 return key, value
         raise StateDamaged(
             f"{self._path} is damaged: the checksum of {kind} {str(key)[:64]!r} is wrong; move the file "
-            f"({self._path.name}, {self._path.name}-wal) away to start with an empty queue"
+            f"({self._path.name}, {self._path.name}-wal) away to start with nothing carried over"
         )
 
 
-class QueueFile(AbstractContextManager["QueueFile"]):
-    """The queue's file in a folder; without a folder, memory.
+class CarriedFile(AbstractContextManager["CarriedFile"]):
+    """The file of what is carried over, in a folder; without a folder, memory.
 
     It is opened now, so that a file that cannot be used ends the start. While another server uses it, it is opened when
     it is needed: a server that was ending has ended by then.
@@ -171,8 +171,8 @@ class QueueFile(AbstractContextManager["QueueFile"]):
         self._store = self._store or self._open_unless_used()
         if self._store is None:
             logger.warning(
-                "another server keeps its queue in %s: what is put into the queue of this one does not outlive it; "
-                "give this one a --state-dir of its own",
+                "another server keeps what it carries over in %s: what this one carries over does not outlive it; give "
+                "this one a --state-dir of its own",
                 self._folder,
             )
             self._store = TransactionStore()

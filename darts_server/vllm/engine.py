@@ -29,7 +29,6 @@ from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, To
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
@@ -61,7 +60,6 @@ UNUSABLE_GRAMMAR = (
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
-VllmQueue: TypeAlias = PromptQueue[PromptRequest, RequestOutput]
 VllmAborter: TypeAlias = TrajectoryAborter[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 

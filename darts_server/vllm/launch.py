@@ -26,8 +26,8 @@ from darts_server.weights.updates import Updates
 class RunningEngine:
     """A started engine.
 
-    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights. ``source``: path or
-    name of its weights. ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
+    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights.
+    ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
     """
 
     llm: ShapingLLM
@@ -35,7 +35,6 @@ class RunningEngine:
     renderer: VllmPromptRenderer
     model: VllmModel
     model_name: str
-    source: str
     fingerprint: str
     _steps: Steps
 
@@ -79,7 +78,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
             renderer = VllmPromptRenderer(llm, args.chat_template)
             port = VllmEngine(llm, probes)
             name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, name, args.model, fingerprint, steps)
+            yield RunningEngine(llm, port, renderer, model, name, fingerprint, steps)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

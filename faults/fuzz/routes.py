@@ -62,23 +62,6 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("PUT", "/darts/v1/rollouts/{batch_id}/deadline"): [
         {"tokens": 20, "waits_beyond": None, "explored": False, "stretch": 1.5, "bound": 2.0},
     ],
-    ("POST", "/darts/v1/queue"): [
-        {"prompts": [{"text": PROMPT, "key": "a", "id": "1"}], "group_size": 2, "sampling": SHORT},
-        {
-            "job": "a",
-            "prompts": [{"token_ids": [5, 6, 7], "metadata": {"answer": 8}}, {"text": PROMPT}],
-            "group_size": 2,
-            "sampling": {"logprobs": True, **SHORT},
-            "policy": {"name": "darts_cut"},
-            "priority": 1,
-            "groups_per_version": 4,
-            "max_staleness": 0,
-            "groups_ahead": 1,
-            "weight": 2.0,
-            "expires_after": 3600.0,
-            "taken": 0,
-        },
-    ],
     ("POST", "/darts/v1/observations"): [
         {
             "observations": [
@@ -108,7 +91,6 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
             ]
         },
     ],
-    ("POST", "/darts/v1/queue/ack"): [{"leases": ["1-a", "2-b"]}],
     ("POST", "/darts/v1/vote"): [
         {"prompt": PROMPT, "n": 2, "sampling": SHORT, "pattern": "#([0-9])", "key": "a"},
         {"prompt": [5, 6, 7], "n": 2, "sampling": SHORT, "pattern": "boxed", "weights": "rank", "score": "logprob"},
@@ -237,8 +219,7 @@ HEADER_VALUES = [
 ]
 JSON = ("Content-Type", "application/json")
 LIVE_SECONDS = 0.2
-"""How long a stream without an end is read, and an answer waited for that may take a minute."""
-WAITING = ("/darts/v1/queue/groups",)
+"""How long a stream without an end is read."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +351,6 @@ def requests(draw: st.DrawFn, choices: Sequence[Operation]) -> Request:
     names = [*operation.header_parameters, *HEADERS]
     for _ in range(draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
         headers[draw(st.sampled_from(names))] = draw(st.sampled_from(HEADER_VALUES))
-    waits = operation.path in WAITING
     body: bytes | Upload = b""
     if operation.body is not None:
         body = mutated(operation.body, draw(SEVERAL), operation.fields)
@@ -383,7 +363,7 @@ def requests(draw: st.DrawFn, choices: Sequence[Operation]) -> Request:
         tuple(headers.items()),
         body,
         background=True,
-        leaves_after=LIVE_SECONDS if waits or headers.get("Accept") == "text/event-stream" else None,
+        leaves_after=LIVE_SECONDS if headers.get("Accept") == "text/event-stream" else None,
     )
 
 

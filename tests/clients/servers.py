@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from unittest.mock import Mock
 
 import uvicorn
@@ -16,8 +16,6 @@ from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
-from darts_server.http.resources.queue_models import encode_group
-from darts_server.http.resources.queues import Queue
 from darts_server.http.routes import router
 from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -26,13 +24,11 @@ from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
-from darts_server.rollout.queue.queue import PromptQueue
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.store.transactions import TransactionStore
 from darts_server.types import FinishReason, PromptSpec, Sample
 from tests.rollout.helpers import InProcessFinder
 
@@ -150,7 +146,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan."""
     engine = ScriptedEngine(script)
     control = Control(load({}, None))
-    with Store() as store, ExitStack() as closing:
+    with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
         confidence = Confidence(store)
         reward_matcher = RewardMatcher(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
@@ -163,8 +159,6 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         rollouts.observe(provenance, reward_matcher)
         control.apply_to(rollouts)
         batches = BatchRegistry(rollouts, Texts(), control.new_planner, interval=STEP_SECONDS)
-        disk = closing.enter_context(TransactionStore())
-        queue = PromptQueue(rollouts, Texts(), control.new_planner, disk, encode_group)
         votes = VoteRunner(rollouts, Texts(), confidence, InProcessFinder(), Mock())
 
         @asynccontextmanager
@@ -175,9 +169,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
                     await asyncio.sleep(STEP_SECONDS)
 
             task = asyncio.create_task(steps())
-            queue.open()
             yield
-            queue.drain()
             task.cancel()
 
         app = FastAPI(lifespan=stepping)
@@ -190,7 +182,6 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             store,
             control,
             batches=batches,
-            queue=Queue(queue, 600.0),
             votes=votes,
             aborter=TrajectoryAborter(rollouts, Texts(), provenance),
             reward_matcher=reward_matcher,

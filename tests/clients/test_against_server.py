@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,56 @@ async def test_the_async_client_does_the_same(server: RunningServer) -> None:
             assert await client.cancel(rollouts.id) is True
             with pytest.raises(Overloaded):
                 await reading
+
+
+def test_a_stream_yields_a_group_of_each_prompt_and_those_that_failed(client: Client) -> None:
+    texts = ["20", "30", "broken", "25", "20", "40", "20"]
+    prompts = [PromptSpec(text, metadata={"place": i}) for i, text in enumerate(texts)]
+    groups = list(client.stream(iter(prompts), ahead=6, **SIZES))
+    assert sorted(group.metadata["place"] for group in groups if group.metadata) == list(range(7))
+    assert [group.metadata for group in groups if group.error is not None] == [{"place": 2}]
+    assert all(len(group.trajectories) == SIZE for group in groups if group.error is None)
+
+
+def test_a_stream_draws_no_more_prompts_than_it_may_be_ahead_and_the_server_goes_on_with_them(
+    client: Client, server: RunningServer
+) -> None:
+    drawn = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield "20"
+
+    with closing(client.stream(endless(), ahead=8, **SIZES)) as groups:
+        next(groups)
+        assert drawn == 8
+        server.wait_idle()  # all eight are generated, whoever reads
+        assert len([next(groups) for _ in range(9)]) == 9
+        assert drawn <= 16
+    server.wait_idle()
+
+
+def test_a_stream_that_is_left_cancels_what_runs(client: Client, server: RunningServer) -> None:
+    with closing(client.stream(["20", "endless", "endless", "endless"], ahead=8, **SIZES)) as groups:
+        assert next(groups).lengths
+        assert server.engine.running
+    server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"ahead": 0}, ValueError), ({"carry": "resume"}, TypeError), ({"num_groups": 1}, TypeError)],
+)
+def test_a_stream_has_no_option_that_leaves_prompts_out(
+    client: Client, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        next(client.stream(["20"], **SIZES, **options))
+
+
+@pytest.mark.anyio
+async def test_a_stream_of_the_async_client_is_the_same(server: RunningServer) -> None:
+    async with AsyncClient(server.url) as client, aclosing(client.stream(["20", "30"], ahead=1, **SIZES)) as groups:
+        assert [group.lengths[0] async for group in groups] == [20, 30]

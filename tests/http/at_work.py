@@ -29,7 +29,6 @@ from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.rollout.queue.job_entries import JobEntries
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.settings import load
@@ -58,8 +57,6 @@ class Work:
         )
         self.live = Monitor(self.rollouts)
         self.rollouts.observe(self.provenance, self.reward_matcher, self.live)
-        self.jobs: list[JobEntries] = []
-        self.queue = Mock(version=0, is_durable=True, jobs=lambda who: self.jobs, waits_for=lambda each: "weights")
         self.stopping: Callable[[], bool] = lambda: False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: set[asyncio.Task[object]] = set()
@@ -140,7 +137,6 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             store=store,
             control=control,
             batches=Mock(),
-            queue=Mock(prompts=work.queue),
             votes=Mock(),
             aborter=Mock(),
             reward_matcher=work.reward_matcher,

@@ -73,7 +73,6 @@ def client(
                 state or store,
                 control,
                 batches=Mock(),
-                queue=Mock(),
                 votes=Mock(),
                 aborter=Mock(),
                 reward_matcher=reward_matcher,

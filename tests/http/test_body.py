@@ -26,7 +26,6 @@ from darts_server.http.body import (
     parsed,
     read_body,
 )
-from darts_server.http.resources.queue_models import MAX_LEASES, AckIn
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
 from darts_server.http.resources.vote_models import VoteIn
@@ -232,11 +231,6 @@ def test_a_list_that_is_not_read_in_slices_must_be_short(old: bytes, new: bytes)
 def test_a_name_with_escapes_is_read_in_slices(name: bytes) -> None:
     text = b"{" + name + b":[" + b",".join([b'{"trajectory_id":"a","reward":0}'] * 20_000) + b"]}"
     assert len(parsed(RewardsIn, text, "rewards").rewards) == 20_000
-
-
-def test_as_many_leases_as_are_allowed_are_read_at_once() -> None:
-    leases = [f"lease-{number}" for number in range(MAX_LEASES)]
-    assert parsed(AckIn, json.dumps({"leases": leases}).encode()).leases == leases
 
 
 @pytest.mark.parametrize("others", [[], [{"text": "b"}], 1])

@@ -8,8 +8,6 @@ import httpx
 import pytest
 from playwright.sync_api import Browser
 
-from darts_server.rollout.queue.entries import Entry, EntryState, Job
-from darts_server.rollout.queue.job_entries import JobEntries
 from tests.http.at_work import at_work
 from tests.http.browser import Visit, chromium
 
@@ -176,20 +174,6 @@ def test_what_others_send_is_shown_as_text_and_never_run(browser: Browser) -> No
         visit.page.click("#found .link")
         visit.says("found", nasty)
         assert visit.page.query_selector("#side img") is None
-        assert visit.complaints == []
-
-
-def test_jobs_of_the_queue_are_shown_as_text_with_what_they_wait_for(browser: Browser) -> None:
-    with at_work() as (url, work):
-        assert not Visit(browser, url).page.is_visible("#queue")
-        jobs = [JobEntries(Job(("", name))) for name in ("train", "<b>evil</b>")]
-        jobs[0].place(Entry(1, jobs[0].job.id, "1", 1, "", None, 0, 10, 0.0), EntryState.QUEUED)
-        work.jobs = jobs
-        visit = Visit(browser, url)
-        visit.says("jobs", "train: 1 queued, 0 running, 0 ready, 0 leased; waits for new weights")
-        visit.says("jobs", "<b>evil</b>: 0 queued")
-        visit.says("queue-more", "2 jobs")
-        assert visit.page.is_visible("#queue")
         assert visit.complaints == []
 
 

@@ -206,21 +206,3 @@ def test_two_keys_may_use_the_same_request_id_and_each_rewards_its_own_trajector
     assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {None})
     assert report(OTHER, 0.0)["matched"] == 3
     assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {0.0})
-
-
-def test_what_is_in_the_queue_belongs_to_its_key(server: Server) -> None:
-    body = {"job": "mine", "prompts": [{"text": PROMPT}], "group_size": 2, "sampling": {"max_tokens": 4}}
-    assert call(server, "POST", "/darts/v1/queue", json=body).status_code == 200
-    assert call(server, "GET", "/darts/v1/queue/groups?job=mine&wait=0", OTHER).json()["groups"] == []
-    assert call(server, "DELETE", "/darts/v1/queue/jobs/mine", OTHER).status_code == 404
-    [group] = call(server, "GET", "/darts/v1/queue/groups?job=mine&wait=30").json()["groups"]
-    leases = {"leases": [group["lease"]]}
-    assert call(server, "POST", "/darts/v1/queue/ack", OTHER, json=leases).json()["leases"][0]["outcome"] == "unknown"
-    jobs = {key: call(server, "GET", "/darts/v1/queue", key).json()["jobs"] for key in (ONE, OTHER, ADMIN)}
-    assert [len(jobs[key]) for key in (ONE, OTHER, ADMIN)] == [1, 0, 1]
-    assert call(server, "POST", "/darts/v1/queue/ack", json=leases).json()["acknowledged"] == 1
-    owner = jobs[ADMIN][0]["owner"]
-    assert (bool(owner), jobs[ONE][0]["owner"]) == (True, None)
-    deleted = "/darts/v1/queue/jobs/mine?owner=" + owner
-    assert [call(server, "DELETE", deleted, key).status_code for key in (OTHER, ONE, ADMIN)] == [403, 403, 200]
-    assert call(server, "DELETE", "/darts/v1/queue/jobs/mine").status_code == 404

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import StateDamaged, StateError, StateFull
-from darts_server.store.transactions import FILE_NAME, QueueFile, TransactionStore
+from darts_server.store.transactions import FILE_NAME, CarriedFile, TransactionStore
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -39,28 +39,28 @@ def test_what_was_written_is_there_after_a_kill(tmp_path: Path) -> None:
         assert list(store.items("a")) == [("19", b"x" * 19)]
 
 
-def test_a_second_server_on_the_same_folder_keeps_its_queue_in_memory(
+def test_a_second_server_on_the_same_folder_keeps_what_it_carries_over_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TransactionStore(tmp_path) as first:
         first.write({("a", "1"): b"x"})
         with pytest.raises(StateError, match="another process that holds it"):
             TransactionStore(tmp_path)
-        with QueueFile(tmp_path) as second:
-            assert "does not outlive it" not in caplog.text, "it may end before the queue is needed"
+        with CarriedFile(tmp_path) as second:
+            assert "does not outlive it" not in caplog.text, "it may end before the file is needed"
             assert second.open().read("a", "1") is None
             assert not second.open().is_durable
         assert "does not outlive it" in caplog.text
-        waiting = QueueFile(tmp_path)
+        waiting = CarriedFile(tmp_path)
     with waiting:
         assert waiting.open().read("a", "1") == b"x"
         assert waiting.open().is_durable
-    with QueueFile(tmp_path) as third:
+    with CarriedFile(tmp_path) as third:
         assert third.open().read("a", "1") == b"x"
 
 
-def test_a_queue_without_a_folder_is_not_durable() -> None:
-    with QueueFile() as file:
+def test_a_file_without_a_folder_is_not_durable() -> None:
+    with CarriedFile() as file:
         assert not file.open().is_durable
 
 

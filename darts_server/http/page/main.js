@@ -1,7 +1,5 @@
 // Connects the parts, and shows the health of the server.
 const HEALTH_SECONDS = 15; // each request is a line in the server's log
-const MAX_JOBS = 20;
-const WAITS_FOR = { weights: "new weights", consumer: "its consumer" };
 const LEGEND = { ...KINDS, cut: "cut there" };
 
 const model = new Model();
@@ -80,19 +78,6 @@ async function showEngine() {
   say("engine-more", answer ? `health ${answer.status}` : "no connection");
 }
 
-async function showQueue() {
-  const jobs = (await ask("v1/queue").catch(() => null))?.jobs ?? [];
-  byId("queue").hidden = jobs.length === 0;
-  say("queue-more", several(jobs.length, "job"));
-  byId("jobs").replaceChildren(...jobs.slice(0, MAX_JOBS).map((job) => element("li", {}, queued(job))));
-}
-
-function queued(job) {
-  const states = ["queued", "running", "ready", "leased"].map((state) => `${count(job[state])} ${state}`);
-  const owner = job.owner ? ` of ${job.owner.slice(0, 8)}` : "";
-  return `${job.job}${owner}: ${states.join(", ")}${job.waits_for && job.queued ? `; waits for ${WAITS_FOR[job.waits_for]}` : ""}`;
-}
-
 // --- user input ---------------------------------------------------
 
 function select(tab, focus = false) {
@@ -150,7 +135,6 @@ byId("key-dialog").addEventListener("close", () => {
   if (byId("key-dialog").returnValue !== "ok") return;
   keys.api = byId("api-key").value;
   showAddress();
-  showQueue();
   following.stop();
   setPaused(false);
 });
@@ -179,7 +163,6 @@ function frame(time) {
 charts.recolour();
 showAddress();
 showEngine();
-showQueue();
-setInterval(() => document.hidden || (showEngine(), showQueue()), 1000 * HEALTH_SECONDS);
+setInterval(() => document.hidden || showEngine(), 1000 * HEALTH_SECONDS);
 following.start();
 requestAnimationFrame(frame);

@@ -39,7 +39,6 @@ HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
-ACK = "/darts/v1/queue/ack"
 DEADLINE = re.compile(r"/darts/v1/rollouts/[^/]+/deadline")
 """Of a batch that runs. Without it groups would run on for longer than they have to, and the server waits for them."""
 POLICY_VIOLATION = 1008
@@ -174,7 +173,7 @@ def _is_refused_at_shutdown(scope: Scope) -> bool:
     What it has can be fetched, acknowledged and rewarded, and batches that run get their deadlines.
     """
     path = get_route_path(scope)
-    starts_work = scope.get("method") not in SAFE and path not in (REWARDS, ACK) and not DEADLINE.fullmatch(path)
+    starts_work = scope.get("method") not in SAFE and path != REWARDS and not DEADLINE.fullmatch(path)
     return path in HEALTH or starts_work
 
 

@@ -54,7 +54,7 @@ class App:
         admission = Admission(unfinished, 10, Bounds(max_waiting=20, max_per_caller=8))
         for path in ("/pause", "/collective_rpc"):
             self.app.add_api_route(path, self.record, methods=["POST"])
-        for path in ("/darts/v1/rewards", "/darts/v1/queue", "/darts/v1/queue/ack"):
+        for path in ("/darts/v1/rewards", "/darts/v1/vote"):
             self.app.add_api_route(path, self.record, methods=["POST"])
         for path in ("/health", "/brand_new"):
             self.app.add_api_route(path, self.record, methods=["GET"])
@@ -382,13 +382,12 @@ def test_a_stopping_server_refuses_work_with_retry_after() -> None:
     assert app.refused == ["shutdown"] * 3
 
 
-def test_a_stopping_server_still_returns_results_and_accepts_rewards_and_acknowledgements() -> None:
+def test_a_stopping_server_still_returns_results_and_accepts_rewards() -> None:
     app = App()
     app.lifecycle.stop(ServerStopping("the server is stopping", 30))
     assert app.client().get("/brand_new").status_code == 200
     assert app.client().post("/darts/v1/rewards").status_code == 200
-    assert app.client().post("/darts/v1/queue/ack").status_code == 200
-    assert app.client().post("/darts/v1/queue").status_code == 503
+    assert app.client().post("/darts/v1/vote").status_code == 503
 
 
 def test_batches_of_a_stopping_server_still_get_their_deadlines() -> None:
