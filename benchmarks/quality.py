@@ -6,7 +6,6 @@
 For each kind of score a server of its own learns from rewards while nothing is pruned; the policy's weights never
 change. On other problems it is then measured how well the scores separate right trajectories from wrong ones (AUC; 1/2
 is a guess). After that groups are pruned by the scores, in turns with groups that are pruned at random or not at all.
-Reliability diagrams of the calibrated probabilities are drawn too.
 """
 
 import argparse
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 from tqdm import trange
 
-from benchmarks.quality_picture import picture
 from darts_client import Client, Group
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
 from darts_server.demo.server import DARTS, serving
@@ -90,13 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="monotone",
         help="how scores are calibrated (default: %(default)s)",
     )
-    add(
-        "--picture",
-        type=Path,
-        default=Path("out/quality/reliability.png"),
-        metavar="FILE",
-        help="(default: %(default)s)",
-    )
     add("--quick", action="store_true", help="6 and 3 batches: too few to conclude anything")
     options = parser.parse_args(argv)
     if options.quick:
@@ -114,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
             scored[kind] = test(client, options.tested, kind)
             groups[kind] = prune(client, options.tested, kind)
-    picture({kind: (each.qualities, each.right) for kind, each in scored.items()}, options.picture)
-    print(f"Reliability: {options.picture}\n")
     print(report(scored, groups))
     return 0
 

@@ -15,7 +15,6 @@ from examples.tiny_rl.train_log import Entry, HeldOut, Training
 LEVELS = (0.85, 0.90)
 AXES = ("steps", "generated", "decode_steps", "seconds")
 LENGTHS = ("length_mean", "length_p95", "length_std")
-ERRORS = 2  # standard errors, beyond which a difference is called certain
 
 Runs = Mapping[str, Mapping[int, Sequence[Entry]]]
 """Entries by policy and seed; every policy has the same seeds."""
@@ -56,10 +55,6 @@ class Difference:
         """Compare by prompt and seed; both have the same seeds, in the same order."""
         each = np.array(one) - np.array(other)  # [seeds, prompts]
         return cls(float(each.mean()), max(standard_error(each.mean(axis=0)), standard_error(each.mean(axis=1))))
-
-    @property
-    def is_certain(self) -> bool:
-        return abs(self.mean) > ERRORS * self.error
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ± {self.error:.3f}"
