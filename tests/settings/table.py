@@ -13,8 +13,8 @@ HEAD = f"""\
 
 Flags that `darts-server serve` adds to vLLM's; `darts-server serve --help` lists them too. Each can also be set by an
 environment variable, `{ENV_PREFIX}REDUNDANCY` for `--redundancy`, or in a TOML file, `--darts-config FILE` with
-`redundancy = 2.0`. Flags override variables, and these override the file. An invalid value is reported at start, and the
-server does not start.
+`redundancy = 2.0`. Flags override variables, and these override the file. An invalid value is reported at start, and
+the server does not start.
 
 *Runtime* settings can change while the server runs, by
 [`PATCH /darts/v1/policy`](policies.md#looking-at-it), and for a batch by its `policy`.
