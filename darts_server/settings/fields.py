@@ -148,8 +148,8 @@ class Settings(BaseSettings):
     )
     later_turns: Runtime[Literal["alone", "join"]] = Field(
         "alone",
-        description="Single requests that continue a trajectory. alone: they run at once, unshaped. join: they are "
-        "joined into groups like those that open one, and wait for others with the same prompt.",
+        description="Single requests that continue a trajectory, or look so. alone: they run at once, unshaped. join: "
+        "they are joined into groups like those that open one, and wait for others with the same prompt.",
     )
     group_wait: float = Field(
         5.0,
