@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from statistics import fmean, median, pvariance
+from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,6 @@ class Groups:
     right: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +160,6 @@ def prune(client: Client, count: int, kind: str) -> dict[str, Groups]:
             found[way].right.append(fmean(map(fmean, earned)))
             found[way].length.append(fmean(length for group in groups for length in group.lengths))
             found[way].generated.append(usage.generated)
-            found[way].seconds.append(usage.seconds)
     return found
 
 
@@ -176,16 +174,15 @@ def report(scored: Mapping[str, Scored], groups: Mapping[str, Mapping[str, Group
         aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
         brier, error = brier_score(each.qualities, each.right), calibration_error(each.qualities, each.right)
         lines.append(f"| {kind} | {aucs} | {brier:.3f} | {error:.3f} | {len(each.right)} |")
-    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none | time / none |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none |"]
+    lines += ["|---|---|---|---|---|---|"]
     for kind, ways in groups.items():
         base = ways["none"]
         for way, result in ways.items():
             error = np.std(result.variance, ddof=1) / np.sqrt(len(result.variance))
-            pace = median(a / b for a, b in zip(result.seconds, base.seconds, strict=True))
             lines.append(
                 f"| {kind} | {way} | {fmean(result.variance):.3f} ({error:.3f}) | {fmean(result.right):.3f} | "
-                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} | {pace:.2f} |"
+                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} |"
             )
     return "\n".join(lines)
 

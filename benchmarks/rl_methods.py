@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from darts_server.demo.problems import Difficulty
-from darts_server.policy.auto.options import RULES
 from examples.tiny_rl.method import Method, Policy
 
 BASE = "off"
@@ -51,11 +50,9 @@ POLICIES: Mapping[str, Method] = {
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "auto": Method("auto"),
-    "auto, all rules": Method({"name": "auto", "auto_allow": ",".join(RULES)}),
 }
 LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",
-    "uniform": "uniform",
     "darts_cut": "darts_cut",
     "cap": "cap",
     "cap, unguarded": POLICIES["cap, unguarded"].policy,
@@ -63,7 +60,6 @@ LONG_ROUNDS: Mapping[str, Policy] = {
 # Tail batching by the server, tokens of older weights, and long rounds; run only if they are named.
 CARRY_OVER: Mapping[str, Method] = {
     "off, carry restart": Method("off", started=1.5, carry="restart"),
-    "darts_cut, carry restart": Method("darts_cut", started=1.5, carry="restart"),
     "off, carry resume": Method("off", started=1.5, carry="resume"),
     "cap, carry resume": Method("cap", started=1.5, carry="resume"),
     "off, staleness 1": Method("off", staleness=1),

@@ -22,7 +22,6 @@ COLOURS = {
     "darts": "#0072B2",
     "darts_cut": "#D55E00",
     "auto": "#009E73",
-    "auto, all rules": "#009E73",
     "arrol": "#CC79A7",
     "darts+arrol": "#CC79A7",
     "cap": "#CC79A7",
@@ -76,5 +75,5 @@ def _marker(policy: str) -> tuple[str, str]:
     """Return colour and shape: those with long rounds are triangles, other controls squares."""
     name = policy.removesuffix(", long rounds")
     is_control = policy.startswith(BASE) and name == policy
-    shape = "^" if name != policy else "s" if is_control else "D" if policy == "auto, all rules" else "o"
+    shape = "^" if name != policy else "s" if is_control else "o"
     return COLOURS.get(name, OTHER_COLOUR), shape
