@@ -1,7 +1,6 @@
 """Compare the CPU time of the API process per generated token: vLLM's own server, this one unshaped, and shaped.
 
     python -m benchmarks.api_process
-    python -m benchmarks.api_process --messages
 
 Both servers run at the same time on the same machine and take turns, round by round, so that other load on the machine
 affects all rows. In every round as many candidates generate as many tokens each (``ignore_eos``), in groups of 8 over
@@ -33,17 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="of each row and column (default: %(default)s)")
     parser.add_argument("--groups", type=int, default=16, help="shaped groups a round (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens a candidate (default: %(default)s)")
-    parser.add_argument(
-        "--messages",
-        action="store_true",
-        help="feed the engine's messages of 64 requests of 128 tokens to both ways, in this process, and nothing else",
-    )
     options = parser.parse_args(argv)
-    if options.messages:
-        from benchmarks.engine_messages import measure_messages  # which imports vLLM
-
-        print(measure_messages(requests=64, tokens=128, rounds=options.rounds))
-        return 0
     logs = Path("out/api_process")
     with (
         serving(PLAIN, logs / "plain.log", *SCHEDULER) as plain,

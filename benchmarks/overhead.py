@@ -1,10 +1,10 @@
-"""Compare the server with vLLM's own: throughput with shaping off, and CPU time per token when shaping.
+"""Compare the server's throughput with shaping off with that of vLLM's own.
 
     python -m benchmarks.overhead
 
 Both servers run at the same time on the same machine and take turns, round by round, so that other load on the machine
-affects both. Every round generates exactly the same number of tokens (``ignore_eos``). The second part compares the
-CPU time of the API process per generated token, shaped against raw, on trajectories with their natural lengths.
+affects both. Every round generates exactly the same number of tokens (``ignore_eos``). `benchmarks.api_process` says
+what shaping costs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from random import Random
 import httpx
 import psutil
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, PLAIN, Server, serving
 
 # darts-server's default on a CPU, for both servers.
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.overhead", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=12, help="pairs of rounds (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=24, help="groups of 8 a round (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=128, help="tokens a trajectory, first part (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a trajectory (default: %(default)s)")
     options = parser.parse_args(argv)
     logs = Path("out/overhead")
     with (
@@ -69,15 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratios.append(rates["tiny:raw"] / rates["tiny"])
             best = {model: max(rate, rates[model]) for model, rate in best.items()}
             print_progress(number, options.rounds, f"{rates['tiny']:.0f} and {rates['tiny:raw']:.0f} tokens/s")
-        free = {"max_tokens": MAX_RESPONSE_TOKENS}
-        cpu: dict[str, list[float]] = {"tiny:raw": [], "tiny": []}
-        for number in range(options.rounds):
-            for model in sorted(cpu, reverse=number % 2 == 0):
-                cpu[model].append(measure(darts, model, options.prompts, free).cpu_per_token * 1e6)
-            print_progress(
-                number, options.rounds, f"{cpu['tiny:raw'][-1]:.0f} and {cpu['tiny'][-1]:.0f} us CPU a token"
-            )
-    print(report(ratios, best["tiny:raw"] / best["tiny"], cpu["tiny:raw"], cpu["tiny"]))
+    print(report(ratios, best["tiny:raw"] / best["tiny"]))
     return 0
 
 
@@ -105,21 +95,18 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def report(ratios: list[float], best: float, raw: list[float], shaped: list[float]) -> str:
-    """Format the table: medians, with the middle half of the rounds in brackets.
+def report(ratios: list[float], best: float) -> str:
+    """Format the table: the median, with the middle half of the rounds in brackets.
 
     ``best``: ratio of the fastest rounds of the two servers. Other load on the machine only ever slows a round down.
     """
-    per_round = [s / r for s, r in zip(shaped, raw, strict=True)]
-    rows = [
-        ("throughput, shaping off / vLLM's own server", quartiles(ratios, 3)),
-        ("the same, fastest round of either", f"{best:.3f}"),
-        ("API process, CPU us per generated token, raw", quartiles(raw, 1)),
-        ("API process, CPU us per generated token, shaped", quartiles(shaped, 1)),
-        ("the same, shaped / raw", quartiles(per_round, 3)),
-    ]
-    lines = ["| measured | median [quartiles] |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "| throughput, shaping off / vLLM's own server | fastest round of either |",
+            "|---|---|",
+            f"| {quartiles(ratios, 3)} | {best:.3f} |",
+        ]
+    )
 
 
 def quartiles(values: list[float], digits: int) -> str:

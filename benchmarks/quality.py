@@ -6,7 +6,6 @@
 For each kind of score a server of its own learns from rewards while nothing is pruned; the policy's weights never
 change. On other problems it is then measured how well the scores separate right trajectories from wrong ones (AUC; 1/2
 is a guess). After that groups are pruned by the scores, in turns with groups that are pruned at random or not at all.
-Reliability diagrams of the calibrated probabilities are drawn too.
 """
 
 import argparse
@@ -15,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from statistics import fmean, median, pvariance
+from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
 from tqdm import trange
 
-from benchmarks.quality_picture import picture
 from darts_client import Client, Group
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
 from darts_server.demo.server import DARTS, serving
@@ -75,7 +73,6 @@ class Groups:
     right: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,13 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=("monotone", "paper"),
         default="monotone",
         help="how scores are calibrated (default: %(default)s)",
-    )
-    add(
-        "--picture",
-        type=Path,
-        default=Path("out/quality/reliability.png"),
-        metavar="FILE",
-        help="(default: %(default)s)",
     )
     add("--quick", action="store_true", help="6 and 3 batches: too few to conclude anything")
     options = parser.parse_args(argv)
@@ -114,8 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
             scored[kind] = test(client, options.tested, kind)
             groups[kind] = prune(client, options.tested, kind)
-    picture({kind: (each.qualities, each.right) for kind, each in scored.items()}, options.picture)
-    print(f"Reliability: {options.picture}\n")
     print(report(scored, groups))
     return 0
 
@@ -172,7 +160,6 @@ def prune(client: Client, count: int, kind: str) -> dict[str, Groups]:
             found[way].right.append(fmean(map(fmean, earned)))
             found[way].length.append(fmean(length for group in groups for length in group.lengths))
             found[way].generated.append(usage.generated)
-            found[way].seconds.append(usage.seconds)
     return found
 
 
@@ -187,16 +174,15 @@ def report(scored: Mapping[str, Scored], groups: Mapping[str, Mapping[str, Group
         aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
         brier, error = brier_score(each.qualities, each.right), calibration_error(each.qualities, each.right)
         lines.append(f"| {kind} | {aucs} | {brier:.3f} | {error:.3f} | {len(each.right)} |")
-    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none | time / none |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none |"]
+    lines += ["|---|---|---|---|---|---|"]
     for kind, ways in groups.items():
         base = ways["none"]
         for way, result in ways.items():
             error = np.std(result.variance, ddof=1) / np.sqrt(len(result.variance))
-            pace = median(a / b for a, b in zip(result.seconds, base.seconds, strict=True))
             lines.append(
                 f"| {kind} | {way} | {fmean(result.variance):.3f} ({error:.3f}) | {fmean(result.right):.3f} | "
-                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} | {pace:.2f} |"
+                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} |"
             )
     return "\n".join(lines)
 

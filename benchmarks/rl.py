@@ -23,7 +23,7 @@ After each turn a run is saved. The same command continues what was interrupted,
 --starts, --seeds, --policies or more --steps. Policies that are added later do not share turns with the earlier ones:
 compare their times with care. A server's quality head is not saved, and is trained from the beginning again; nor is
 what a server had generated for prompts that were carried over: these start again. The
-tables need the logs alone: --keep FOLDER copies those of complete runs, and --report --out FOLDER reads them.
+tables need the logs alone: --report --out FOLDER reads them.
 """
 
 import argparse
@@ -39,10 +39,8 @@ import torch
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.rl_auto import auto_table
-from benchmarks.rl_methods import BASE, NAMED_ONLY, OWN_SERVER, PRUNING, STARTS, caps, every_name, methods
-from benchmarks.rl_picture import picture, tradeoff
-from benchmarks.rl_question import COSTS, question
+from benchmarks.rl_methods import BASE, CARRY_OVER, OWN_SERVER, PRUNING, STARTS, every_name, methods
+from benchmarks.rl_picture import tradeoff
 from benchmarks.rl_table import Runs, summary, tables
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL, serving
@@ -172,8 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(plan, options.out)
         except KeyboardInterrupt:
             sys.exit("rl: interrupted; the same command continues")
-    if options.keep is not None:
-        keep(plan, options.out, options.keep)
     print(report(plan, options.out))
     if options.quick:
         print(QUICK.format(seeds=len(plan.seeds), policies="; ".join(plan.policies), steps=plan.recipe.steps))
@@ -248,28 +244,9 @@ def report(plan: Plan, out: Path) -> str:
     starts = {start: runs for start in plan.starts if (runs := read_runs(plan, start, out))[BASE]}
     if not starts:
         return f"no run in {out} is complete"
-    picture(starts, out / "learning.png")
     tradeoff(starts, out / "tradeoff.png")
-    answers = (question(starts, {start: caps(start) for start in starts}, axis) for axis in COSTS)
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    parts = [
-        f"Pictures: {out / 'learning.png'}, {out / 'tradeoff.png'}",
-        *of_starts,
-        summary(starts),
-        *answers,
-        auto_table(starts),
-    ]
-    return "\n\n".join(part for part in parts if part is not None)
-
-
-def keep(plan: Plan, out: Path, folder: Path) -> None:
-    """Copy the logs of complete runs, and nothing else."""
-    for start in plan.starts:
-        for policy, seeds in read_runs(plan, start, out).items():
-            for seed, entries in seeds.items():
-                log = log_path(folder, start, policy, seed)
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text("".join(f"{entry.line()}\n" for entry in entries))
+    return "\n\n".join([f"Picture: {out / 'tradeoff.png'}", *of_starts, summary(starts)])
 
 
 def read_runs(plan: Plan, start: str, out: Path) -> Runs:
@@ -298,8 +275,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
     add("--steps", type=int, metavar="N", help="steps of each run (default: 30)")
     add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="starts (default: all)")
-    default = [name for name in every_name() if name not in NAMED_ONLY]
-    names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(NAMED_ONLY)})"
+    default = [name for name in every_name() if name not in CARRY_OVER]
+    names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(CARRY_OVER)})"
     add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
     add(
         "--out",
@@ -311,7 +288,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "steps of a policy before the next one's turn; with 1 auto learns no training times (default: %(default)s)"
     )
     add("--turn", type=int, default=EVALUATED, metavar="N", help=turn_help)
-    add("--keep", type=Path, metavar="FOLDER", help="copy the logs of complete runs there, shortened")
     add(
         "--frozen",
         action="store_true",

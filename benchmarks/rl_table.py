@@ -12,10 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.rl_methods import BASE
 from examples.tiny_rl.train_log import Entry, HeldOut, Training
 
-LEVELS = (0.85, 0.90)
-AXES = ("steps", "generated", "decode_steps", "seconds")
 LENGTHS = ("length_mean", "length_p95", "length_std")
-ERRORS = 2  # standard errors, beyond which a difference is called certain
 
 Runs = Mapping[str, Mapping[int, Sequence[Entry]]]
 """Entries by policy and seed; every policy has the same seeds."""
@@ -57,10 +54,6 @@ class Difference:
         each = np.array(one) - np.array(other)  # [seeds, prompts]
         return cls(float(each.mean()), max(standard_error(each.mean(axis=0)), standard_error(each.mean(axis=1))))
 
-    @property
-    def is_certain(self) -> bool:
-        return abs(self.mean) > ERRORS * self.error
-
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ± {self.error:.3f}"
 
@@ -85,18 +78,6 @@ def learning_curve(entries: Sequence[Entry]) -> list[Point]:
 
 def rights_of(held_out: HeldOut) -> Rights:
     return np.concatenate([np.asarray(rights, float) for rights in held_out.rights.values()])
-
-
-def spent_until(points: Sequence[Point], level: float, axis: str) -> float | None:
-    """Interpolate what had been spent when ``level`` was first reached; ``None`` if it never was."""
-    before = points[0]
-    for point in points:
-        if point.right >= level:
-            share = (level - before.right) / (point.right - before.right) if point.right > before.right else 1.0
-            spent, then = getattr(before, axis), getattr(point, axis)
-            return float(spent + min(max(share, 0.0), 1.0) * (then - spent))
-        before = point
-    return None
 
 
 def rights_at(points: Sequence[Point], budget: float, axis: str) -> Rights:
@@ -179,7 +160,7 @@ def rights_at_equal(runs: Runs, policy: str, axis: str) -> list[Rights]:
 
 
 def cost_table(runs: Runs) -> str:
-    """Format tokens, decode steps and seconds; and what each level took, relative to `off`.
+    """Format tokens, decode steps and seconds.
 
     "off-policy": the share of trained tokens that older weights sampled. "in the last third": decode steps once a
     policy has learned what it must learn of the prompts, which in a longer run is most of the time.
@@ -195,7 +176,6 @@ def cost_table(runs: Runs) -> str:
         "reward variance",
     ]
     head += ["rollout s", "train s", "push s", "step / off"]
-    head += [f"to {level:.2f}: steps, tokens, decode steps, time" for level in LEVELS]
     rows = []
     for policy, seeds in runs.items():
         steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
@@ -206,28 +186,13 @@ def cost_table(runs: Runs) -> str:
         off_policy = f"{sum(s.off_policy * s.trained for s in steps) / sum(s.trained for s in steps):.1%}"
         truncated = f"{fmean(step.truncated for step in steps):.1%}"
         variance = f"{fmean(step.reward_variance for step in steps):.3f}"
-        to = (", ".join(relative(runs, policy, level, axis) for axis in AXES) for level in LEVELS)
-        rows.append([policy, *tokens, off_policy, truncated, variance, *seconds, spread(pace, ".2f"), *to])
+        rows.append([policy, *tokens, off_policy, truncated, variance, *seconds, spread(pace, ".2f")])
     return markdown(head, rows)
 
 
 def step_seconds(entries: Sequence[Entry]) -> float:
     """Return the median over the run's steps: other load on the machine affects single steps."""
     return median(training.seconds.total for training in trainings(entries))
-
-
-def relative(runs: Runs, policy: str, level: float, axis: str) -> str:
-    """Format what it took to reach ``level``, relative to `off` with the same seed: the median over seeds.
-
-    A run that never reaches it counts as infinitely expensive.
-    """
-    ratios = []
-    for seed, entries in runs[policy].items():
-        own, base = (spent_until(learning_curve(each), level, axis) for each in (entries, runs[BASE][seed]))
-        if base:
-            ratios.append(float("inf") if own is None else own / base)
-    middle = median(ratios) if ratios else float("nan")
-    return f"{middle:.2f}" if np.isfinite(middle) else "never" if ratios else "-"
 
 
 def last_held_out(entries: Sequence[Entry]) -> HeldOut:

@@ -92,7 +92,11 @@ class Settings(BaseSettings):
         "still have too few finished candidates are returned with truncated ones.",
     )
     exploration: Runtime[float] = Field(
-        0.05, ge=0, le=1, description="Share of cohorts that run past the deadline, to measure what it discards."
+        0.05,
+        ge=0,
+        le=1,
+        description="Share of cohorts that run past the deadline, to measure what it discards. auto: also of those "
+        "that try another option than the fastest; with 0 it may not notice that off has become faster.",
     )
     max_lost_share: Runtime[float] = Field(
         0.02,
@@ -144,8 +148,8 @@ class Settings(BaseSettings):
     )
     later_turns: Runtime[Literal["alone", "join"]] = Field(
         "alone",
-        description="Single requests that continue a trajectory. alone: they run at once, unshaped. join: they are "
-        "joined into groups like those that open one, and wait for others with the same prompt.",
+        description="Single requests that continue a trajectory, or look so. alone: they run at once, unshaped. join: "
+        "they are joined into groups like those that open one, and wait for others with the same prompt.",
     )
     group_wait: float = Field(
         5.0,
@@ -290,6 +294,14 @@ class Settings(BaseSettings):
     max_candidates_per_key: int | None = Field(
         None, ge=1, description="Maximum candidates in flight for one API key, with those that shaping adds."
     )
+    brownout: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of --max-queued-candidates from which redundancy is reduced, down to none when the queue is "
+        "full. 1 disables it.",
+    )
+
     detect_at: DetectAt = Field(
         (512,),
         description="arrol, roulette: numbers of generated tokens at which candidates are scored, such as 128,512.",
@@ -374,14 +386,6 @@ class Settings(BaseSettings):
         None,
         description="Log level, also of vLLM. DEBUG logs each group, INFO each cohort. Default: VLLM_LOGGING_LEVEL, or "
         "INFO.",
-    )
-
-    brownout: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Share of --max-queued-candidates from which redundancy is reduced, down to none when the queue is "
-        "full. 1 disables it.",
     )
 
     @model_validator(mode="after")

@@ -30,7 +30,6 @@ class Method:
             arXiv 2509.21009). By default they start again in the next batch.
         staleness: 1 to generate each batch while the one before it is trained on, so with weights that are one update
             older (one-step-off training).
-        first: policy of the first step, in place of ``policy``; ``None`` for the same.
 
     Raises:
         ValueError: these do not go together.
@@ -45,7 +44,6 @@ class Method:
     carry: Literal["restart", "resume"] | None = field(default=None, repr=False)
     staleness: int = field(default=0, repr=False)
     long_rounds: bool = field(default=False, repr=False)
-    first: Policy | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.carry is not None and self.started <= 1:
@@ -54,8 +52,6 @@ class Method:
             raise ValueError("staleness is 0 or 1, and 1 does not go with started above 1")
         if self.long_rounds and self.started <= 1:
             raise ValueError("long_rounds needs started above 1, else no prompt is left over")
-        if self.first is not None and self.staleness:
-            raise ValueError("first does not go with staleness, where two steps are sampled at once")
 
     @property
     def is_off_policy(self) -> bool:
@@ -65,12 +61,8 @@ class Method:
     @property
     def settings(self) -> str:
         """All options, to recognize a run by."""
-        later = {"carry": self.carry, "staleness": self.staleness, "long_rounds": self.long_rounds, "first": self.first}
+        later = {"carry": self.carry, "staleness": self.staleness, "long_rounds": self.long_rounds}
         return "".join([repr(self), *(f" {name}={value}" for name, value in later.items() if value)])
-
-    def policy_of(self, step: int) -> Policy:
-        """Return the policy of a step, which is 0 for the first."""
-        return self.policy if self.first is None or step else self.first
 
     def prompts(self, needed: int, left_over: int) -> tuple[int, int]:
         """Return how many prompts start for ``needed`` groups: of those left over by earlier batches, and new ones."""

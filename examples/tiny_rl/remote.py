@@ -34,11 +34,9 @@ def rollouts(
     prompts: Sequence[list[int] | PromptSpec],
     group_size: int,
     num_groups: int,
-    step: int,
 ) -> Rollouts:
     """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete.
 
-    ``step``: of the training run, from 0.
     With a method that resumes, others may be complete at the same moment: these are returned too.
     """
     steps_before = decode_steps(client)
@@ -46,7 +44,7 @@ def rollouts(
         prompts,
         group_size=group_size,
         max_tokens=method.max_tokens,
-        policy=method.policy_of(step),
+        policy=method.policy,
         num_groups=None if num_groups == len(prompts) else num_groups,
         carry=method.carry,
     )

@@ -139,7 +139,7 @@ def train(
         new = list(islice(epochs, count))
         started = progress.carried[:again] + new
         chosen = [prompts[number] for number in started]
-        shaped = rollouts(client, method, chosen, recipe.group_size, recipe.prompts, progress.step)
+        shaped = rollouts(client, method, chosen, recipe.group_size, recipe.prompts)
         return Batch(started, len(new), shaped, progress.carried[again:])
 
     served = client.weights.push(learner.weights()).version

@@ -228,7 +228,7 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_check
 ) -> None:
     """Over all sets of ``doomed`` candidates; a group of which nothing is left counts as 0.
 
-    With the mean of the others for a baseline it is not, if survival depends on them; docs/policies.md has the number.
+    With the mean of the others for a baseline it is not, if survival depends on them.
     """
     survival, total, by_mean, corrected = Survival(seed), np.zeros(MAX_TOKENS), np.zeros(MAX_TOKENS), 0
     sets = list(combinations(range(count), doomed))

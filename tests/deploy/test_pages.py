@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("clients/*.md"), *ROOT.glob("deploy/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-MAX_README_WORDS = 700
+MAX_README_WORDS = 600
 
 
 def anchors(page: Path) -> set[str]:

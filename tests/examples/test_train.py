@@ -171,7 +171,6 @@ def test_long_rounds_leave_prompts_waiting_until_they_fill_a_batch() -> None:
         ({"staleness": 2}, "staleness is 0 or 1"),
         ({"staleness": 1, "started": 1.5}, "does not go with started"),
         ({"long_rounds": True}, "long_rounds needs started above 1"),
-        ({"first": "uniform", "staleness": 1}, "first does not go with staleness"),
     ],
 )
 def test_methods_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
@@ -185,7 +184,6 @@ def test_saved_runs_of_methods_without_carry_over_are_still_recognized() -> None
     assert Method("off", started=1.5, carry="resume").settings == f"{before} carry=resume"
     assert Method("off", staleness=1).settings == f"{before.replace('1.5', '1.0')} staleness=1"
     assert Method("off", started=1.5, long_rounds=True).settings == f"{before} long_rounds=True"
-    assert Method("off", started=1.5, first="uniform").settings == f"{before} first=uniform"
 
 
 def test_tokens_of_other_weights_than_those_served_are_stale() -> None:

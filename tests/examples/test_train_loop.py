@@ -104,19 +104,6 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_still_left(server: Run
     assert any(shares) == (carry == "resume")
 
 
-def test_the_first_step_may_have_a_policy_of_its_own(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    requested = []
-    send = Client.rollouts
-
-    def record(client: Client, *args: Any, **options: Any) -> Any:
-        requested.append(options["policy"])
-        return send(client, *args, **options)
-
-    monkeypatch.setattr(Client, "rollouts", record)
-    run(server, Method("uniform", first="off"), steps=3)
-    assert requested == ["off", "uniform", "uniform"]
-
-
 def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_batch_has_them(
     server: RunningServer,
 ) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.rl import Run
-from benchmarks.rl_methods import methods
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL
+from darts_server.policy.auto.options import RULES
 from darts_server.store.archive import LIMIT_BYTES, unpack
 from examples.tiny_rl.grpo import TOLERANCE
 from examples.tiny_rl.method import Method
@@ -24,6 +24,7 @@ from tests.integration.fork_server import Serve
 pytestmark = pytest.mark.engine
 RECIPE = Recipe(steps=3, prompts=4, group_size=4, pool=12, held_out_prompts=12, held_out_samples=2, held_out_every=3)
 TAIL_BATCHING = Method("off", started=1.5)
+ALL_RULES = Method({"name": "auto", "auto_allow": ",".join(RULES)})
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_every_sample_of_an_evaluation_has_its_own_random_numbers(client: Client
 @pytest.mark.nightly
 def test_auto_learns_how_long_training_takes_within_its_turns_alone(client: Client, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=4, prompts=8, group_size=2, pool=16)
-    run = Run(client, methods("deep")["auto, all rules"], recipe, 0, MODEL, tmp_path / "auto")
+    run = Run(client, ALL_RULES, recipe, 0, MODEL, tmp_path / "auto")
     other = Run(client, Method("off"), recipe, 0, MODEL, tmp_path / "off")
     turns = []
     for step in (0, 2, 4):
