@@ -1,6 +1,6 @@
 """I/O that differs between the async and the sync client: each `AsyncX` or `async_x` stands beside its `X` or `x`.
 
-The rest of the sync client is generated from the async one by `scripts/sync_client`, which drops these prefixes.
+The rest of the sync client is generated from the async one by `hatch_build.py`, which drops these prefixes.
 """
 
 import asyncio
