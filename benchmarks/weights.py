@@ -12,13 +12,11 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -34,7 +32,6 @@ from darts_server.demo.server import MODEL, Server, serving
 
 PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "total")
 ROUTE = "/darts/v1/weights"
-LOCALHOST = "127.0.0.1"
 MEMORY = Path("/dev/shm")
 WEIGHTS = "model.safetensors"
 LARGE: Mapping[str, Any] = {"hidden_size": 640, "intermediate_size": 1920, "num_hidden_layers": 18, "head_dim": 64}
@@ -84,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_model(model: Path, root: Path, out: Path, *flags: str) -> AbstractContextManager[Server]:
-    """Start a server that loads weights from ``root``, and stages pushed and pulled ones in ``out``."""
-    places = ("--weights-root", str(root), "--weights-hosts", LOCALHOST, "--weights-staging", str(out))
+    """Start a server that loads weights from ``root``, and stages pushed ones in ``out``."""
+    places = ("--weights-root", str(root), "--weights-staging", str(out))
     return serving(("darts_server", "serve", str(model)), out / "server.log", *places, *flags)
 
 
@@ -104,13 +101,12 @@ def measure_transports(model: Path, out: Path, rounds: int) -> Iterator[str]:
     """Yield a line of the table for each transport."""
     body = (model / WEIGHTS).read_bytes()
     named = {"path": WEIGHTS}
-    with tempfile.TemporaryDirectory(dir=MEMORY) as copied, serve_files(model) as url:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as copied:
         copy(model / WEIGHTS, copied)
         with serve_model(model, model, out) as server:
             put, post = (partial(send, server.url + ROUTE, timeout=None) for send in (httpx.put, httpx.post))
             step = rollout_seconds(server)
             yield f"pushed | {measure_cost(partial(put, content=body), rounds, step)}"
-            yield f"pulled | {measure_cost(partial(post, json={'url': f'{url}/{WEIGHTS}'}), rounds, step)}"
             yield f"from disk | {measure_cost(partial(post, json=named), rounds, step)}"
         with serve_model(model, Path(copied), out) as server:
             send = partial(httpx.post, server.url + ROUTE, json=named, timeout=None)
@@ -144,25 +140,6 @@ def rollout_body(prompts: int) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "sampling": {"max_tokens": MAX_TOKENS},
     }
-
-
-@contextmanager
-def serve_files(folder: Path) -> Iterator[str]:
-    """Serve the files of ``folder`` over HTTP; yield the address."""
-    with ThreadingHTTPServer((LOCALHOST, 0), partial(QuietHandler, directory=str(folder))) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        try:
-            yield f"http://{LOCALHOST}:{http.server_port}"
-        finally:
-            http.shutdown()
-            thread.join()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    """A handler that logs nothing."""
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
 
 def measure_series(server: Server, updates: int, groups: int) -> Iterator[str]:

@@ -70,7 +70,6 @@ from darts_server.vllm import server
 from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
-from darts_server.weights.pull import AllowedHosts
 from darts_server.weights.rules import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
@@ -242,8 +241,7 @@ def make_rooms(
 
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)
-    hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
-    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
+    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
         *(provenance, rollouts, reward_matcher, monitor, batches, votes, aborter, updates, control),
