@@ -10,9 +10,6 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.doctor import findings
-from darts_server.doctor.findings import Finding
-from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
@@ -64,6 +61,7 @@ from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
+from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
@@ -85,8 +83,8 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     args = server.parse(vllm_argv)
-    if failing := findings.failing(check_local(settings, args)):
-        raise InvalidSetting("\n".join(map(str, failing)))
+    if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
+        raise InvalidSetting("\n".join(failed))
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
@@ -105,7 +103,7 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     try:
         yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
     except InvalidSetting as error:
-        yield findings.fail("keys", str(error))
+        yield fail("keys", str(error))
     yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)
 
 
