@@ -39,7 +39,6 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
 from darts_server.records import GroupRecord
-from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.batches.saved import SavedPrompts
@@ -65,7 +64,7 @@ from darts_server.startup_checks import Finding, Verdict, check_address, check_l
 from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.rules import UpdateSettings, find_rule
@@ -141,7 +140,6 @@ class Rooms:
     monitor: Monitor
     batches: VllmBatches
     votes: VllmVoteRunner
-    aborter: VllmAborter
     updates: Updates
     control: Control
     dialect_controls: Controls
@@ -235,14 +233,12 @@ def make_rooms(
     closing.callback(answer_search.close)
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
 
-    aborter: VllmAborter = TrajectoryAborter(rollouts, engine.renderer, provenance)
-
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
-        *(provenance, rollouts, reward_matcher, monitor, batches, votes, aborter, updates, control),
+        *(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control),
         dialect_controls,
     )
 
@@ -284,7 +280,6 @@ def extend(
             rooms.control,
             rooms.batches,
             rooms.votes,
-            rooms.aborter,
             rooms.reward_matcher,
             rooms.updates,
             monitored,

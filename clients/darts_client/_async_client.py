@@ -17,7 +17,7 @@ from ._async_transport import AsyncTransport
 from ._batch import Batch, batch_options, batch_request, read_batch
 from ._completions import completion_request, first_model, parse_groups, parse_models
 from ._io import AsyncLock, as_completed, async_sleep
-from ._models import AbortedTrajectory, Event, Group, WireModel, parse_response
+from ._models import Event, Group, WireModel, parse_response
 from ._progress import progress_bar
 from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts, list_prompts
 from ._requests import (
@@ -28,7 +28,6 @@ from ._requests import (
     TimeLimit,
     TransportOptions,
     batch_path,
-    quote_segment,
 )
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
@@ -391,15 +390,6 @@ class AsyncClient:
     async def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
         return parse_response(_Cancelled, await self._transport.request("DELETE", batch_path(batch_id))).cancelled
-
-    async def abort(self, trajectory_id: str) -> AbortedTrajectory:
-        """Stop one running trajectory, and return what it has generated. Its group goes on without it.
-
-        NotFound if it is unknown, BadRequest if it has ended: the message says how. Not sent again after a lost
-        answer, as what it had generated is returned once.
-        """
-        path = f"{API}/trajectories/{quote_segment(trajectory_id)}:abort"
-        return parse_response(AbortedTrajectory, await self._transport.request("POST", path, idempotent=False))
 
     async def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
         """Report the rewards of trajectories, in several requests if there are many. Repeated ones change nothing.
