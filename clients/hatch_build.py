@@ -14,7 +14,6 @@ PACKAGE = Path(__file__).parent / "darts_client"
 
 HEADER = "# Generated from {} by clients/hatch_build.py: edit that file instead.\n"
 RULES = (  # patterns and replacements, in this order
-    (r"(?s)    # async only\n.*?    # end of async only\n", ""),
     (r"\b(async|await) ", ""),
     (r"\basync(contextmanager)\b", r"\1"),
     (r"\b_async_", "_sync_"),
