@@ -10,9 +10,6 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.doctor import findings
-from darts_server.doctor.findings import Finding
-from darts_server.doctor.serving import check_address, check_local, check_vllm
 from darts_server.event_log import EventLog
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
@@ -42,7 +39,6 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.report import TrainerReport
 from darts_server.records import GroupRecord
-from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.batches.saved import SavedPrompts
@@ -64,13 +60,13 @@ from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
+from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
-from darts_server.vllm.engine import VllmAborter, VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
-from darts_server.weights.pull import AllowedHosts
 from darts_server.weights.rules import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
@@ -86,8 +82,8 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     args = server.parse(vllm_argv)
-    if failing := findings.failing(check_local(settings, args)):
-        raise InvalidSetting("\n".join(map(str, failing)))
+    if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
+        raise InvalidSetting("\n".join(failed))
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
@@ -106,7 +102,7 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     try:
         yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
     except InvalidSetting as error:
-        yield findings.fail("keys", str(error))
+        yield fail("keys", str(error))
     yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)
 
 
@@ -144,7 +140,6 @@ class Rooms:
     monitor: Monitor
     batches: VllmBatches
     votes: VllmVoteRunner
-    aborter: VllmAborter
     updates: Updates
     control: Control
     dialect_controls: Controls
@@ -238,15 +233,12 @@ def make_rooms(
     closing.callback(answer_search.close)
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
 
-    aborter: VllmAborter = TrajectoryAborter(rollouts, engine.renderer, provenance)
-
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)
-    hosts = AllowedHosts(frozenset(filter(None, settings.weights_hosts.split(","))))
-    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts, hosts)
+    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
-        *(provenance, rollouts, reward_matcher, monitor, batches, votes, aborter, updates, control),
+        *(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control),
         dialect_controls,
     )
 
@@ -288,7 +280,6 @@ def extend(
             rooms.control,
             rooms.batches,
             rooms.votes,
-            rooms.aborter,
             rooms.reward_matcher,
             rooms.updates,
             monitored,

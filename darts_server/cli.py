@@ -7,8 +7,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 
-from darts_server import logs, settings
-from darts_server.doctor import findings
+from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.ray.settings import prepare_cluster, value_of
 
@@ -109,20 +108,22 @@ def _doctor(argv: list[str]) -> int:
     try:
         loaded, vllm_argv = _load_settings(parser, argv)
     except InvalidSetting as error:
-        return _print_findings([findings.fail("settings", str(error)), findings.warn("the rest", "not checked")])
+        return _print_findings(
+            [startup_checks.fail("settings", str(error)), startup_checks.warn("the rest", "not checked")]
+        )
     logs.set_up("console", "ERROR")  # vLLM logs while it parses its flags; only a server's log needs that
 
     from darts_server import app  # imports vLLM, which takes seconds
 
-    return _print_findings(chain([findings.ok("settings", "valid")], app.examine(loaded, vllm_argv)))
+    return _print_findings(chain([startup_checks.ok("settings", "valid")], app.examine(loaded, vllm_argv)))
 
 
-def _print_findings(found: Iterable[findings.Finding]) -> int:
+def _print_findings(found: Iterable[startup_checks.Finding]) -> int:
     """Print each finding as soon as it is there; return the exit code."""
     failed = False
     for finding in found:
         print(finding, flush=True)
-        failed |= finding.verdict is findings.Verdict.FAIL
+        failed |= finding.verdict is startup_checks.Verdict.FAIL
     return int(failed)
 
 

@@ -2,9 +2,6 @@
 
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any, Self, TypeVar
@@ -16,10 +13,10 @@ from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
 from ._batch import Batch, batch_options, batch_request, read_batch
 from ._completions import completion_request, first_model, parse_groups, parse_models
-from ._io import AsyncLock, as_completed, async_sleep
-from ._models import AbortedTrajectory, Event, Group, WireModel, parse_response
+from ._io import AsyncLock, async_sleep
+from ._models import Event, Group, WireModel, parse_response
 from ._progress import progress_bar
-from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts, list_prompts
+from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts
 from ._requests import (
     API,
     HEALTH_TIMEOUT,
@@ -28,7 +25,6 @@ from ._requests import (
     TimeLimit,
     TransportOptions,
     batch_path,
-    quote_segment,
 )
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
@@ -151,48 +147,6 @@ class AsyncClient:
         )
         return parse_groups(request, response)
 
-    # async only
-    async def stream_groups(
-        self,
-        prompts: Prompts,
-        *,
-        group_size: int,
-        max_tokens: int,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        policy: str | None = None,
-        model: str | None = None,
-        logprobs: bool = True,
-        concurrency: int = 64,
-        **sampling: Any,
-    ) -> AsyncGenerator[tuple[int, Group]]:
-        """Yield `(prompt_index, group)` as each group completes: one request a prompt, `concurrency` of them at a time.
-
-        ```python
-        async with aclosing(client.stream_groups(prompts, group_size=8, max_tokens=512)) as groups:
-            async for prompt_index, group in groups: ...
-        ```
-
-        The first error ends the iteration. At its end the requests that still run are cancelled. After a `break` that
-        happens at once under `aclosing`, else some turns of the event loop later.
-        """
-        request = partial(
-            self.completions,
-            group_size=group_size,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            policy=policy,
-            model=model or await self._default_model(),
-            logprobs=logprobs,
-            **sampling,
-        )
-        jobs = [partial(request, [prompt]) for prompt in list_prompts(prompts)]
-        async with aclosing(as_completed(jobs, concurrency=concurrency)) as answers:
-            async for prompt_index, [group] in answers:
-                yield prompt_index, replace(group, number=prompt_index)
-
-    # end of async only
     def rollouts(
         self,
         prompts: RolloutPrompts,
@@ -391,15 +345,6 @@ class AsyncClient:
     async def cancel(self, batch_id: str) -> bool:
         """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
         return parse_response(_Cancelled, await self._transport.request("DELETE", batch_path(batch_id))).cancelled
-
-    async def abort(self, trajectory_id: str) -> AbortedTrajectory:
-        """Stop one running trajectory, and return what it has generated. Its group goes on without it.
-
-        NotFound if it is unknown, BadRequest if it has ended: the message says how. Not sent again after a lost
-        answer, as what it had generated is returned once.
-        """
-        path = f"{API}/trajectories/{quote_segment(trajectory_id)}:abort"
-        return parse_response(AbortedTrajectory, await self._transport.request("POST", path, idempotent=False))
 
     async def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
         """Report the rewards of trajectories, in several requests if there are many. Repeated ones change nothing.

@@ -147,22 +147,11 @@ class AsyncWeightsApi:
         body = {"path": os.fspath(path)} | _update_options(rule, version, partial)
         return await self._update("POST", f"{API}/weights", json=body)
 
-    async def pull(
-        self, url: str, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
-    ) -> WeightsRecord:
-        """Let the server fetch new weights, a safetensors file, from `url`. See `push`.
-
-        The host must be one of the server's `--weights-hosts`. Unauthorized if it has none.
-        """
-        body = {"url": url} | _update_options(rule, version, partial)
-        return await self._update("POST", f"{API}/weights", json=body)
-
     async def stage(
         self,
         source: Source | None = None,
         *,
         path: str | PathLike[str] | None = None,
-        url: str | None = None,
         rule: Rule | None = None,
         version: int | None = None,
         partial: bool = False,
@@ -171,17 +160,17 @@ class AsyncWeightsApi:
         """Send new weights and have them checked, without serving them; `switch` serves them, `drop` removes them.
 
         So several servers can switch together: stage on all of them, and switch only if no one refuses. One of
-        `source` (as for `push`), `path` (as for `load`) and `url` (as for `pull`). The server removes them
-        `expires_after` seconds later (1800 by default), and when another update replaces the weights first.
+        `source` (as for `push`) and `path` (as for `load`). The server removes them `expires_after` seconds later (1800
+        by default), and when another update replaces the weights first.
         """
-        if sum(each is not None for each in (source, path, url)) != 1:
-            raise ValueError("give one of source, path and url")
+        if (source is None) == (path is None):
+            raise ValueError("give one of source and path")
         options = _update_options(rule, version, partial) | _stage_options(expires_after)
         if source is not None:
             body = await async_run_blocking(AsyncBody, source)
             return _staged(await self._upload(f"{API}/weights", body, body.size, options))
-        where = {"url": url} if path is None else {"path": os.fspath(path)}
-        return _staged(await self._update("POST", f"{API}/weights", json=where | options))
+        assert path is not None
+        return _staged(await self._update("POST", f"{API}/weights", json={"path": os.fspath(path)} | options))
 
     async def stage_lora(
         self,

@@ -1,13 +1,13 @@
 """I/O that differs between the async and the sync client: each `AsyncX` or `async_x` stands beside its `X` or `x`.
 
-The rest of the sync client is generated from the async one by `scripts/sync_client`, which drops these prefixes.
+The rest of the sync client is generated from the async one by `hatch_build.py`, which drops these prefixes.
 """
 
 import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext, suppress
 from io import BytesIO
 from os import PathLike
@@ -109,33 +109,3 @@ def write_atomically(path: Path, data: bytes) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(file.name)
             raise
-
-
-async def as_completed(
-    jobs: Sequence[Callable[[], Awaitable[T]]], *, concurrency: int
-) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield `(index, result)` of each job as it completes, with at most `concurrency` running.
-
-    An error of a job is raised when its turn comes. At the end of the iteration, whatever its cause, jobs that still
-    run are cancelled and awaited. Jobs continue while the consumer handles a result.
-    """
-    if concurrency < 1:
-        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-    slots = asyncio.Semaphore(concurrency)
-    completed: asyncio.Queue[asyncio.Task[tuple[int, T]]] = asyncio.Queue()
-
-    async def run(index: int, job: Callable[[], Awaitable[T]]) -> tuple[int, T]:
-        async with slots:
-            return index, await job()
-
-    # Not a TaskGroup: only the task that entered it may leave it, but another task may close a generator.
-    tasks = [asyncio.create_task(run(index, job)) for index, job in enumerate(jobs)]
-    for task in tasks:
-        task.add_done_callback(completed.put_nowait)
-    try:
-        for _ in tasks:
-            yield (await completed.get()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -128,7 +128,7 @@ class PartialTrajectory(WireModel):
 
 
 class AbortedTrajectory(WireModel):
-    """What a trajectory had generated when it, or its group, was aborted. `logprobs` are None when none were requested.
+    """What a trajectory had generated when its group was aborted. `logprobs` are None when none were requested.
 
     `finish_reason` is "abort" unless it had finished before its group was aborted. `cut`: it was cut at the group's
     deadline. `version_spans`: the weights that sampled its tokens, in their order, each with its number of tokens.

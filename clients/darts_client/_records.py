@@ -120,7 +120,7 @@ class UpdateRecord(WireModel):
     """The result of an update of the weights. `version` is served after it.
 
     `outcome`: "completed"; "refused" before the engine was changed; "failed", with the old weights still served;
-    "lost". `source`: "push", "disk", "http", "delete", "previous" for a switch back, or "vllm" for vLLM's own routes.
+    "lost". `source`: "push", "disk", "delete", "previous" for a switch back, or "vllm" for vLLM's own routes.
     `lora`: the name of the LoRA adapter that was updated, None for the model itself. `seconds` by phase, such as
     "transfer", "wait", "load".
     """

@@ -14,19 +14,6 @@ from ._models import Group, PartialTrajectory, Trajectory
 from ._records import CandidateRecord, GroupRecord
 
 
-def weighted_mean(group: Group | GroupRecord, values: Sequence[float]) -> float:
-    """Estimate the mean of a value over all N candidates of the group from the returned ones: the sum of w_i v_i / N.
-
-    It is unbiased for the mean under the policy, for example of rewards or of lengths. Values are in the order of the
-    group's trajectories; for a record (`client.groups.get`), in that of the answer's choices.
-
-    Raises:
-        ValueError: not one value for each trajectory, or trajectories without weights.
-    """
-    weights, count = _weights(group, values)
-    return sum(w * value for w, value in zip(weights, values, strict=True)) / count
-
-
 def unbiased_advantages(
     group: Group | GroupRecord, rewards: Sequence[float], baseline: float | None = None
 ) -> list[float]:

@@ -10,7 +10,6 @@ from starlette.routing import Route
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import (
-    aborts,
     lora,
     monitor,
     observations,
@@ -24,7 +23,6 @@ from darts_server.http.resources import (
 )
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
-from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.learned.prompts import Prompts
@@ -47,7 +45,6 @@ def router(
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
     votes: VoteRunner[Any, Any],
-    aborter: TrajectoryAborter[Any, Any],
     reward_matcher: RewardMatcher,
     updates: Updates,
     monitored: monitor.MonitorSources,
@@ -83,7 +80,6 @@ def router(
 
     api.include_router(rollouts.routes(batches))
     api.include_router(vote.routes(votes))
-    api.include_router(aborts.routes(aborter))
     api.include_router(rewards.routes(reward_matcher))
     api.include_router(state.routes(store, exchange))
     api.include_router(observations.routes(exchange))

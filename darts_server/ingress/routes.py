@@ -75,7 +75,6 @@ OURS = {
     Handling.PROMPT: {"/darts/v1/prompts/{prompt_key:path}": "GET"},
     Handling.FIND: {
         "/darts/v1/rollouts/{batch_id}": "GET DELETE",
-        "/darts/v1/trajectories/{trajectory_id:path}:abort": "POST",
         "/v1/responses/{response_id}": "GET",
         "/v1/responses/{response_id}/cancel": "POST",
     },

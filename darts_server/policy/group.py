@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -208,18 +208,14 @@ class Group:
         self._needs_assessment = True
         return [self._stop(candidate.index, DiscardReason.LOAD) for candidate in alive[kept:]]
 
-    def carry(self, aborted: Collection[int] = ()) -> list[Decision]:
-        """Stop everything: another group goes on with what the candidates have generated.
-
-        ``aborted``: candidates without which it goes on, since their callers are just aborting them.
-        """
+    def carry(self) -> list[Decision]:
+        """Stop everything: another group goes on with what the candidates have generated."""
         if self.outcome is not None:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
         for candidate in self.candidates[self.restarted_from :]:
             if candidate.reason is not None and candidate.reason not in GONE:
-                is_aborted = candidate.index in aborted
-                candidate.reason = DiscardReason.ABORTED if is_aborted else DiscardReason.CARRIED
+                candidate.reason = DiscardReason.CARRIED
         return decisions
 
     def end_decided(self) -> list[Decision]:

@@ -14,7 +14,7 @@ caller, so that the order of callers says nothing about lengths.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol
@@ -23,7 +23,7 @@ from darts_server.engine.port import OutputT, RequestT
 from darts_server.observers import GroupObserver
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.join_requests import JoinedRequest, JoinRequest
+from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.short_groups import ShortGroups
 from darts_server.rollout.spec import GroupSpec, OnAbort
@@ -63,7 +63,6 @@ class _Seat(Generic[RequestT, OutputT]):
 
     request: RequestT
     request_id: str
-    own_id: str | None
     caller: asyncio.Future[OutputT] | None
     output: OutputT | None = None
     answered: bool = False
@@ -119,11 +118,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         for groups in self._groups.values():
             for group in groups:
                 group.abort(request_id)
-
-    def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[JoinedRequest[RequestT, OutputT]]:
-        """Find the requests that wait and have that name: the engine's id, or the caller's own."""
-        groups = (group for groups in self._groups.values() for group in groups if may_see(group.owner))
-        return [request for group in groups for request in group.find(name)]
 
     def drain(self) -> None:
         """Close all groups with the requests that have arrived, and from now on every group with its first one."""
@@ -197,11 +191,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     @property
-    def owner(self) -> str | None:
-        """Name of its callers; ``None`` for those without a key."""
-        return self._run.owner
-
-    @property
     def is_closed(self) -> bool:
         """Whether no further request may join."""
         return self._closed.is_set()
@@ -209,7 +198,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
         seat: _Seat[RequestT, OutputT] = _Seat(
-            request.request, request.request_id, request.own_id, asyncio.get_running_loop().create_future()
+            request.request, request.request_id, asyncio.get_running_loop().create_future()
         )
         self._seats.append(seat)
         self._run.add_request_id(request.request_id)
@@ -232,7 +221,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Give the seat of a disconnected caller to a late one, while the group runs."""
         for seat in self._seats:
             if seat.caller is None and not seat.answered and not self._run.has_ended:
-                seat.request_id, seat.own_id = request.request_id, request.own_id
+                seat.request_id = request.request_id
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
@@ -255,48 +244,20 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     def abort(self, request_id: str) -> None:
         """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
-        for seat, caller in self._waiting():
-            if seat.request_id == request_id:
-                self._abort_seat(seat, caller)
-
-    def find(self, name: str) -> Iterator[JoinedRequest[RequestT, OutputT]]:
-        """Yield the requests that wait and have that name, see `GroupJoiner.find`."""
-        for seat, caller in self._waiting():
-            if name in (seat.request_id, seat.own_id):
-                index = self._run.runner.index_of(seat.request)
-                yield JoinedRequest(self._run, index, partial(self._abort_seat, seat, caller, waits_on=True))
-
-    def _waiting(self) -> Iterator[tuple[_Seat[RequestT, OutputT], asyncio.Future[OutputT]]]:
-        """Yield the seats whose callers are not answered yet."""
         for seat in self._seats:
-            if seat.caller is not None and not seat.caller.done() and not self._run.has_ended:
-                yield seat, seat.caller
-
-    def _abort_seat(
-        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT], *, waits_on: bool = False
-    ) -> asyncio.Future[OutputT | None]:
-        """``waits_on``: whether the caller waits on if its candidate ends just then, and nothing is aborted."""
-        seat.aborted = True
-        output = self._run.runner.abort_request(seat.request)
-        output.add_done_callback(partial(self._pass_on, seat, caller, waits_on))
-        return output
+            caller = seat.caller
+            if seat.request_id == request_id and caller is not None and not caller.done() and not self._run.has_ended:
+                seat.aborted = True
+                aborting = self._run.runner.abort_request(seat.request)
+                aborting.add_done_callback(partial(self._pass_on, seat, caller))
 
     def _pass_on(
-        self,
-        seat: _Seat[RequestT, OutputT],
-        caller: asyncio.Future[OutputT],
-        waits_on: bool,
-        aborting: asyncio.Future[OutputT | None],
+        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT], aborting: asyncio.Future[OutputT | None]
     ) -> None:
-        """Answer a caller with what its candidate has generated, if anything was aborted."""
-        if caller.done():
-            return
-        output = aborting.result()
-        if output is None and waits_on:
-            seat.aborted, output = False, seat.output
-            if output is None and not self._ended:
-                return  # it is answered as the others are
-        caller.set_result(self._run.runner.aborted_output(seat.request) if output is None else output)
+        """Answer a caller with what its candidate has generated; with nothing if that has ended otherwise."""
+        if not caller.done():
+            output = aborting.result()
+            caller.set_result(self._run.runner.aborted_output(seat.request) if output is None else output)
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):

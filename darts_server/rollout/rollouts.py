@@ -22,7 +22,6 @@ from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.singles import SingleRequests
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
 from darts_server.rollout.starting_order import NO_ORDER, StartingOrder, starting_order
@@ -82,7 +81,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.statistics = statistics
         self.gate = gate or Gate()
         self.turns = Turns()
-        self.singles = SingleRequests(lambda: engine.weight_version)
         self.starts = StartQueue()
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
         self.observers = GroupObservers([statistics])
@@ -257,13 +255,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         versions = (run.first_version for run in self._by_id.get(group_id, ()))
         return min((version for version in versions if version is not None), default=None)
 
-    def find(self, group_id: str, may_see: Callable[[str | None], bool]) -> list[GroupRun[RequestT, OutputT]]:
-        """Find the running groups with that id: several if callers have reused it.
-
-        ``may_see``: whether the groups of an owner may be returned.
-        """
-        return [run for run in self._by_id.get(group_id, ()) if may_see(run.owner)]
-
     @property
     def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
         """Running groups, the newest first."""
@@ -305,7 +296,6 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
-        self.singles.weights_change()
         for run in list(self._runs):
             run.runner.weights_change()
 

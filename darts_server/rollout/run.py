@@ -200,13 +200,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         It must not have ended: it was counted. ``error``: why, for its record, if it was ended from outside.
         """
         assert not self.has_ended
-        self._act(self._group.carry(self.runner.aborting))
+        self._act(self._group.carry())
         self._close(error)
 
     async def carried(self) -> list[CarriedCandidate[OutputT]]:
         """Return what the candidates of a group have generated that was stopped to be carried over.
 
-        Without those that failed or were aborted, and those from before a restart.
+        Without those that failed, and those from before a restart.
         """
         await self.runner.wait_for_results()
         candidates = self._group.candidates[self._group.restarted_from :]
@@ -233,8 +233,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             case OnAbort.ANSWER:
                 self._answer_aborted(error)
             case OnAbort.RETURN:
-                aborting = self.runner.aborting  # they go to the others who are just aborting them
-                self.runner.return_aborted(index for index in self._undelivered() if index not in aborting)
+                self.runner.return_aborted(self._undelivered())
                 self.cancel(error, DiscardReason.ABORTED)
                 self._deliveries.fail(error)
             case OnAbort.CARRY:
@@ -282,11 +281,6 @@ class GroupRun(Generic[RequestT, OutputT]):
     def has_ended(self) -> bool:
         """Whether it has its outcome, though its caller may not have taken all trajectories yet."""
         return self._group.outcome is not None
-
-    @property
-    def owner(self) -> str | None:
-        """Name of the caller that started it; ``None`` for callers without a key."""
-        return self.recorder.owner
 
     @property
     def first_version(self) -> int | None:

@@ -7,7 +7,6 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from darts_server.settings.value_types import (
-    HOSTS,
     NAMES,
     RULES,
     DetectAt,
@@ -231,12 +230,6 @@ class Settings(BaseSettings):
     weights_staging: Path | None = Field(
         None,
         description="Folder for pushed weights, with space for two models. Default: the folder for temporary files.",
-    )
-    weights_hosts: str = Field(
-        "",
-        pattern=HOSTS,
-        description="Hosts from which new weights may be pulled over HTTP: HOST or HOST:PORT, separated by commas. "
-        "Default: none.",
     )
     weights_rule: Literal["finish", "keep", "resume", "restart"] = Field(
         "finish",

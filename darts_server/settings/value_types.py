@@ -6,9 +6,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
 
-HOSTS = r"^$|^[^\s,/@]+(,[^\s,/@]+)*$"
-"""A comma-separated list of host names, without scheme, path or password."""
-
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
 

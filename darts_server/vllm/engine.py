@@ -27,7 +27,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
-from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
@@ -60,7 +59,6 @@ UNUSABLE_GRAMMAR = (
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
 VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
-VllmAborter: TypeAlias = TrajectoryAborter[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 

@@ -36,7 +36,6 @@ from darts_server.vllm.requests import (
     note_named_prompt,
     note_shaped,
 )
-from darts_server.vllm.singles import VllmSingle
 from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
 from darts_server.vllm.watchdog import Pulse, observe_outputs
@@ -183,31 +182,14 @@ class ShapingLLM(ControlledLLM):
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
                 with _unwrap_own_errors():
-                    if params.n == 1 and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
-                        outputs = self._abortable(request_id, outputs)
-                    async with aclosing(outputs):
-                        async for output in outputs:
-                            yield output
+                    async for output in outputs:
+                        yield output
 
     def _in_order(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give a request that is not shaped its place among the candidates of groups, if vLLM has priorities."""
         if self.rollouts is None or not has_priorities(self):
             return options
         return {**options, FIELD: combined(options.get(FIELD, 0), self.rollouts.starting_order(None).of())}
-
-    async def _abortable(
-        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Let a request for one trajectory be aborted by its id while its outputs are read."""
-        if self.rollouts is None or current_beam_search() is not None:
-            async for output in outputs:
-                yield output
-            return
-        single = VllmSingle(self)
-        with self.rollouts.singles.track(request_id, single):
-            async with aclosing(single.follow(outputs)) as followed:
-                async for output in followed:
-                    yield output
 
     async def _generate_group(
         self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
@@ -341,11 +323,8 @@ def _join_request(
     plan: Plan, request: PromptRequest, prompt_key: str, name: str | None, ticket: Ticket
 ) -> JoinRequest[PromptRequest]:
     # Callers with different keys must not answer each other's requests.
-    who = caller.get()
-    join_key = f"{who.name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-    return JoinRequest(
-        request, request.request_id, plan, prompt_key, join_key, ticket, name, who.request_id, request.tokens
-    )
+    join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
 
 
 def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:

@@ -18,7 +18,6 @@ from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
 from darts_server.weights.phases import Update
 from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.pull import AllowedHosts, stream_url
 from darts_server.weights.roots import resolve_path
 from darts_server.weights.rules import Rule, UpdateSettings
 from darts_server.weights.staged import StagedUpdates
@@ -52,7 +51,6 @@ class Updates:
         root: folder that callers may name paths in; ``None`` to allow none.
         observers: notified of every update.
         groups: the running groups; ``None`` for an engine without groups.
-        hosts: hosts that weights may be pulled from; ``None`` to allow none.
     """
 
     def __init__(
@@ -64,12 +62,10 @@ class Updates:
         settings: UpdateSettings | None = None,
         observers: Sequence[UpdateObserver] = (),
         groups: Groups | None = None,
-        hosts: AllowedHosts | None = None,
     ) -> None:
         self._model = model
         self._staging = staging
         self._root = root
-        self._hosts = hosts or AllowedHosts()
         self._loaded = LoadedWeights(model)
         self.coordinator = Coordinator(model, gate, settings or UpdateSettings(), observers, groups)
         self.external = ExternalUpdates(self.coordinator, self._loaded, model)
@@ -120,7 +116,14 @@ class Updates:
             UpdateError: the old version is served.
             WeightsLost
         """
-        return await self._stream("push", body, options, "body")
+
+        async def fetch() -> TensorSet:
+            limit = (await self._model.expected_tensors()).max_bytes
+            self.staged.drop_previous()  # there is room for two models
+            path = await self._staging.write(body(limit))
+            return await run_sync(read_tensors, path, "body")
+
+        return await self._update("push", fetch, options, "body")
 
     async def load(self, path: str, options: UpdateOptions) -> UpdateRecord | None:
         """Update from a file or folder under the root. It must not change until other weights have replaced it.
@@ -140,18 +143,6 @@ class Updates:
             return await run_sync(read_tensors, resolved, "path", root)
 
         return await self._update("disk", fetch, options, "path")
-
-    async def pull(self, url: str, options: UpdateOptions) -> UpdateRecord | None:
-        """Update from a safetensors file at a URL of an allowed host. Returns ``None`` if they are only staged.
-
-        Raises:
-            Forbidden: no host is allowed.
-            InvalidRequest: the URL or the weights are bad, or the transfer failed; nothing was changed.
-            UpdateError: the old version is served.
-            WeightsLost
-        """
-        self._hosts.check(url)
-        return await self._stream("http", lambda limit: stream_url(self._hosts, url, limit), options, "url")
 
     async def export(self) -> WeightsExport:
         """Open the served weights for reading.
@@ -178,17 +169,6 @@ class Updates:
         """Check that no update changes the weights. ``version``: that it had none to change them to meanwhile."""
         if self.state not in (State.SERVING, State.STAGING) or version not in (None, self.version):
             raise UpdateRunning("the weights are being updated; try again when that has ended")
-
-    async def _stream(
-        self, source: str, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions, field: str
-    ) -> UpdateRecord | None:
-        async def fetch() -> TensorSet:
-            limit = (await self._model.expected_tensors()).max_bytes
-            self.staged.drop_previous()  # there is room for two models
-            path = await self._staging.write(body(limit))
-            return await run_sync(read_tensors, path, field)
-
-        return await self._update(source, fetch, options, field)
 
     async def _update(
         self, source: str, fetch: Callable[[], Awaitable[TensorSet]], options: UpdateOptions, field: str

@@ -101,7 +101,7 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
         {"rewards": [{"prompt_token_ids": [5, 6], "completion_token_ids": [7], "reward": 0.5}] * 2},
     ],
     ("PATCH", "/darts/v1/policy"): [{"policy": "darts_cut", "redundancy": 1.25, "num_longest": 1}],
-    ("POST", "/darts/v1/weights"): [{"path": "full.safetensors", "rule": "keep"}, {"url": "http://127.0.0.1:9/a"}],
+    ("POST", "/darts/v1/weights"): [{"path": "full.safetensors", "rule": "keep"}],
     ("POST", "/darts/v1/weights/lora/{name}"): [{"path": "indexed", "rule": "keep", "version": 7}],
     ("POST", "/v1/completions"): [
         {"model": "tiny", "prompt": PROMPT, "n": 2, **SHORT},

@@ -56,10 +56,6 @@ FOLLOW: Sequence[Request] = [
     Request("DELETE", ROLLOUTS + "/{batch_id}", BATCH),
     Request("GET", "/darts/v1/groups/{group_id}", "/darts/v1/groups/$group"),
     Request("GET", "/darts/v1/groups/{group_id}", "/darts/v1/groups/$batch"),
-    *(
-        Request("POST", "/darts/v1/trajectories/{trajectory_id}:abort", f"/darts/v1/trajectories/{name}:abort")
-        for name in ("$trajectory", "$batch-0:0", "$batch-0:1", "$batch-1:2", "$group:1")
-    ),
     Request("GET", "/darts/v1/prompts/{prompt_key}", "/darts/v1/prompts/a"),
     Request("GET", "/darts/v1/live", "/darts/v1/live"),
     Request("GET", "/darts/v1/live", "/darts/v1/live", (("Accept", "text/event-stream"),), leaves_after=0.3),

@@ -36,8 +36,7 @@ SERVER_ERROR = re.compile(r'"code": ?(5\d\d)')
 LEFT = "left"
 GROUP_HEADER = "X-Darts-Group-Id"
 STATES, WEIGHTS, POLICY = "/darts/v1/state", "/darts/v1/weights", "/darts/v1/policy"
-ABORT = "/darts/v1/trajectories/{trajectory_id}:abort"
-DISRUPTIVE = ("/pause", "/abort_requests", "/sleep", "/start_weight_update", "/finish_weight_update", WEIGHTS, ABORT)
+DISRUPTIVE = ("/pause", "/abort_requests", "/sleep", "/start_weight_update", "/finish_weight_update", WEIGHTS)
 """Routes that may end or fail other requests with a 503, as their documentation says."""
 VLLMS_ERRORS = ("/pause", "/sleep", "/wake_up", "/start_weight_update", "/update_weights", "/finish_weight_update")
 """Where vLLM itself answers 500 to calls in the wrong order, or that took too long."""

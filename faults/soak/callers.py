@@ -1,4 +1,4 @@
-"""Callers that request groups in every way; some cancel, some abort groups or trajectories, most get rewards."""
+"""Callers that request groups in every way; some cancel, some are aborted, most get rewards."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,6 @@ from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.observers.reward_matching import Reward
 from darts_server.rollout.plan import OFF, Plan
-from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.runner import VoteRequest
 from darts_server.types import PromptSpec, RequestOptions
@@ -30,8 +29,7 @@ SIZES = (2, 3, 4, 6)
 REPEATED_PROMPTS, UNIQUE = 512, 0.3
 """Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
 CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
-"""Shares of requests that are cancelled, of groups that are aborted or lose one trajectory so, and of prompts that are
-doomed or invalid."""
+"""Shares of requests that are cancelled, of groups that are aborted, and of prompts that are doomed or invalid."""
 CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap")
 """Policies whose batches with enough groups carry the others over: those that prune cannot go on with a group."""
 MAX_REWARD_DELAY = 4.0
@@ -60,7 +58,7 @@ class Callers:
             self.longest_wait = max(self.longest_wait, asyncio.get_running_loop().time() - began)
 
     async def wait_for_background(self) -> None:
-        """Wait until all rewards are reported and all trajectories that were to be aborted have ended."""
+        """Wait until all rewards are reported."""
         while self._background:
             await asyncio.wait(self._background)
 
@@ -97,8 +95,6 @@ class Callers:
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
                 spec = GroupSpec.of_plan(plan, request, group_id, key, early=early)
                 run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
-                if self._rng.random() < 2 * ABORTED:  # many of them have ended by then
-                    self._keep(self._abort_trajectory(run, self._rng.randrange(allocation.candidates)))
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
@@ -107,7 +103,7 @@ class Callers:
         return _outcome(len(set(indices)) == plan.size)
 
     async def _singles(self, number: int, numbers: Iterator[int]) -> str:
-        """Request a group by single requests; sometimes one is missing or cancelled."""
+        """Request a group by single requests; sometimes one is missing, cancelled or aborted."""
         size, rollouts, prompt = self._rng.choice(SIZES), self._stack.rollouts, self._prompt(number)
         name = f"singles-{number}"
         plan = rollouts.plan(1, RequestOptions(self._rng.choice(self._policies), group_id=name, group_size=size))
@@ -117,6 +113,8 @@ class Callers:
         tasks = [asyncio.create_task(each) for each in requests]
         if self._rng.random() < CANCELLED:
             asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), tasks[0].cancel)
+        if self._rng.random() < 10 * ABORTED:  # many of them have ended by then
+            asyncio.get_running_loop().call_later(self._rng.uniform(0, MAX_CANCEL_DELAY), rollouts.abort, f"{name}-0")
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         except asyncio.CancelledError:
@@ -206,11 +204,6 @@ class Callers:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _abort_trajectory(self, run: GroupRun[str, list[int]], index: int) -> None:
-        await asyncio.sleep(self._rng.uniform(0, MAX_CANCEL_DELAY))
-        with suppress(DartsError):
-            await asyncio.shield(run.runner.abort(index))
 
     async def _report(self, rewards: Sequence[Reward], delay: float) -> None:
         await asyncio.sleep(delay)

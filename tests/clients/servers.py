@@ -17,7 +17,6 @@ from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import InvalidRequest
 from darts_server.http import errors
 from darts_server.http.routes import router
-from darts_server.rollout.aborting import TrajectoryAborter
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.rewards import Rewards
@@ -183,7 +182,6 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             control,
             batches=batches,
             votes=votes,
-            aborter=TrajectoryAborter(rollouts, Texts(), provenance),
             reward_matcher=reward_matcher,
             updates=Mock(),
             monitored=Mock(),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from darts_client import Checkpoint, Group, PartialTrajectory, Trajectory
-from darts_client.advantages import token_advantages, unbiased_advantages, weighted_mean
+from darts_client.advantages import token_advantages, unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.policy.group import Group as Run
 from darts_server.policy.group_weights import sampled_from, selection_weights
@@ -113,14 +113,6 @@ def expected_gradient(rule: Rule, baseline: float | None = None, *, weighted: bo
 )
 def test_the_expected_gradient_is_the_true_one(rule: Rule, baseline: float | None) -> None:
     np.testing.assert_allclose(expected_gradient(rule, baseline), TRUE, atol=1e-9)
-
-
-@pytest.mark.parametrize("rule", [SampledTail(2, 1), CutTail(1, 1), InOrder(3)], ids=str)
-def test_the_expected_weighted_mean_is_the_true_one(rule: Rule) -> None:
-    mean = 0.0
-    for shaped in shaped_groups(rule):
-        mean += shaped.probability * weighted_mean(shaped.group, shaped.rewards)
-    assert mean == pytest.approx(sum(o.probability * o.reward for o in OUTCOMES), abs=1e-9)
 
 
 @dataclass(frozen=True, eq=False)

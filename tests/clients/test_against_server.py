@@ -191,22 +191,6 @@ def test_a_batch_is_cancelled_by_its_id(server: RunningServer, client: Client) -
         client.cancel("roll-unknown")
 
 
-def test_a_trajectory_is_aborted_by_its_id(server: RunningServer, client: Client) -> None:
-    with client.stream_tokens(["endless"], chunk_tokens=4, **SIZES) as events:
-        delta = next(event for event in events if isinstance(event, Delta))
-        aborted = client.abort(delta.trajectory_id)
-        assert (aborted.trajectory_id, aborted.finish_reason) == (delta.trajectory_id, "abort")
-        assert aborted.token_ids[: len(delta.token_ids)] == delta.token_ids
-        assert aborted.text == f"{len(aborted.token_ids)} tokens"
-        assert aborted.version_spans == ((0, len(aborted.token_ids)),)
-        discard = next(event for event in events if isinstance(event, Discard))
-        assert (discard.trajectory_id, discard.reason) == (delta.trajectory_id, "aborted")
-        with pytest.raises(BadRequest, match=r"was discarded \(aborted\)"):
-            client.abort(delta.trajectory_id)
-    with pytest.raises(NotFound):
-        client.abort("roll/unknown:0")
-
-
 def test_an_idempotency_key_finds_its_batch_and_is_for_one_body(client: Client) -> None:
     first, again = (list(client.rollouts(["5", "9"], idempotency_key="step 7", **SIZES)) for _ in range(2))
     assert first == again

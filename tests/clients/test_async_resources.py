@@ -135,25 +135,6 @@ def test_a_batch_is_cancelled_by_its_id() -> None:
     assert server.last_route == ("DELETE", "/darts/v1/rollouts/roll-1")
 
 
-ABORTED = {
-    "trajectory_id": "cmpl-a/b-0:1",
-    "token_ids": [5, 6],
-    "logprobs": None,
-    "text": "ab",
-    "finish_reason": "abort",
-    "length": 2,
-    "version_spans": [[3, 2]],
-}
-
-
-def test_a_trajectory_is_aborted_by_its_id_which_may_have_slashes() -> None:
-    server = FakeServer(POST=ABORTED)
-    with Client(URL, transport=server.transport) as client:
-        aborted = client.abort("cmpl-a/b-0:1")
-    assert server.requests[0].url.path == "/darts/v1/trajectories/cmpl-a/b-0:1:abort"
-    assert (aborted.token_ids, aborted.logprobs, aborted.version_spans) == ((5, 6), None, ((3, 2),))
-
-
 def test_many_rewards_are_split_into_requests_and_counted_together() -> None:
     sizes: list[int] = []
 
@@ -203,8 +184,6 @@ async def test_the_async_client_does_the_same(tmp_path: Path) -> None:
     async with AsyncClient(URL, transport=FakeServer(GET=b"state", PUT={"prompts": 2}).transport) as client:
         await client.state.save(tmp_path / "state")
         assert await client.state.load(tmp_path / "state") == 2
-    async with AsyncClient(URL, transport=FakeServer(POST=ABORTED).transport) as client:
-        assert (await client.abort("cmpl-a/b-0:1")).text == "ab"
     counts = {"matched": 1, "repeated": 0, "unknown": 0, "unknown_indices": []}
     async with AsyncClient(URL, transport=FakeServer(POST=counts).transport) as client:
         assert (await client.rewards({"g:0": 1.0})).matched == 1

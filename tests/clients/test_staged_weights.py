@@ -55,7 +55,7 @@ async def test_options_are_sent_only_if_given() -> None:
         staged = client.weights.stage(b"w")
         assert staged == StagedRecord(**STAGED)
         client.weights.stage(path=Path("step 7"))
-        client.weights.stage(url="http://trainer/w", **options)
+        client.weights.stage(path="step 7", **options)
         client.weights.switch(staged)
         client.weights.switch("../x", rule="keep", version=0, keep_previous=True)
         client.weights.drop(staged)
@@ -69,7 +69,7 @@ async def test_options_are_sent_only_if_given() -> None:
     ] == [
         ("PUT", api, {"partial": "false", "stage": "true"}, b"w"),
         ("POST", api, {}, {"path": "step 7", "partial": False, "stage": True}),
-        ("POST", api, {}, {"url": "http://trainer/w", "stage": True, **options}),
+        ("POST", api, {}, {"path": "step 7", "stage": True, **options}),
         ("POST", f"{api}/staged/ab12:switch", {}, b""),
         (
             "POST",
@@ -87,11 +87,9 @@ async def test_options_are_sent_only_if_given() -> None:
 def test_there_is_one_source(tmp_path: Path) -> None:
     server = Recorder()
     with Client(URL, transport=server) as client:
-        with pytest.raises(ValueError, match="one of source, path and url"):
+        with pytest.raises(ValueError, match="one of source and path"):
             client.weights.stage()
-        with pytest.raises(ValueError, match="one of source, path and url"):
-            client.weights.stage(path="x", url="http://x")
-        with pytest.raises(ValueError, match="one of source, path and url"):
+        with pytest.raises(ValueError, match="one of source and path"):
             client.weights.stage(b"w", path="x")
     assert server.requests == []
 

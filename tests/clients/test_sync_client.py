@@ -1,9 +1,7 @@
 import inspect
 import json
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -55,10 +53,6 @@ def test_threads_that_start_at_once_look_the_model_up_once() -> None:
     with Client(URL, transport=httpx.MockTransport(server)) as client, ThreadPoolExecutor(5) as pool:
         list(pool.map(lambda _: client.completions("a", group_size=1, max_tokens=16), range(5)))
     assert [request.url.path for request in server.requests].count("/v1/models") == 1
-
-
-def test_the_sync_client_is_generated_from_the_async_one() -> None:
-    subprocess.run([Path(__file__).parents[2] / "scripts/sync_client", "--check"], check=True, timeout=240)
 
 
 def test_a_model_named_in_the_call_overrides_the_default() -> None:

@@ -194,13 +194,11 @@ async def test_update_options_are_sent_only_if_given() -> None:
         client.weights.push(b"w", **options)
         client.weights.load(Path("step 7"))
         client.weights.load("step 7", **options)
-        client.weights.pull("http://trainer/w", **options)
     async with AsyncClient(URL, transport=server) as asynchronous:
         await asynchronous.weights.push(b"w", **options)
         await asynchronous.weights.load(Path("step 7"), **options)
-        await asynchronous.weights.pull("http://trainer/w", **options)
         assert (await asynchronous.weights.get()).version == 8
-    plain, with_options, load, load_with_options, pull, push_async, load_async, pull_async, _ = server.requests
+    plain, with_options, load, load_with_options, push_async, load_async, _ = server.requests
     assert dict(plain.url.params) == {"partial": "false"}
     assert (
         dict(with_options.url.params)
@@ -209,9 +207,8 @@ async def test_update_options_are_sent_only_if_given() -> None:
     )
     assert (load.method, load.url.path) == ("POST", "/darts/v1/weights")
     assert json.loads(server.bodies[2][0]) == {"path": "step 7", "partial": False}
-    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[6][0]) == {"path": "step 7", **options}
-    assert json.loads(server.bodies[4][0]) == json.loads(server.bodies[7][0]) == {"url": "http://trainer/w", **options}
-    assert load.url == load_with_options.url == load_async.url == pull.url == pull_async.url
+    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[5][0]) == {"path": "step 7", **options}
+    assert load.url == load_with_options.url == load_async.url
 
 
 def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:

@@ -138,7 +138,6 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
             control=control,
             batches=Mock(),
             votes=Mock(),
-            aborter=Mock(),
             reward_matcher=work.reward_matcher,
             updates=updates,
             monitored=monitored,

@@ -74,7 +74,6 @@ def client(
                 control,
                 batches=Mock(),
                 votes=Mock(),
-                aborter=Mock(),
                 reward_matcher=reward_matcher,
                 updates=updates or Mock(spec=Updates),
                 monitored=Mock(),

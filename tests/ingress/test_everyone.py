@@ -19,10 +19,10 @@ NOT_FOUND = {"error": {"message": "no such id"}}
 async def test_an_id_is_found_whichever_ingress_gets_the_request() -> None:
     async with fake_servers(3) as servers, ingress(servers) as one, ingress(servers) as two:
         for server in servers:
-            server.answer("POST", "/darts/v1/trajectories/g:0:abort", NOT_FOUND, 404)
-        servers[1].answer("POST", "/darts/v1/trajectories/g:0:abort", {"trajectory_id": "g:0"})
+            server.answer("POST", "/v1/responses/r/cancel", NOT_FOUND, 404)
+        servers[1].answer("POST", "/v1/responses/r/cancel", {"id": "r"})
         for running in (one, two):
-            assert (await running.post("/darts/v1/trajectories/g:0:abort")).json() == {"trajectory_id": "g:0"}
+            assert (await running.post("/v1/responses/r/cancel")).json() == {"id": "r"}
 
 
 async def test_a_running_batch_is_followed_event_by_event_and_its_loss_is_said() -> None:

@@ -1,12 +1,10 @@
 """The rollouts route on real vLLM."""
 
 import json
-import time
 from contextlib import closing
 from http.client import HTTPConnection
 from itertools import islice
 from random import Random
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -15,7 +13,7 @@ import safetensors.numpy
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import Server
-from tests.integration.waiting import wait_counted, wait_idle, wait_started
+from tests.integration.waiting import wait_idle, wait_started
 
 pytestmark = pytest.mark.engine
 SIZE = 8
@@ -240,111 +238,6 @@ def test_nothing_runs_on_after_a_client_gives_up_waiting(server: Server) -> None
         wait_started(server, started + 16 * SIZE)
     wait_idle(server)
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
-
-
-def test_an_aborted_trajectory_is_returned_as_far_as_it_got_and_its_group_is_whole_without_it(server: Server) -> None:
-    [text] = prompts(1, seed=8)
-    sampling = {"max_tokens": 250, "ignore_eos": True, "seed": 4, "logprobs": True}
-    body = {"prompts": [{"text": text}], "group_size": 3, "sampling": sampling, "policy": {"name": "off"}}
-    [whole] = post(server, body).json()["groups"]
-    events: dict[str, list[dict[str, Any]]] = {}
-    aborted: httpx.Response | None = None
-    stream = httpx.stream(
-        "POST", f"{server.url}/darts/v1/rollouts", json=body | {"stream": "tokens", "chunk_tokens": 2}, timeout=240
-    )
-    with stream as answer:
-        name = ""
-        for line in answer.iter_lines():
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line.startswith("data: "):
-                events.setdefault(name, []).append(json.loads(line.removeprefix("data: ")))
-                if name == "delta" and aborted is None and events[name][-1]["trajectory_id"].endswith(":1"):
-                    aborted = abort(server, events[name][-1]["trajectory_id"])
-    assert aborted is not None
-    assert aborted.status_code == 200, aborted.text
-    part, uncut, [group] = aborted.json(), whole["trajectories"][1], events["group"]
-    assert part["finish_reason"] == "abort"
-    assert 2 <= part["length"] == len(part["token_ids"]) == len(part["logprobs"]) < 250
-    assert part["token_ids"] == uncut["token_ids"][: part["length"]]
-    assert part["logprobs"] == pytest.approx(uncut["logprobs"][: part["length"]], abs=1e-4)
-    assert uncut["text"].startswith(part["text"])
-    assert part["text"]
-    assert part["version_spans"] == [[part["weight_version_start"], part["length"]]]
-    assert [t["trajectory_id"][-2:] for t in group["trajectories"]] == [":0", ":2", ":3"], "one took its place"
-    assert [(d["trajectory_id"], d["length"], d["reason"]) for d in group["discarded"]] == [
-        (part["trajectory_id"], part["length"], "aborted")
-    ]
-    for index, how in ((0, "has finished (length)"), (1, "was discarded (aborted)")):
-        refused = abort(server, f"{group['group_id']}:{index}")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (409, "trajectory_id")
-        assert how in refused.json()["error"]["message"]
-    assert abort(server, f"{group['group_id']}:9").status_code == 404
-
-
-def test_a_trajectory_of_vllms_routes_is_aborted_by_its_request_id(server: Server) -> None:
-    request = {"model": "tiny", "prompt": prompts(1)[0], "n": 2, "max_tokens": 280, "ignore_eos": True, "stop": "@@"}
-    answers: list[httpx.Response] = []
-
-    def send() -> None:
-        headers = {"X-Request-Id": "abort/me", "X-Darts-Policy": "uniform"}
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=request, headers=headers, timeout=240))
-
-    sending = Thread(target=send)
-    sending.start()
-    while (aborted := abort(server, "cmpl-abort/me-0:0")).status_code == 404 and sending.is_alive():
-        time.sleep(0.005)
-    sending.join()
-    assert aborted.status_code == 200, aborted.text
-    assert (aborted.json()["finish_reason"], aborted.json()["logprobs"]) == ("abort", None)
-    assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == ["length"] * 2
-    [record] = httpx.get(f"{server.url}/darts/v1/groups/cmpl-abort/me-0").json()["groups"]
-    assert record["candidates"][0]["reason"] == "aborted"
-    wait_idle(server)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("policy", "request_id"), [("off", "one/alone"), ("uniform", "joined")])
-def test_a_request_for_one_trajectory_is_aborted_by_its_request_id(
-    server: Server, policy: str, request_id: str, stream: bool
-) -> None:
-    body = {"model": "tiny", "prompt": prompts(1)[0], "max_tokens": 280, "ignore_eos": True, "logprobs": 1}
-    tokens = {"return_token_ids": True, "stream": stream, "seed": 5}
-    answers: list[httpx.Response] = []
-
-    def send() -> None:
-        shaping = {"X-Darts-Policy": policy, "X-Darts-Group": "id=aborted;size=2"}
-        headers = {"X-Request-Id": request_id, **(shaping if policy != "off" else {"X-Darts-Policy": "off"})}
-        url = f"{server.url}/v1/completions"
-        answers.append(httpx.post(url, json=body | tokens, headers=headers, timeout=240))
-
-    generated = server.metric("vllm:generation_tokens_total")
-    sending = Thread(target=send)
-    sending.start()
-    wait_counted(server, "vllm:generation_tokens_total", generated + 5)
-    aborted = abort(server, request_id)
-    sending.join()
-    assert aborted.status_code == 200, aborted.text
-    part = aborted.json()
-    assert (part["finish_reason"], part["length"]) == ("abort", len(part["token_ids"]))
-    assert 5 <= part["length"] < 280
-    assert part["version_spans"] == [[part["weight_version_end"], part["length"]]]
-    if stream:
-        chunks = [line[6:] for line in answers[0].text.splitlines() if line.startswith("data: {")]
-        choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
-    else:
-        choices = answers[0].json()["choices"]
-    assert [token for choice in choices for token in choice["token_ids"] or ()] == part["token_ids"]
-    assert "".join(choice["text"] for choice in choices) == part["text"]
-    assert choices[-1]["finish_reason"] == "abort"
-    values = [value for choice in choices for value in (choice["logprobs"] or {}).get("token_logprobs", ())]
-    assert values == pytest.approx(part["logprobs"], abs=1e-4)
-    assert abort(server, request_id).status_code == 404
-    wait_idle(server)
-
-
-def abort(server: Server, trajectory_id: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/darts/v1/trajectories/{trajectory_id}:abort", timeout=240)
 
 
 def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Server) -> None:

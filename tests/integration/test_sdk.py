@@ -41,13 +41,6 @@ def test_groups_come_in_prompt_order_with_ids_and_log_probs(server: Server) -> N
         assert all(t.logprobs is not None and len(t.logprobs) == len(t.token_ids) for t in group.trajectories)
 
 
-@pytest.mark.anyio
-async def test_groups_arrive_as_they_complete(server: Server) -> None:
-    async with AsyncClient(server.url) as client:
-        found = {i: g async for i, g in client.stream_groups(PROMPTS * 4, group_size=4, max_tokens=100)}
-    assert sorted(found) == list(range(12))
-
-
 def test_a_rejected_request_raises_a_typed_error_with_its_field(server: Server) -> None:
     with Client(server.url) as client, pytest.raises(BadRequest, match="sideways"):
         client.completions(PROMPTS, group_size=8, max_tokens=50, policy="sideways")

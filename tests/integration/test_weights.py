@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from darts_server.demo.server import DARTS, MODEL, Server, bind
+from darts_server.demo.server import DARTS, MODEL, Server
 from darts_server.files import stamp_of
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
@@ -45,17 +45,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainers_port() -> int:
-    """A free port, from which a trainer may serve weights."""
-    with bind() as free:  # one that no connection gets meanwhile
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def server(serve: Serve, root: Path, trainers_port: int) -> Iterator[Server]:
+def server(serve: Serve, root: Path) -> Iterator[Server]:
     """A server of its own: the shared one keeps its weights."""
     flags = (
-        *("--weights-root", str(root), "--weights-hosts", f"127.0.0.1:{trainers_port}"),
+        *("--weights-root", str(root)),
         *("--worker-extension-cls", "tests.integration.extension.UserExtension", "--allow-dangerous-routes"),
         *("--dialect", "areal,prime-rl"),
     )
@@ -462,25 +455,6 @@ async def test_a_file_truncated_before_it_is_loaded_changes_nothing(server: Serv
     assert status(server)["last_error"] == answer.json()["error"]["message"]
     assert (status(server)["version"], status(server)["intact"], status(server)["state"]) == (version, True, "serving")
     assert is_same(sample(server), before)
-
-
-@pytest.mark.anyio
-async def test_weights_are_pulled_from_allowed_hosts_only(server: Server, trainers_port: int) -> None:
-    weights = save(perturbed(12))
-
-    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(weights) + weights)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(send, "127.0.0.1", trainers_port), httpx.AsyncClient(timeout=240) as client:
-        url = f"http://127.0.0.1:{trainers_port}/weights"
-        answer = await client.post(f"{server.url}/darts/v1/weights", json={"url": url})
-        other_host = await client.post(f"{server.url}/darts/v1/weights", json={"url": "http://127.0.0.1:1/weights"})
-    assert check_served(server, answer, perturbed(12))["source"] == "http"
-    assert other_host.status_code == 400
-    assert f"only from 127.0.0.1:{trainers_port}" in other_host.json()["error"]["message"]
 
 
 @pytest.mark.anyio

@@ -258,13 +258,6 @@ def test_a_candidate_that_was_aborted_is_not_carried_over() -> None:
     assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.CARRIED]
 
 
-def test_a_candidate_that_is_being_aborted_is_not_carried_over_and_a_failed_one_has_failed() -> None:
-    group = opened(Shortest(1), 3)
-    group.handle(Failed(1, RuntimeError(), retryable=True))
-    group.carry(aborted=[0, 1])
-    assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.FAILED, DiscardReason.CARRIED]
-
-
 # --- refusing ---------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.helpers import Harness, collect, lengths
-from tests.rollout.joining.joining import POLICIES, JoiningHarness, SteppedLoop
+from tests.rollout.joining.joining import POLICIES, JoiningHarness, SigningCandidate, SteppedLoop
 
 pytestmark = pytest.mark.anyio
 MOMENTS = [*range(50), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50, 1000))]
@@ -131,6 +131,54 @@ async def test_the_candidate_of_one_request_is_returned_and_its_group_goes_on() 
     await harness.steps(9)
     assert sorted(c.result.tokens for c in callers) == [3, 9, 9, 9]
     assert len(harness.engine.started) == 6, "none was started in its place: the others are enough"
+    [record] = harness.recorder.records
+    assert (record.candidates[1].tokens, record.candidates[1].reason, record.counted) == (3, DiscardReason.ABORTED, 5)
+    await harness.assert_empty()
+
+
+async def test_a_request_whose_candidate_has_not_started_has_generated_nothing_and_never_starts() -> None:
+    harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
+    callers = [harness.send(f"c{number}") for number in range(4)]
+    while not harness.rollouts.running:
+        await asyncio.sleep(0)
+    harness.rollouts.abort("c0")
+    await settle()
+    await harness.steps(9)
+    assert sorted(caller.result.tokens for caller in callers) == [0, 9, 9, 9]
+    assert ("p:c0", 0) not in [(each.request, each.index) for each in harness.engine.started]
+    await harness.assert_empty()
+
+
+async def test_a_request_whose_candidate_finishes_as_it_is_aborted_has_generated_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = JoiningHarness(lambda *_: Script(4), POLICIES["shortest"])
+    callers = await harness.send_all(4)
+    await harness.steps(3)
+    # Its last token is under way when the engine gets the abort.
+    monkeypatch.setattr(SigningCandidate, "stop", lambda self: self.tokens() or 0)
+    harness.rollouts.abort("c1")
+    await settle()
+    await harness.steps(1)
+    assert [caller.result.tokens for caller in callers] == [4, 0, 4, 4]
+    await harness.assert_empty()
+
+
+async def test_a_late_caller_of_a_seat_whose_candidate_is_being_aborted_can_be_aborted_too() -> None:
+    harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
+    callers = await harness.send_all(4)
+    await harness.steps(3)
+    harness.signing.aborted.clear()
+    harness.rollouts.abort("c1")
+    callers[1].disconnect()
+    await settle()
+    late = harness.send("late")
+    await settle()
+    harness.rollouts.abort("late")
+    harness.signing.aborted.set()
+    await settle()
+    assert late.result.tokens == 3
+    await harness.steps(9)
     await harness.assert_empty()
 
 

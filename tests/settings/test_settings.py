@@ -170,17 +170,6 @@ def test_an_empty_key_means_none_in_the_environment_but_is_an_error_as_a_flag(mo
         load({"admin_api_key": ""}, None)
 
 
-@pytest.mark.parametrize("hosts", ["", "trainer", "trainer:8001,[::1]:9,10.0.0.5"])
-def test_weights_hosts_are_host_names_and_ports(hosts: str) -> None:
-    assert load({"weights_hosts": hosts}, None).weights_hosts == hosts
-
-
-@pytest.mark.parametrize("hosts", ["http://trainer", "trainer/x", "me@trainer", "a, b", "a,,b", ","])
-def test_an_invalid_weights_host_is_an_error_at_start(hosts: str) -> None:
-    with pytest.raises(InvalidSetting, match="--weights-hosts"):
-        load({"weights_hosts": hosts}, None)
-
-
 @pytest.mark.parametrize("hosts", ["", "*", "node17", "rollouts.example.com,*.cluster.local"])
 def test_allowed_hosts_are_names_and_patterns_of_names(hosts: str) -> None:
     assert load({"allowed_hosts": hosts}, None).allowed_hosts == hosts

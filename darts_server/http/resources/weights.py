@@ -1,10 +1,10 @@
-"""``/darts/v1/weights``: update the model's weights by push, by pull, or from a folder on the server's machine."""
+"""``/darts/v1/weights``: update the model's weights by push, or from a folder on the server's machine."""
 
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
 from darts_server.exceptions import InvalidRequest
@@ -31,25 +31,14 @@ ExpiresAfter = Annotated[float | None, Query(ge=1, le=MAX_STAGE_SECONDS, descrip
 
 
 class WeightsIn(Body):
-    """Weights on the server's machine, or on a host from which it can pull them."""
+    """Weights on the server's machine."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"additionalProperties": False, "oneOf": [{"required": ["path"]}, {"required": ["url"]}]}
-    )
-
-    path: str = Field("", description="Safetensors file, or a folder of them, under --weights-root.")
-    url: str = Field("", description="Safetensors file to pull over HTTP from one of --weights-hosts.")
+    path: str = Field(description="Safetensors file, or a folder of them, under --weights-root.")
     rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
     partial: bool = Field(False, description=PARTIAL)
     stage: bool = Field(False, description=STAGE)
     expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if len(self.model_fields_set & {"path", "url"}) != 1:
-            raise ValueError("must have either path or url")
-        return self
 
 
 class UpdateAnswer(BaseModel):
@@ -58,7 +47,7 @@ class UpdateAnswer(BaseModel):
     version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
     source: str = Field(
-        description="`push`, `disk`, `http`, `delete`, `previous` for a switch back, or `vllm` for its own routes."
+        description="`push`, `disk`, `delete`, `previous` for a switch back, or `vllm` for its own routes."
     )
     lora: str | None = Field(description="Name of the LoRA adapter that was updated; null for the model itself.")
     rule: str | None
@@ -87,7 +76,7 @@ class StagedAnswer(BaseModel):
 
     id: str
     version: int = Field(description="Version that they get, unless the switch names another.")
-    source: str = Field(description="`push`, `disk`, `http`, or `previous`: they were served before the last switch.")
+    source: str = Field(description="`push`, `disk`, or `previous`: they were served before the last switch.")
     lora: str | None = Field(description="Name of the LoRA adapter; null for the model itself.")
     rule: str = Field(description="What happens to running groups, unless the switch names another.")
     partial: bool
@@ -167,15 +156,11 @@ def routes(updates: Updates) -> APIRouter:
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Replace the weights by those at a path or URL, or change nothing. Responds when they are served, or
-        staged."""
+        """Replace the weights by those at a path, or change nothing. Responds when they are served, or staged."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         seconds = stage_seconds(body.stage, body.expires_after)
         options = UpdateOptions(rule_of(body.rule), body.version, body.partial, stage_seconds=seconds)
-        if "path" in body.model_fields_set:
-            await updates.load(body.path, options)
-        else:
-            await updates.pull(body.url, options)
+        await updates.load(body.path, options)
         return answer(updates)
 
     return api

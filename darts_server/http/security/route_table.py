@@ -34,7 +34,6 @@ USE = {
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
     "/darts/v1/rollouts/{batch_id}/deadline": "PUT",
     "/darts/v1/vote": "POST",
-    "/darts/v1/trajectories/{trajectory_id:path}:abort": "POST",
     "/darts/v1/rewards": "POST",
     "/darts/v1/groups/{group_id:path}": "GET",
     "/darts/v1/prompts/{prompt_key:path}": "GET",

@@ -12,7 +12,6 @@ from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, 
 from darts_server.policy.group import Group
 from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.rollout.allocation.cohort import Cohort
-from darts_server.rollout.candidates.aborts import AbortRequests
 from darts_server.rollout.candidates.outputs import CandidateOutputs
 from darts_server.rollout.candidates.requests import CandidateRequests
 from darts_server.rollout.carried import CarriedCandidate, compact
@@ -21,7 +20,6 @@ from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
-from darts_server.types import DiscardReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._cohort: Cohort | None = None
         self._carried = dict(enumerate(carried))
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
-        self._aborts: AbortRequests[OutputT] = AbortRequests()
+        self._aborts: dict[int, asyncio.Future[OutputT | None]] = {}  # of those that `abort_request` has stopped
         self._stopped: dict[int, int] = {}  # tokens of those that were stopped on the engine
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,19 +149,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Whether the first candidates go on from what they had generated in a stopped group."""
         return bool(self._carried)
 
-    @property
-    def aborting(self) -> list[int]:
-        """Candidates whose abort the engine has not answered yet."""
-        return [index for index in self._aborts.pending if index in self.running]  # others may still be carried over
-
     async def wait_for_results(self) -> None:
         """Wait until the engine has returned all outputs, which have the tokens up to where they were stopped."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def carry(self, indices: Iterable[int]) -> list[CarriedCandidate[OutputT]]:
-        """Return what stopped candidates have generated, without those whose callers got it when they were aborted."""
-        return [self._carry_candidate(index) for index in indices if not self._aborts.was_taken(index)]
+        """Return what stopped candidates have generated."""
+        return [self._carry_candidate(index) for index in indices]
 
     def _carry_candidate(self, index: int) -> CarriedCandidate[OutputT]:
         result = self._results.get(index)
@@ -191,42 +184,32 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
         self.outputs.cut(index, tokens)
 
-    def abort(self, index: int) -> asyncio.Future[OutputT | None]:
-        """Stop a candidate for its caller, and return what it has generated; ``None`` if it has ended otherwise.
+    def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
+        """Stop the candidate that runs for one of the group's requests, and return what it has generated.
 
-        The group goes on without it. All that abort the same candidate share the future: do not cancel it.
+        The group goes on without it. ``None`` if it does not run any more, or ends otherwise: then it may be another
+        caller's. All that abort the same candidate share the future: do not cancel it.
         """
-        if (waiting := self._aborts.find(index)) is not None:
-            return waiting
         output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
-        if not self._is_running(index):
+        running = (c.index for c in reversed(self._group.candidates) if c.running)
+        index = next((index for index in running if self.requests.of(index)[0] is request), None)
+        if index is None:
             output.set_result(None)
             return output
-        self._aborts.add(index, output)
+        if index in self._aborts:
+            return self._aborts[index]
+        self._aborts[index] = output
         if index in self.running:
             self._stop_running(index)
-        elif index not in self._carried:  # one that was carried over goes on first, so that its tokens have a text
+        else:  # it waits for its turn to start
             self._callbacks.on_events(Lost(index, by_caller=True))
-            self._aborts.answer(index, self.aborted_output(self.requests.of(index)[0]))
+            self._answer_abort(index, self.aborted_output(request))
         return output
 
-    def index_of(self, request: RequestT) -> int | None:
-        """Return the candidate that runs for one of the group's requests; ``None`` if it does not run any more."""
-        for candidate in reversed(self._group.candidates):
-            if candidate.running and self.requests.of(candidate.index)[0] is request:
-                return candidate.index
-        return None
-
-    def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
-        """Abort the candidate that was started for one of the group's requests, see `abort`.
-
-        ``None`` if it does not run any more: then it may be another caller's.
-        """
-        if (index := self.index_of(request)) is not None:
-            return self.abort(index)
-        nothing: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
-        nothing.set_result(None)
-        return nothing
+    def _answer_abort(self, index: int, output: OutputT | None) -> None:
+        waiting = self._aborts.get(index)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(output)
 
     def owns_aborted(self, request: RequestT) -> bool:
         """Whether a candidate that was started with this request was aborted, alone or with its group."""
@@ -295,7 +278,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             if self.scorer is not None:
                 events += self.scorer.mark_started(index)
             self._callbacks.on_events(*events)
-        if index in self._aborts or not self._is_running(index):  # since before the engine had started it
+        if not self._is_running(index):  # since before the engine had started it
             self._stop_running(index)
 
     def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
@@ -335,8 +318,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             else:
                 self._callbacks.on_events(Lost(index))
         is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
-        is_aborted = self._group.candidates[index].reason is DiscardReason.ABORTED  # no one else gets it
-        self._aborts.answer(index, None if is_whole and not is_aborted else result.output)
+        self._answer_abort(index, None if is_whole else result.output)
 
     def _handle_failure(self, index: int, error: EngineError) -> None:
         if self.outputs.is_cut(index):
@@ -357,7 +339,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
         """Report an unexpected error of a candidate's task, which nothing awaits."""
         self._tasks.discard(task)
-        self._aborts.answer(index, None)  # it failed, or was stopped before it reached the engine
+        self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
         if not task.cancelled() and (error := task.exception()) is not None:
             self.outputs.fail(index, error)
             self._callbacks.on_error(error)

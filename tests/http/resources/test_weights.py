@@ -50,9 +50,7 @@ def test_before_any_update_there_is_none(here: TestClient) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({}, "body"),
-        ({"path": "x", "url": "http://x/y"}, "body"),
-        ({"url": 1}, "url"),
+        ({}, "path"),
         ({"path": 1}, "path"),
         ({"path": "x", "rule": "hurry"}, "rule"),
         ({"path": "x", "version": -1}, "version"),

@@ -9,7 +9,6 @@ OWNED = {
     "/darts/v1/rollouts",
     "/darts/v1/rollouts/{batch_id}",
     "/darts/v1/rollouts/{batch_id}/deadline",
-    "/darts/v1/trajectories/{trajectory_id:path}:abort",
     "/darts/v1/vote",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",

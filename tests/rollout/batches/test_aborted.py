@@ -136,21 +136,6 @@ def test_one_group_is_aborted_by_its_id_and_the_others_go_on() -> None:
     run_on_stepped_clock(scenario())
 
 
-def test_a_candidate_that_its_caller_just_aborts_goes_to_that_caller_alone() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        harness.engine.stop_lag = 5
-        batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
-        [run] = harness.rollouts.find(f"{batch.batch_id}-0", lambda _: True)
-        aborting = run.runner.abort(2)
-        harness.rollouts.abort_all("now")
-        [result] = (await finish(harness, batch)).results
-        assert len(await aborting or ()) == 9
-        assert list(lengths_of(result)) == [0, 1, 3, 4, 5]
-
-    run_on_stepped_clock(scenario())
-
-
 class BreakingCandidate(ScriptedCandidate):
     """Number 2 of its group breaks when it is stopped."""
 

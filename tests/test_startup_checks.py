@@ -1,4 +1,7 @@
+import os
 import re
+import socket
+import sqlite3
 from argparse import Namespace
 from pathlib import Path
 
@@ -6,19 +9,121 @@ import pytest
 
 from darts_server.cli import main
 from darts_server.demo.server import MODEL
-from darts_server.doctor.findings import Verdict
-from darts_server.doctor.serving import check_address, check_probe
 from darts_server.http.security.access import Access, Keys
 from darts_server.settings import load
+from darts_server.startup_checks import (
+    Verdict,
+    check_address,
+    check_file_descriptors,
+    check_local,
+    check_port,
+    check_probe,
+    check_python,
+    check_shared_memory,
+    check_state,
+    check_weights,
+)
+from darts_server.store import Store
 from darts_server.vllm import checks
 
+HERE = "127.0.0.1"
 LINE = re.compile(r"(ok   |warn |FAIL ) [\w ]+ +\S.*")
+
+as_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
 @pytest.fixture(autouse=True)
 def keep_logging_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("darts_server.logs.set_up", lambda *_: None)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+def test_a_taken_port_fails_with_the_remedy() -> None:
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        finding = check_port(HERE, port)
+    assert finding.verdict is Verdict.FAIL
+    assert f"{HERE}:{port}" in finding.message
+    assert "--port" in finding.message
+    assert check_port(HERE, port).verdict is Verdict.OK
+    assert check_port("192.0.2.1", port).verdict is Verdict.FAIL, "not an address of this machine"
+
+
+def test_too_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    assert check_shared_memory(tmp_path, 1).verdict is Verdict.OK
+    small = check_shared_memory(tmp_path, 1 << 62)
+    assert small.verdict is Verdict.WARN
+    assert "--shm-size" in small.message
+    assert check_shared_memory(tmp_path / "none").verdict is Verdict.WARN
+
+
+def test_too_few_file_descriptors_are_a_warning() -> None:
+    assert check_file_descriptors(1).verdict is Verdict.OK
+    assert "ulimit" in check_file_descriptors(1 << 62).message
+
+
+def test_an_old_python_fails() -> None:
+    assert check_python().verdict is Verdict.OK
+    assert check_python((9, 0)).verdict is Verdict.FAIL
+
+
+def test_a_server_on_a_unix_socket_has_no_port_to_check() -> None:
+    args = Namespace(host=HERE, port=0, model=str(MODEL), revision=None)
+    for uds, has_port in ((None, True), ("/s", False)):
+        subjects = [finding.subject for finding in check_local(load({}, None), Namespace(**vars(args), uds=uds))]
+        assert ("port" in subjects) == has_port
+
+
+def test_an_existing_or_creatable_state_folder_is_ok_and_nothing_is_created(tmp_path: Path) -> None:
+    assert check_state(None).verdict is Verdict.OK
+    assert check_state(tmp_path / "new" / "state").verdict is Verdict.OK
+    assert not (tmp_path / "new").exists()
+    with Store(tmp_path / "old") as store:
+        store.put("prompt", "p", {"count": 1})
+    assert check_state(tmp_path / "old").verdict is Verdict.OK
+
+
+def test_a_damaged_state_file_fails_and_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"not a database at all" * 100)
+    assert check_state(tmp_path).verdict is Verdict.FAIL
+    assert (tmp_path / "state.db").read_bytes() == b"not a database at all" * 100
+
+
+def test_a_state_file_of_a_newer_server_fails(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "state.db") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    finding = check_state(tmp_path)
+    assert finding.verdict is Verdict.FAIL
+    assert "newer" in finding.message
+
+
+def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert check_state(tmp_path / "file" / "state").verdict is Verdict.FAIL
+    assert check_state(tmp_path / "file").verdict is Verdict.FAIL
+
+
+def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
+    assert check_state(tmp_path, 1 << 62).verdict is Verdict.WARN
+
+
+@as_user
+def test_a_folder_without_write_permission_fails(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert check_state(tmp_path).verdict is Verdict.FAIL
+    assert [finding.verdict for finding in check_weights(None, tmp_path, None)] == [Verdict.FAIL]
+
+
+def test_staging_needs_room_for_two_models(tmp_path: Path) -> None:
+    root, staging = check_weights(tmp_path, tmp_path, 1000)
+    assert (root.verdict, staging.verdict) == (Verdict.OK, Verdict.OK)
+    [staging] = check_weights(None, tmp_path, 1 << 60)
+    assert staging.verdict is Verdict.WARN
+    assert "--weights-staging" in staging.message
+    [staging] = check_weights(None, None, None)
+    assert staging.verdict is Verdict.OK
 
 
 def test_a_public_address_fails_without_keys_or_explicit_permission() -> None:

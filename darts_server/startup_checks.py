@@ -1,0 +1,198 @@
+"""Find in seconds, without starting an engine, what would stop the server or trouble it later.
+
+``serve`` runs those that take no time and no network, and does not start if one fails; ``doctor`` prints all.
+"""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from darts_server.exceptions import InvalidSetting, StateError
+from darts_server.http.security.access import Access, check_listening
+from darts_server.settings import Settings
+from darts_server.store import Store
+
+MIN_PYTHON = (3, 11)
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 1 << 30
+"""An engine takes some hundred megabytes, and more with tensor parallelism."""
+MIN_FILES = 4096
+"""Each connection takes a file descriptor, and trainers open one connection per prompt."""
+STATE_FILE = "state.db"
+MIN_STATE_BYTES = 100 * 1024 * 1024
+"""A kilobyte for each of a hundred thousand prompts."""
+STAGED_MODELS = 2
+"""The new weights, and the old ones that are restored if loading fails."""
+GIB = 1 << 30
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    """The server starts, but something may fail later."""
+    FAIL = "FAIL"
+    """The server would not start, or could not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found. ``message`` includes the remedy where one is needed."""
+
+    verdict: Verdict
+    subject: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<5} {self.subject:<10} {self.message}"
+
+
+def ok(subject: str, message: str) -> Finding:
+    return Finding(Verdict.OK, subject, message)
+
+
+def warn(subject: str, message: str) -> Finding:
+    return Finding(Verdict.WARN, subject, message)
+
+
+def fail(subject: str, message: str) -> Finding:
+    return Finding(Verdict.FAIL, subject, message)
+
+
+def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
+    """Run the checks that take no time and no network: those of every start."""
+    yield check_python()
+    yield check_shared_memory()
+    yield check_file_descriptors()
+    if not args.uds:
+        yield check_port(args.host, args.port)
+    yield check_state(settings.state_dir)
+    from darts_server.vllm import checks
+
+    yield from check_weights(settings.weights_root, settings.weights_staging, checks.model_bytes(args))
+    yield check_probe(settings, checks.probe_fault(args))
+
+
+def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
+    """Check vLLM, its devices and, if the command line names one, the model."""
+    from darts_server.vllm import checks
+
+    version, warning = checks.version()
+    yield ok("vLLM", version) if warning is None else warn("vLLM", warning)
+    devices, fault = checks.devices()
+    yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
+    if not has_model:
+        yield warn("model", "no model given; name one to check it too")
+        return
+    model, fault = checks.model(args)
+    yield ok("model", model) if fault is None else fail("model", f"{model}: {fault}")
+
+
+def check_python(minimum: tuple[int, ...] = MIN_PYTHON) -> Finding:
+    message = f"{platform.python_version()} on {platform.platform()}"
+    if sys.version_info < minimum:
+        return fail("Python", f"{message}: at least {'.'.join(map(str, minimum))} is needed")
+    return ok("Python", message)
+
+
+def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:
+    if not folder.is_dir():
+        return warn("memory", f"{folder} does not exist: engines with several processes need it")
+    size = shutil.disk_usage(folder).total
+    message = f"{folder} has {size / GIB:.1f} GiB"
+    if size < min_bytes:
+        return warn("memory", f"{message}: give a container --ipc host, or --shm-size of some gigabytes")
+    return ok("memory", message)
+
+
+def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    message = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} may be open"
+    if limit != resource.RLIM_INFINITY and limit < minimum:
+        return warn("files", f"{message}: raise the hard limit (ulimit -Hn) to at least {minimum}, or connections fail")
+    return ok("files", message)
+
+
+def check_port(host: str, port: int) -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or error
+            return fail("port", f"{host}:{port}: {reason}; stop what listens there, or choose another --port")
+    return ok("port", f"{host}:{port} is free")
+
+
+def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Finding:
+    """Check ``--state-dir``. Nothing is created, and an existing file is only opened."""
+    if folder is None:
+        return ok("state", "kept in memory and lost when the server stops; --state-dir keeps it")
+    try:
+        if (folder / STATE_FILE).exists():
+            Store(folder).close()
+    except StateError as error:
+        return fail("state", str(error))
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        return fail("state", f"{existing} is not writable; choose another --state-dir, or change its owner")
+    if (free := shutil.disk_usage(existing).free) < min_bytes:
+        return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not stored")
+    return ok("state", str(folder))
+
+
+def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
+    """Check the folders for new weights. ``model_bytes``: size of the model, ``None`` if unknown."""
+    if root is not None:
+        readable = os.access(root, os.R_OK | os.X_OK)
+        yield (
+            ok("weights", f"may be loaded from {root}")
+            if readable
+            else fail("weights", f"--weights-root {root} is not readable; change its owner or permissions")
+        )
+    folder = staging or Path(tempfile.gettempdir())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield fail("staging", f"{folder} is not writable; choose another --weights-staging")
+        return
+    free = shutil.disk_usage(folder).free
+    message = f"{folder} has {free / GIB:.1f} GiB left for pushed weights"
+    needed = STAGED_MODELS * (model_bytes or 0)
+    if free < needed:
+        yield warn("staging", f"{message}, and two models need {needed / GIB:.1f}: choose another --weights-staging")
+    else:
+        yield ok("staging", message)
+
+
+def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) -> Finding:
+    """Check who can reach the server, and with which keys."""
+    if args.uds:
+        return ok("address", f"the socket {args.uds}, for this machine alone")
+    try:
+        check_listening(args.host, access, allow_unauthenticated)
+    except InvalidSetting as error:
+        return fail("address", str(error))
+    keys = "with keys" if access.keys else "without API keys"
+    if allow_unauthenticated and not access.keys:
+        return warn("address", f"{args.host}, {keys} (--allow-unauthenticated): whoever reaches it may use it")
+    return ok("address", f"{args.host}, {keys}, {'with' if access.admin_keys else 'without'} admin keys")
+
+
+def check_probe(settings: Settings, fault: str | None) -> Finding:
+    """Check whether the quality head can get hidden states, as far as flags show."""
+    needed = "arrol" in settings.policy and "head" in settings.quality
+    if fault is None:
+        return ok("probe", "available" if needed else "not needed by the default policy")
+    if not needed:
+        return ok("probe", f"not available ({fault}), and not needed")
+    if settings.quality_fallback == "refuse":
+        return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")
+    return warn("probe", f"--policy {settings.policy} falls back from hidden states to log-probs: {fault}")
