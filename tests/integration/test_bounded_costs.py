@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from darts_server.demo.server import Server
-from faults.fuzz.watch import Stopwatch
+from faults.stopwatch import Stopwatch
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine
