@@ -375,7 +375,7 @@ class Callers:
         return _outcome(len(set(indices)) == plan.size)
 
     async def _singles(self, number: int, _: Iterator[int]) -> str:
-        """Request a group by single requests; sometimes one is missing or cancelled."""
+        """Request a group by single requests; sometimes one is missing, cancelled or aborted."""
         size, rollouts, prompt = self._rng.choice(SIZES), self._stack.rollouts, self._prompt(number)
         name = f"singles-{number}"
         plan = rollouts.plan(1, RequestOptions(self._rng.choice(self._policies), group_id=name, group_size=size))
@@ -385,6 +385,8 @@ class Callers:
         tasks = [asyncio.create_task(each) for each in requests]
         if self._rng.random() < CANCELLED:
             self._later(tasks[0].cancel)
+        if self._rng.random() < CANCELLED:
+            self._later(rollouts.abort, f"{name}-1")
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         except asyncio.CancelledError:
