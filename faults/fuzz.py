@@ -1,6 +1,6 @@
 """Fuzz a server with the tiny model: callers send, at the same time, what hypothesis and schemathesis draw.
 
-python -m faults.fuzz --requests 20000
+python -m faults.fuzz --requests 10000
 
 An example is a few callers, each with a sequence of requests: those that schemathesis draws from the server's OpenAPI
 description, valid bodies with hostile values in them, and requests that depend on each other. After each example every
@@ -64,8 +64,7 @@ OURS, ROLLOUTS, BATCH = "/darts/v1/", "/darts/v1/rollouts", "/darts/v1/rollouts/
 STATE, WEIGHTS, POLICY, LIVE = "/darts/v1/state", "/darts/v1/weights", "/darts/v1/policy", "/darts/v1/live"
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 SHAPED = (COMPLETIONS, CHAT, TOKENS, "/v1/responses", "/v1/messages")
-UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-VLLMS_ERRORS = (*UPDATES, "/pause", "/sleep", "/wake_up")
+VLLMS_ERRORS = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/pause", "/sleep", "/wake_up")
 """Where vLLM itself answers 500, and logs why, to calls in the wrong order, or that took too long."""
 DISRUPTIVE = (*VLLMS_ERRORS, "/abort_requests", WEIGHTS, BATCH)
 """Routes that may end or fail other requests with a 503, as their documentation says."""
@@ -512,19 +511,23 @@ class Fuzzer:
         pauses = bool(routes & {*VLLMS_ERRORS})
         while pending and time.monotonic() < deadline:
             _, pending = await asyncio.wait(pending, timeout=2.0 if pauses else ANSWER_SECONDS)
-            if pauses:  # also at the end: a request whose caller has left may have paused after the others had resumed
-                if "/start_weight_update" in routes:
-                    await client.post("/finish_weight_update", json={})
-                while (await client.post("/wake_up")).status_code == httpx.codes.CONFLICT:  # refused by an update
-                    if time.monotonic() > deadline:
-                        break
-                    await asyncio.sleep(0.05)
-                await client.post("/resume")
+            if pauses:
+                await self._resume(client, "/start_weight_update" in routes)
         if pending:
             for caller in pending:
                 caller.cancel()
             await asyncio.wait(pending)
             raise Failure("no answer", f"after {ANSWER_SECONDS:.0f} s")
+
+    async def _resume(self, client: httpx.AsyncClient, ends_update: bool = False) -> None:
+        """End all pauses, and those of requests that are still under way though their callers have left."""
+        if ends_update:
+            await client.post("/finish_weight_update", json={})
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while httpx.codes.CONFLICT in [(await client.post(path)).status_code for path in ("/wake_up", "/resume")]:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.05)
 
     async def _call(self, client: httpx.AsyncClient, steps: Sequence[Step]) -> None:
         """Send the requests of one caller, and wait for all answers."""
@@ -590,12 +593,13 @@ class Fuzzer:
 
     async def _restore(self, client: httpx.AsyncClient, routes: Set[str]) -> None:
         """Undo what requests to these routes have changed."""
-        if routes & {WEIGHTS, *UPDATES}:
+        if routes & {WEIGHTS, *VLLMS_ERRORS}:
             deadline = time.monotonic() + ANSWER_SECONDS
             while (served := (await client.get(WEIGHTS)).json())["state"] != "serving":
                 if time.monotonic() > deadline:
                     raise Failure("weights", f"their state is still {served['state']}")
                 await asyncio.sleep(0.05)
+            await self._resume(client)
             if not served["intact"]:
                 (await client.put(WEIGHTS, content=self._weights[0])).raise_for_status()
         if POLICY in routes:
@@ -657,7 +661,7 @@ def _reject(constant: str) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("scripts/fuzz", description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=20_000, help="(default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=10_000, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first round (default: by the clock)")
     parser.add_argument("--folder", type=Path, help="for logs and bodies of failures (default: a temporary one)")
     options = parser.parse_args(argv)
