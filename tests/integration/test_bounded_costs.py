@@ -15,7 +15,7 @@ import pytest
 
 from darts_server.demo.server import Server
 from darts_server.http.resources.monitor import MAX_VIEWERS
-from faults.fuzz.watch import Stopwatch
+from faults.stopwatch import Stopwatch
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

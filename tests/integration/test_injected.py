@@ -1,26 +1,110 @@
-"""Short forms of those faults of ``scripts/faults`` that no other test injects."""
+"""Unrelated callers are served, and the server gets idle, whatever others do to their connections."""
 
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from random import Random
+from typing import Any
 
+import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from faults.bodies import broken_http
-from faults.bystanders import check_idle
-from faults.callers import half_open, slow_readers
-from faults.case import Outcome, Scene
+from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+PROMPTS = [{"text": "7a-5b*4>"}]
+GROUP: dict[str, Any] = {"prompts": PROMPTS, "group_size": 4, "sampling": {"max_tokens": 60}}
+TOKENS = {"max_tokens": 280, "ignore_eos": True, "logprobs": 1}
+STREAMED: dict[str, Any] = {"prompts": PROMPTS * 4, "group_size": 4, "sampling": TOKENS, "stream": "tokens"}
+HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+COMPLETION = HEAD % b"/v1/completions"
+READ_BYTES = 64
+"""A slow reader reads this much at a time, and its receive buffer is as small."""
 
 
-@pytest.mark.parametrize("fault", [slow_readers, half_open, broken_http])
-async def test_bystanders_are_served_and_the_server_gets_idle(
-    server: Server, tmp_path: Path, fault: Callable[[Scene], Awaitable[Outcome]]
-) -> None:
-    outcome = await fault(Scene(tmp_path, quick=True, random=Random(1), server=server))
-    await check_idle(server, outcome)
-    assert outcome.injected
-    assert outcome.survived
-    assert (outcome.violations, outcome.lost) == ([], 0)
+@asynccontextmanager
+async def bystanders(server: Server) -> AsyncIterator[None]:
+    """Let callers request one group after the other while the block runs, at least one each; each must come back whole.
+
+    Afterwards the server must get idle.
+    """
+    finished = asyncio.Event()
+
+    async def request_groups(client: httpx.AsyncClient) -> None:
+        while True:
+            answer = await client.post("/darts/v1/rollouts", json=GROUP)
+            assert answer.status_code == 200, answer.text
+            assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [4]
+            if finished.is_set():
+                return
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client, asyncio.TaskGroup() as requests:
+        for _ in range(3):
+            requests.create_task(request_groups(client))
+        try:
+            yield
+        finally:
+            finished.set()
+    await asyncio.to_thread(wait_idle, server)
+
+
+@contextmanager
+def connections(server: Server, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as life:
+        opened = [life.enter_context(socket.socket()) for _ in range(count)]
+        for each in opened:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
+            each.connect(("127.0.0.1", port(server)))
+        yield opened
+
+
+def port(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+async def test_the_engine_does_not_wait_for_callers_that_read_next_to_nothing_of_their_streams(server: Server) -> None:
+    sent = json.dumps(STREAMED).encode()
+    async with bystanders(server):
+        with connections(server, 8) as readers:
+            for reader in readers:
+                reader.send(HEAD % b"/darts/v1/rollouts" + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
+                reader.setblocking(False)
+            for _ in range(15):
+                for reader in readers:
+                    with suppress(BlockingIOError):
+                        reader.recv(READ_BYTES)
+                await asyncio.sleep(0.1)
+
+
+async def test_connections_that_stay_open_in_the_middle_of_a_request_hold_nobody_up(server: Server) -> None:
+    with_length = COMPLETION + b"Content-Length: 500\r\n\r\n"
+    async with bystanders(server):
+        with connections(server, 30) as halves:
+            for number, each in enumerate(halves):
+                each.send((b"", COMPLETION[:20], COMPLETION, with_length, with_length + b'{"model": "ti')[number % 5])
+            await asyncio.sleep(3)
+
+
+async def test_what_is_not_http_closes_its_connection_alone(server: Server) -> None:
+    random = Random(1)
+    async with bystanders(server):
+        for _ in range(40):
+            noise = random.randbytes(random.randint(1, 2000))
+            junk = [
+                noise,
+                COMPLETION[:31] + noise,
+                COMPLETION + b"Content-Length: -1\r\n\r\n",
+                COMPLETION + b"Content-Length: 5\r\nContent-Length: 7\r\n\r\n12345",
+                COMPLETION + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + noise,
+                b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n",
+            ]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port(server))
+            writer.write(random.choice(junk))
+            with suppress(OSError):
+                await writer.drain()
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(100), 120)
+            writer.close()

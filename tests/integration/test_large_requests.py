@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from faults.fuzz.watch import Stopwatch
+from faults.stopwatch import Stopwatch
 from tests.integration.waiting import wait_idle, wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]

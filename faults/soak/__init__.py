@@ -1,1 +1,0 @@
-"""Run a million groups on the scripted engine, and check that nothing grows, hangs or gets lost."""
