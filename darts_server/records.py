@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
+from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
 VersionSpans = tuple[tuple[int, int], ...]
 """Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
@@ -111,7 +111,6 @@ class GroupRecord:
     """Ids of the requests that it answered, and the response ids that it can be looked up by."""
     chosen: "ChosenOption | None" = None
     """What `auto` did with its cohort, and why; ``None`` under other policies."""
-    shadow: "ShadowRecord | None" = None
     restarted_from: int = 0
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -141,8 +140,8 @@ class GroupRecord:
 
     @property
     def counted(self) -> int:
-        """N: candidates that the weights stand for, without failed ones, those before a restart and observed ones."""
-        return sum(c.reason not in UNCOUNTED for c in self.candidates[self.restarted_from :])
+        """N: candidates that the weights stand for, without failed ones and those before a restart."""
+        return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 
     @property
     def all_truncated(self) -> bool:
@@ -164,21 +163,6 @@ class GroupRecord:
         versions = {v for c in self.selected for v in (c.weight_version_start, c.weight_version_end)}
         # Weights may have been switched there and back again.
         return len(versions.union(v for c in self.selected for v, _ in c.version_spans)) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowRecord:
-    """What shaping would have done with an unshaped group's candidates, if all generated one token a step.
-
-    ``policy``: the policy that was simulated. ``selection``: candidate indices. ``generated``, ``returned``: tokens.
-    ``steps``: decode steps until the group would have been complete.
-    """
-
-    policy: str
-    selection: tuple[int, ...]
-    generated: int
-    returned: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             self._tail_wait.labels(self._model).observe(record.tail_wait)
         generated, returned = record.generated_tokens, record.returned_tokens
         self._count_tokens(self._tokens, {"generated": generated, "returned": returned, "wasted": generated - returned})
-        if record.shadow is not None:
-            shadow = record.shadow
-            self._count_tokens(self._shadow, {"generated": shadow.generated, "returned": shadow.returned})
         self._count_candidates(record)
         if record.max_lost is not None and self._sources is not None:
             self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
@@ -175,9 +172,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "Tokens of all candidates (generated), of returned ones and of the others (wasted).",
             "kind",
             (*KINDS, "wasted"),
-        )
-        self._shadow = self._counter(
-            "darts_shadow_tokens", "Tokens that the shadowed policy would have generated and returned.", "kind", KINDS
         )
         self._candidates = self._histogram(
             "darts_candidates_per_group", "Candidates started per group.", CANDIDATE_BUCKETS

@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -48,6 +48,16 @@ class UniformGenerator(Protocol):
     """A numpy ``Generator``, or a stand-in."""
 
     def random(self) -> float: ...
+
+
+class RecordedDraws:
+    """A generator of random numbers that were drawn before."""
+
+    def __init__(self, draws: Iterable[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
 
 
 class Group:
@@ -118,11 +128,6 @@ class Group:
     @property
     def is_open(self) -> bool:
         return self._rule is not None
-
-    @property
-    def all_delivered(self) -> bool:
-        """Whether all M trajectories were delivered. Other candidates may still run, to be observed (shadow)."""
-        return self.is_open and len(self._delivered) == self.size
 
     @property
     def completion_length(self) -> int | None:

@@ -7,9 +7,6 @@ from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
-SHADOW_PREFIX = "shadow:"
-"""Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
-
 
 def build_policies(
     base: Shaping,
@@ -20,8 +17,7 @@ def build_policies(
 ) -> dict[str, Shaping]:
     """Build all policies except ``off``, by name. ``base`` is ``uniform``, from which the others are derived.
 
-    Without ``pruning`` the policies that prune are left out. They have no shadows: a shadow's candidates are not
-    scored, so a replay cannot prune them.
+    Without ``pruning`` the policies that prune are left out.
     """
     darts = replace(base, adaptive=True)
     shaped = {
@@ -38,9 +34,8 @@ def build_policies(
         ),
         "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
     }
-    shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}
     pruned = {} if pruning is None else _pruning_policies(base, darts, pruning, refill, roulette or Roulette())
-    return shaped | shadows | pruned
+    return shaped | pruned
 
 
 def _pruning_policies(

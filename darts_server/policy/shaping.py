@@ -9,7 +9,7 @@ from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 
 
@@ -52,7 +52,6 @@ class Shaping:
       lengths. ``None`` selects by length.
     * ``sample_survivors``: returns M of the candidates that are not pruned, all with the same probability.
     * ``return_survivors``: returns all candidates that are not pruned, more or fewer than M.
-    * ``shadow``: shapes nothing, and records what would have been done.
 
     Pruning:
 
@@ -76,7 +75,6 @@ class Shaping:
     target_positive_ratio: float | None = None
     sample_survivors: bool = False
     return_survivors: bool = False
-    shadow: bool = False
 
     @property
     def uses_cohort(self) -> bool:
@@ -91,7 +89,7 @@ class Shaping:
     @property
     def prunes(self) -> bool:
         """Whether candidates are pruned."""
-        return self.pruning is not None and not self.shadow
+        return self.pruning is not None
 
     @property
     def needs_scores(self) -> bool:
@@ -126,7 +124,7 @@ class Shaping:
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
     def by_length(self, size: int) -> "Shaping":
-        """Return what the policy would be for groups of ``size`` if it pruned nothing and were no shadow.
+        """Return what the policy would be for groups of ``size`` if it pruned nothing.
 
         All but the L places of the tail are then for the shortest, and at least one is, so that every size has a rule.
         """
@@ -138,7 +136,6 @@ class Shaping:
             target_positive_ratio=None,
             sample_survivors=False,
             return_survivors=False,
-            shadow=False,
         )
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
@@ -148,10 +145,6 @@ class Shaping:
             InvalidRequest: K + L is not the group size, or pruning has no candidate to spare.
         """
         self._check_room_to_prune(size)
-        rule = self._unshadowed_rule(size, saturated)
-        return Shadow(rule) if self.shadow else rule
-
-    def _unshadowed_rule(self, size: int, saturated: bool) -> SelectionRule:
         if self.return_survivors:
             return AllSurvivors(size)
         if self.sample_survivors:

@@ -10,7 +10,7 @@ from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
-from darts_server.records import GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
@@ -18,7 +18,7 @@ from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import Plan, Planner
+from darts_server.rollout.plan import OFF, Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
@@ -29,7 +29,7 @@ from darts_server.rollout.starting_order import NO_ORDER, StartingOrder, startin
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
-from darts_server.types import RequestOptions
+from darts_server.types import FinishReason, Outcome, RequestOptions, SelectedAs
 
 NO_OPTIONS = RequestOptions()
 
@@ -190,7 +190,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Start a group. Its caller must take its trajectories, or call `GroupRun.leave`.
+        """Start a group. Its caller must take its trajectories, or call `GroupRun.cancel`.
 
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
         ``carried``: what its candidates have generated already, by index.
@@ -272,6 +272,19 @@ class Rollouts(Generic[RequestT, OutputT]):
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
         self.exchange.group_rewarded(record, correct)
+
+    def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
+        """Learn the lengths of a request that the engine has served by itself, as those of a group.
+
+        ``ends``: tokens of each trajectory, and how it ended.
+        """
+        now, version = self._context.clock(), self.weight_version
+        candidates = [
+            CandidateRecord(i, tokens, reason, SelectedAs.SHORT, None, False, now, now, version, version)
+            for i, (tokens, reason) in enumerate(ends)
+        ]
+        record = GroupRecord("", prompt_key, OFF, len(ends), Outcome.COMPLETED, candidates, now, now, None)
+        self.statistics.group_ended(record)
 
     # --- ending groups ------------------------------------------------------
 

@@ -147,7 +147,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if count == selected:
                     return
         finally:
-            self.leave()
+            self.cancel()
 
     def suspend(self) -> bool:
         """Stop all candidates, to start as many again in `resume`; whether nothing of the group still runs."""
@@ -175,11 +175,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._membership.report_minimum(self.runner.running)
             if events := self.runner.poll():
                 self._feed(*events)
-
-    def leave(self) -> None:
-        """Stop what still runs, as its caller is gone or complete, unless it runs on to be observed (shadow)."""
-        if not self._group.all_delivered:
-            self.cancel()
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far, and stop the rest."""
@@ -222,8 +217,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         What its caller gets beside the error says its spec, or ``on_abort``. Nothing is chosen by length. A group that
         was stopped to be restarted has no candidates; its caller gets the error alone.
         """
-        if self.has_ended or self._group.all_delivered:
-            self.cancel()
+        if self.has_ended:
             return
         self.interrupted = error
         has_candidates = self._group.candidates and not self._group.is_paused

@@ -77,7 +77,7 @@ class GroupSpec(Generic[RequestT]):
         keep_prefixes: bool = False,
         on_abort: OnAbort = OnAbort.FAIL,
     ) -> "GroupSpec[RequestT]":
-        """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
+        """Describe a group as its plan wants it."""
         pruning = plan.shaping.pruning if plan.shaping.prunes else None
         return cls(
             request=request,
@@ -85,7 +85,7 @@ class GroupSpec(Generic[RequestT]):
             policy=plan.policy,
             prompt_key=prompt_key,
             tail_seed=tail_seed,
-            early=early or plan.shaping.shadow,
+            early=early,
             pruning=pruning,
             keep_prefixes=keep_prefixes,
             on_abort=on_abort,

@@ -40,8 +40,7 @@ class Settings(BaseSettings):
         "candidates are scored while they run, and some are "
         "pruned at random by their probability of being correct. darts+arrol: both. roulette: candidates go on at "
         "random, by what they may teach and cost; weights make up for it. auto: whichever of --auto-allow is "
-        "expected to make a step the fastest, off at first. off: unshaped. "
-        "shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
+        "expected to make a step the fastest, off at first. off: unshaped.",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."
@@ -387,7 +386,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
-        if self.policy not in ("off", "uniform", "shadow:uniform", "arrol") and self.redundancy > self.max_redundancy:
+        if self.policy not in ("off", "uniform", "arrol") and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )

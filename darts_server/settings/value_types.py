@@ -29,12 +29,6 @@ Policy = Literal[
     "roulette",
     "auto",
     "off",
-    "shadow:uniform",
-    "shadow:darts",
-    "shadow:darts_deadline",
-    "shadow:darts_cut",
-    "shadow:cap",
-    "shadow:first_finish",
 ]
 
 Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]

@@ -30,12 +30,12 @@ from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
-from darts_server.policy.replay import Replay, replay
 from darts_server.policy.selection.rules import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import OFF
 from darts_server.types import FinishReason
 from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
+from examples.tiny_rl.replay import Replay, replay
 
 SIZE, CANDIDATES, PROMPTS = 8, 12, 64
 SEED = 1  # of prompts, candidates and the sampled tail

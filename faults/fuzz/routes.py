@@ -194,7 +194,7 @@ HEADER_VALUES = [
     "off",
     "uniform",
     "darts_cut",
-    "shadow:darts",
+    "darts",
     "arrol",
     "id=a;size=2",
     "id=a/b;size=1",

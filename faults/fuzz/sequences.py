@@ -43,7 +43,7 @@ GENERATE: Sequence[Request] = [
     json_request("POST", COMPLETIONS, _completion(60, n=3), background=True),
     json_request("POST", COMPLETIONS, _completion(60, n=3, stream=True), background=True),
     json_request("POST", COMPLETIONS, _completion(60, model="tiny:raw", n=2, request_id="r-$run"), background=True),
-    json_request("POST", COMPLETIONS, _completion(20, n=2), headers=(("X-Darts-Policy", "shadow:darts"),)),
+    json_request("POST", COMPLETIONS, _completion(20, n=2), headers=(("X-Darts-Policy", "darts"),)),
     *[json_request("POST", COMPLETIONS, _completion(20), headers=JOINED, background=True)] * 2,
     json_request(
         "POST", "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "n": 2}

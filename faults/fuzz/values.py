@@ -139,7 +139,7 @@ HOSTILE: Sequence[Any] = [
     "((a+)+)$",
     "([ab])(?:[ab]*a[ab]{300}c)?",
     "(.{0,1000}){0,1000}",
-    "shadow:darts",
+    "darts",
     "arrol",
     "darts_cut",
     "tiny:off",

@@ -102,7 +102,7 @@ class Callers:
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
-                    run.leave()
+                    run.cancel()
         self._reward(group_id, indices)
         return _outcome(len(set(indices)) == plan.size)
 

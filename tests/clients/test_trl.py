@@ -168,7 +168,7 @@ def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform
         | {"weight": 1.0 if place == "short" else weight if place else None}
         for k, place in enumerate(places)
     ]
-    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline", "shadow"))
+    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline"))
     record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP, "outcome": "completed"}
     record |= {"duration": 1.0, "mixed_versions": False, "generated": 10, "returned": 8, "explored": False}
     return record | {"members": [], "counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes

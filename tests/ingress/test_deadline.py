@@ -137,7 +137,7 @@ async def test_the_stretch_of_the_leading_server_is_that_of_all() -> None:
         assert {record.stretch for record in cut} == {stretch}, "what is learned from them counts by it"
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts", "auto", "off", "shadow:darts_cut"])
+@pytest.mark.parametrize("policy", ["uniform", "darts", "auto", "off"])
 async def test_without_a_deadline_of_the_whole_batch_nothing_is_exchanged(policy: str) -> None:
     async with cluster(2, lambda prompt, index: Script(5 + int(prompt) + index)) as running:
         answer = await running.post(16, policy={"name": policy}, stream="groups")

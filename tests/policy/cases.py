@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
@@ -61,9 +61,8 @@ CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places
 CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, last_needed=p[0]))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
 FIRST_FINISH = st.builds(FirstFinish, st.integers(1, 4))
-SHADOWS = st.builds(Shadow, st.builds(Shortest, st.integers(1, 4)) | CUT_TAILS)
 WITH_DEADLINE = DEADLINE_TAILS | CUT_TAILS | CAPS
-WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SHADOWS
+WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS
 TIMELESS = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
 """Rules to which the order of finishing is nothing."""
 RULES = TIMELESS | FIRST_FINISH

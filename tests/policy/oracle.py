@@ -10,7 +10,7 @@ from itertools import combinations, permutations, product
 
 from darts_server.policy.selection.nearest_mean import grid_resolution
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import SelectedAs
 
@@ -35,7 +35,6 @@ Rule = (
     InOrder
     | Shortest
     | FirstFinish
-    | Shadow
     | LongestTail
     | SampledTail
     | DeadlineTail
@@ -51,8 +50,6 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
     match rule:
         case InOrder(size):
             return _first_by_index(fates, size)
-        case Shadow():
-            return _first_by_index(fates, rule.size)
         case Balanced(size, target):
             return _nearest_share(fates, size, target)
         case AllSurvivors():
@@ -214,7 +211,7 @@ def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None)
     lengths = [fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in open_ones]
     beyond = max([*lengths, limit or 0]) + 2
     ways: list[list[int | None]] = [
-        [None, tokens + 1] if isinstance(rule, InOrder | Shadow) else list(range(tokens + 1, beyond + 1))
+        [None, tokens + 1] if isinstance(rule, InOrder) else list(range(tokens + 1, beyond + 1))
         for _, tokens, _ in open_ones
     ]
     for ends in product(*ways):

@@ -187,11 +187,11 @@ def test_the_order_of_the_prompts_does_not_matter() -> None:
     assert one.mean_candidates == pytest.approx(two.mean_candidates, abs=0.5)
 
 
-def test_what_prunes_or_is_a_shadow_is_forecast_as_its_choice_by_length() -> None:
+def test_what_prunes_is_forecast_as_its_choice_by_length() -> None:
     by_length = policy(longest=1)
     expected = chosen(by_length, prompts(32, WIDE), GPU)
     pruning = replace(by_length, pruning=Pruning(), target_positive_ratio=0.5, refill=True)
-    for shaping in (pruning, replace(by_length, shadow=True), replace(pruning, sample_survivors=True)):
+    for shaping in (pruning, replace(pruning, sample_survivors=True)):
         assert chosen(shaping, prompts(32, WIDE), GPU) == expected
 
 

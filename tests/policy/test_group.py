@@ -22,7 +22,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import selection_weights
-from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
@@ -96,7 +96,6 @@ def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
 def test_a_group_has_no_size_before_it_is_open() -> None:
     group = unopened_with(1)
     assert not group.is_open
-    assert not group.all_delivered
     for unknown in ("rule", "size", "completion_length"):
         with pytest.raises(IllegalMove, match="not open yet"):
             getattr(group, unknown)
@@ -370,41 +369,10 @@ def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
     assert group.open(FirstFinish(1), 2) == [Complete({2: SelectedAs.SHORT})]
 
 
-# --- watching ---------------------------------------------------------------
-
-
-def test_a_shadow_delivers_the_first_and_observes_the_others_to_their_end() -> None:
-    group = opened(Shadow(Shortest(2)), 4, early=True)
-    assert group.handle(stop(3, 2), stop(1, 3)) == [Deliver(1)]
-    assert group.handle(Progress(2, 50)) == []
-    assert not group.all_delivered
-    assert group.handle(truncated(0, 9)) == [Deliver(0)]
-    assert group.all_delivered
-    assert group.outcome is None
-    assert group.check_at == {}
-    assert group.handle(stop(2, 60)) == [Complete({0: SelectedAs.FILL, 1: SelectedAs.SHORT})]
-    assert reasons(group) == [None, None, DiscardReason.SHADOW, DiscardReason.SHADOW]
-
-
-def test_an_observed_candidate_that_fails_is_not_replaced() -> None:
-    group = opened(Shadow(Shortest(1)), 2, spare=1, early=True)
-    assert group.handle(stop(0, 2)) == [Deliver(0)]
-    assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: SelectedAs.SHORT})]
-    assert reasons(group) == [None, DiscardReason.FAILED]
-
-
 def test_the_next_in_order_takes_the_place_of_a_failed_one() -> None:
-    group = opened(Shadow(Shortest(1)), 2, early=True)
+    group = opened(InOrder(1), 2, early=True)
     assert group.handle(stop(1, 2)) == []
     assert group.handle(Lost(0)) == [Complete({1: SelectedAs.SHORT})]
-
-
-def test_a_shadow_that_is_cancelled_keeps_what_was_delivered() -> None:
-    group = opened(Shadow(Shortest(1)), 3, early=True)
-    group.handle(stop(0, 9), stop(1, 2))
-    assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]
-    assert [c.selected_as for c in group.candidates] == [SelectedAs.SHORT, None, None]
-    assert reasons(group) == [None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
 # --- failing ----------------------------------------------------------------

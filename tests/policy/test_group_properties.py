@@ -8,14 +8,12 @@ from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.policy.selection.rules import Shadow
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
     DEADLINE_TAILS,
     FIRST_FINISH,
-    SHADOWS,
     TIMELESS,
     WITH_DEADLINE,
     WITH_FAILURES,
@@ -127,7 +125,7 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
 def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
-        if world.group.is_open and not isinstance(case.rule, Shadow):
+        if world.group.is_open:
             some, _ = outlook(case, world)
             assert world.known.keys() == some & (world.known.keys() | world.stopped.keys())
 
@@ -165,16 +163,6 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
 @given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
 def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
     assert not case.world().run().stopped
-
-
-@given(cases(WITHOUT_FAILURES, of=SHADOWS, max_length=20, cut=True))
-def test_a_shadow_stops_and_cuts_none_and_waits_for_all(case: Case) -> None:
-    world = case.world().run()
-    assert not world.stopped
-    assert not world.cuts
-    assert all(run.over for run in world.runs)
-    surplus = [c.reason for c in world.group.candidates if c.reason is not None]
-    assert surplus == [DiscardReason.SHADOW] * (len(world.runs) - case.rule.size)
 
 
 @given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))

@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
+from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.roulette import Loss, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
@@ -21,12 +21,9 @@ POLICIES = build_policies(BASE, Deadline(), Pruning())
 SEVERE = Pruning(keep_ratio=0.25, target_positive_ratio=0.4)
 
 
-def test_each_policy_of_the_settings_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
-    shaped = {name for name in POLICIES if not name.startswith(SHADOW_PREFIX)}
+def test_each_policy_of_the_settings_has_a_shaping() -> None:
     assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
-    shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
-    assert shadows == {name for name in shaped if not POLICIES[name].prunes}
-    assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
+    assert {name for name in POLICIES if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
 
 
 def test_without_pruning_no_policy_prunes() -> None:
@@ -115,12 +112,6 @@ def test_all_survivors_are_returned_under_either_policy() -> None:
     for name in ("arrol", "darts+arrol", "roulette"):
         assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
-
-
-def test_a_shadow_does_not_prune() -> None:
-    shadow = Shaping(shadow=True, pruning=Pruning(), refill=True)
-    assert not shadow.prunes
-    assert shadow.max_candidates(8) == 0
 
 
 def test_roulette_needs_no_scores_ignores_tails_and_budgets_and_is_never_refused() -> None:

@@ -13,9 +13,9 @@ from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, St
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
 from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
+from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, Outcome
+from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 
 
@@ -96,13 +96,6 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
     assert selection_weights(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == {}
     assert not rule.samples_rest
     assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
-
-
-def test_a_shadow_returns_a_plain_sample() -> None:
-    rule = Shadow(SampledTail(1, 1))
-    group = complete(rule, [(7, True), (5, True), (3, True)], (0.1, 0.2, 0.3))
-    assert selection_weights(group) == {0: 1.0, 1: 1.0}
-    assert not rule.samples_rest
 
 
 def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
@@ -302,9 +295,9 @@ def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
             for order in orders:
                 ends = [(length, True) for length in lengths]
                 group = run_with_checkpoints(rule, ends, order, draws, survival, failing=failing)
-                counted = sum(c.reason not in UNCOUNTED for c in group.candidates)
+                counted = sum(c.reason not in GONE for c in group.candidates)
                 weights, runs = selection_weights(group), runs + 1
-                corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in UNCOUNTED)
+                corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in GONE)
                 for i, weight in weights.items():
                     sums[i] += weight / counted
     assert corrected

@@ -138,7 +138,6 @@ def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
         Shaping(num_longest=0),
         Shaping(num_longest=0, adaptive=True),
         Shaping(tail=Tail.LONGEST, deadline=Deadline()),
-        Shaping(num_longest=0, shadow=True),
     ],
 )
 def test_one_request_alone_is_never_shaped(shaping: Shaping) -> None:

@@ -19,7 +19,6 @@ const KINDS = {
   carried: "carried over",
   aborted: "aborted; its caller got what it had generated",
   load: "given up, engine full",
-  shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",
 };

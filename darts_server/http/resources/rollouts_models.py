@@ -289,7 +289,7 @@ class GroupOut(BaseModel):
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
-            trajectories=[_trajectory(result, i, order.index(i), candidates.get(i)) for i in sorted(result.samples)],
+            trajectories=[_trajectory(result, i, order.index(i), candidates[i]) for i in sorted(result.samples)],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
                 for c in candidates.values()
@@ -368,22 +368,20 @@ class CancelledOut(BaseModel):
     cancelled: bool
 
 
-def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord | None) -> TrajectoryOut:
+def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord) -> TrajectoryOut:
     return TrajectoryOut(
         **sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate),
         rank=rank,
-        selected_as=None if candidate is None else candidate.selected_as,
-        cut=candidate is not None and candidate.cut,
-        quality=None if candidate is None else candidate.quality,
-        checkpoints=None if candidate is None or result.prefixes is None else _checkpoints(candidate),
-        weight=1.0 if candidate is None else candidate.weight,  # only a shadow's group comes before its record
+        selected_as=candidate.selected_as,
+        cut=candidate.cut,
+        quality=candidate.quality,
+        checkpoints=None if result.prefixes is None else _checkpoints(candidate),
+        weight=candidate.weight,
     )
 
 
 def _counted(result: GroupResult) -> int | None:
-    if result.record is None or result.error is not None:
-        return len(result.samples) or None
-    return result.record.counted
+    return None if result.record is None or result.error is not None else result.record.counted
 
 
 def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:

@@ -11,13 +11,13 @@ with a tail are in `tail_rules`, those that select by quality in `quality_rules`
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
 from darts_server.policy.selection.finish_order import FirstFinishAssessment
-from darts_server.policy.selection.index_order import InOrderAssessment, ShadowAssessment
+from darts_server.policy.selection.index_order import InOrderAssessment
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
 
@@ -29,14 +29,13 @@ class Verdict:
     ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that cannot belong to it
     any more, and why. ``cuts``: candidates, running or finished, of which only the first tokens belong to it, and how
     many. ``check_at``: running candidate -> token count at which this verdict may change; progress before that changes
-    nothing. ``observing``: the group goes on although all its places are settled.
+    nothing.
     """
 
     settled: frozenset[int]
     hopeless: Mapping[int, DiscardReason] = field(default_factory=dict)
     cuts: Mapping[int, int] = field(default_factory=dict)
     check_at: Mapping[int, int] = field(default_factory=dict)
-    observing: bool = False
 
 
 class SelectionRule(Protocol):
@@ -224,43 +223,3 @@ class FirstFinish(SizedRule):
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
-
-
-@dataclass(frozen=True, slots=True)
-class Shadow(Assessable):
-    """Select the unshaped group, the first candidates by index, while all candidates run to their end.
-
-    ``shadowed``: the rule whose selection among them is recorded and not returned.
-    """
-
-    shadowed: SelectionRule
-
-    @property
-    def size(self) -> int:
-        return self.shadowed.size
-
-    @property
-    def num_shortest(self) -> int:
-        return self.size
-
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        return InOrder(self.size).select(finished)
-
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        return InOrder(self.size).weights(candidates)
-
-    def begin(self, deliver_early: bool) -> Assessment:
-        return ShadowAssessment(self.size)
-
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-        bound: int | None = None,
-    ) -> Verdict:
-        return replace(Assessable.assess(self, running, finished, deliver_early), observing=bool(running))
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.SHADOW

@@ -177,8 +177,7 @@ class Allocator(GroupObserver):
 
         ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
         without ``room`` for its candidates, `off` instead. ``part``: of which cohort they are a part, if its deadline
-        comes from outside. It has no effect under `auto`. Under shadows and policies without deadlines only its grant
-        has.
+        comes from outside. It has no effect under `auto`. Under policies without deadlines only its grant has.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
@@ -252,7 +251,7 @@ class Allocator(GroupObserver):
             grant = self._grant(kind, shaping, keys, tokens, total)
         scale = 1.0 if total is not None else self._scale()
         rule = self.deadlines.current_rule(shaping, kind[0])
-        if rule is None or shaping.shadow:
+        if rule is None:
             part = None
         # A few groups alone say little about how many tokens groups need.
         all_groups = groups if part is None else part.groups

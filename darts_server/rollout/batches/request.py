@@ -168,7 +168,7 @@ def check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests:
             "carry",
             f"'resume' does not work under policy {plan.policy!r}, which may do something else next; use 'restart'",
         )
-    if plan.shaping.prunes or plan.shaping.shadow:
+    if plan.shaping.prunes:
         raise InvalidRequest(
             "carry",
             f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than lengths; use "

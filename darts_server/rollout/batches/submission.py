@@ -283,7 +283,7 @@ class Submission(Generic[RequestT, OutputT]):
             logger.exception("group %s failed", result.group_id)
             return replace(result, error=error)
         finally:  # also of a group that failed, or is stopped because enough others are complete
-            if run is not None:  # without a record, a shadow's other candidates still run
+            if run is not None:
                 self.generated_tokens += run.generated_tokens
         prefixes = dict(sorted(run.tokens.prefixes.items())) if self._partial else None
         return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)

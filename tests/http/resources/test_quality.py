@@ -26,8 +26,3 @@ def test_a_returned_trajectory_has_its_score() -> None:
     assert [(t.quality, t.selected_as) for t in group.trajectories] == [(0.25, "balanced"), (None, "balanced")]
     assert [(d.trajectory_id, d.reason) for d in group.discarded] == [("g:1", "pruned")]
     assert group.mask == [True, False, True]
-
-
-def test_one_whose_group_is_not_recorded_yet_has_none() -> None:
-    samples = {0: Sample((5, 6), None, "a", FinishReason.STOP)}
-    assert GroupOut.of(GroupResult(0, "g", "p", samples, None)).trajectories[0].quality is None

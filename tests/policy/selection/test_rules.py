@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import Candidate, State
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest, Verdict
+from darts_server.policy.selection.rules import FirstFinish, InOrder, Shortest, Verdict
 from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import CUT_TAILS, DEADLINE_TAILS, FIRST_FINISH, RULES, WITHOUT_DEADLINE
@@ -115,11 +115,6 @@ def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order
     assert FirstFinish(3).select(finished) == {0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 3: SelectedAs.FILL}
 
 
-def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
-    finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
-    assert Shadow(Shortest(2)).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
-
-
 def test_the_longest_are_those_within_the_deadline() -> None:
     finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
     rule = DeadlineTail(1, 1)
@@ -146,7 +141,6 @@ def test_a_deadline_is_at_least_the_groups_completion_length() -> None:
         (InOrder(3), 3, 3),
         (Shortest(3), 3, 3),
         (FirstFinish(3), 3, 3),
-        (Shadow(SampledTail(3, 1)), 4, 4),
         (LongestTail(3, 1), 3, 4),
         (SampledTail(3, 1), 3, 4),
         (DeadlineTail(3, 1), 3, 4),
@@ -167,7 +161,6 @@ def test_a_rule_has_its_size_and_its_number_of_shortest(rule: Rule, short: int, 
         (DeadlineTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (CutTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (FirstFinish(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
-        (Shadow(Shortest(1)), DiscardReason.SHADOW, DiscardReason.SHADOW),
     ],
 )
 def test_the_rule_gives_the_reason_of_a_discarded_candidate(
@@ -238,12 +231,6 @@ def test_a_truncated_candidate_is_not_settled_while_others_run() -> None:
     done = [ended(0, 9, valid=False, place=1)]
     assert FirstFinish(1).assess([running(1, 0)], done, deliver_early=True) == Verdict(frozenset())
     assert FirstFinish(1).assess([], done, deliver_early=True) == Verdict(frozenset({0}))
-
-
-def test_a_shadow_observes_until_nothing_runs() -> None:
-    rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
-    assert rule.assess([running(2, 9)], done, deliver_early=True) == Verdict(frozenset({0}), observing=True)
-    assert rule.assess([], done, deliver_early=True) == Verdict(frozenset({0}))
 
 
 def test_candidates_that_only_fill_up_are_not_cut() -> None:
@@ -340,8 +327,7 @@ def test_hopeless_candidates_are_those_that_no_future_selects(
     rule, (going, done) = situation[0], candidates(situation[1], random)
     some, every = possible(rule, *known(going, done))
     verdict = rule.assess(going, done, early)
-    if not isinstance(rule, Shadow):
-        assert verdict.hopeless.keys() == {c.index for c in going} - some
+    assert verdict.hopeless.keys() == {c.index for c in going} - some
     assert verdict.settled <= every
 
 
@@ -405,4 +391,4 @@ def test_no_verdict_changes_before_its_check(
 
 def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
     settled = verdict.settled if early else len(verdict.settled) == rule.size
-    return settled, verdict.hopeless, verdict.cuts, verdict.observing
+    return settled, verdict.hopeless, verdict.cuts

@@ -308,7 +308,7 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     names = [f"cancelled-{number}" for number in range(GROUPS)]
     runs = await made.start_cohort(SIZE, AUTO, names)
     for run in runs:
-        run.leave()
+        run.cancel()
     await settle()
     state = made.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 2
@@ -444,7 +444,7 @@ async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> No
     await cohort(made, "step0")
     made.engine.now += 7
     for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
-        run.leave()
+        run.cancel()
     made.engine.now += 1
     await cohort(made, "step1")
     [(_, seconds)] = made.rollouts.allocator.auto.state(SIZE).training

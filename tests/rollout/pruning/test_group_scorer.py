@@ -170,7 +170,7 @@ async def test_darts_selects_by_length_among_the_survivors() -> None:
     assert len(trajectories) == 2
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts", "shadow:darts"])
+@pytest.mark.parametrize("policy", ["uniform", "darts"])
 async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
     scorer = FakeScorer(4)
     harness = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
