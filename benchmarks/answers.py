@@ -122,7 +122,6 @@ REQUEST = rollouts_request(
     num_groups=None,
     min_groups=None,
     survivors=None,
-    partial=False,
     carry=None,
     carried=False,
     chunk_tokens=None,

@@ -40,10 +40,8 @@ POLICIES: Mapping[str, Shaping] = {
     "uniform, half of it the tail": Shaping(),
     "uniform, longest tail": Shaping(tail=Tail.LONGEST),
     "no tail (saturated)": Shaping(num_longest=0),
-    "darts_deadline": Shaping(tail=Tail.LONGEST, deadline=Deadline()),
     "darts_cut": Shaping(deadline=Deadline()),
-    "first_finish (saturated)": Shaping(adaptive=True, finish_order=True, max_redundancy=1.5),
-    "arrol": Shaping(target_positive_ratio=0.5),
+    "arrol": Shaping(sample_survivors=True),
 }
 
 PROMPT = "11+1="

@@ -48,7 +48,6 @@ POLICIES: Mapping[str, Method] = {
     "uniform, unbiased": Method("uniform", unbiased=True),
     "darts": Method("darts"),
     "darts, longest tail": Method({"name": "darts", "tail": "longest"}),
-    "darts_deadline": Method("darts_deadline"),
     "darts_cut": Method("darts_cut"),
     "cap": Method("cap"),
     "cap, lost 0.1": Method({"name": "cap", "redundancy": 2.0, **LOST}),
@@ -58,7 +57,6 @@ POLICIES: Mapping[str, Method] = {
     "darts_cut, tight": Method({"name": "darts_cut", **TIGHT}),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
-    "roulette, unbiased": Method("roulette", unbiased=True),
     "auto": Method("auto"),
     "auto, all rules": Method({"name": "auto", "auto_allow": ",".join(RULES)}),
 }
@@ -114,7 +112,7 @@ RESUMED: Mapping[str, Method] = {
 # `auto` must begin as `off`: what that step teaches, whatever is chosen afterwards. Run only if it is named, too.
 BEGUN_AS_OFF: Mapping[str, Method] = {"uniform, begun as off": Method("uniform", first="off")}
 NAMED_ONLY: Mapping[str, Method] = {**SETTINGS, **ANY_BIAS, **CARRY_OVER, **RESUMED, **BEGUN_AS_OFF}
-PRUNING = ("arrol", "darts+arrol", "roulette, unbiased")
+PRUNING = ("arrol", "darts+arrol")
 # Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run
 # replaces meanwhile.
 OWN_SERVER = (*PRUNING, *(name for name, method in NAMED_ONLY.items() if method.carry == "resume"))

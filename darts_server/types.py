@@ -55,8 +55,6 @@ class SelectedAs(StrEnum):
     """Sampled for the tail, and reached its token limit."""
     FILL = "fill"
     """Reached its token limit; selected because too few finished below it."""
-    BALANCED = "balanced"
-    """Selected by quality, whatever its length."""
     SURVIVOR = "survivor"
     """Not pruned; selected whatever its length and quality."""
 

@@ -30,7 +30,7 @@ SHAPED: dict[str, Shaping] = {
 }
 ESSENTIAL = ("uniform", "darts", "darts_cut")
 """Lengths are divided until these fit the time; the others get the remaining time."""
-ORDER = (*ESSENTIAL, "darts_deadline", WAIT, OFF, "first_finish", LONGEST)
+ORDER = (*ESSENTIAL, WAIT, OFF, LONGEST)
 MEANING = (
     f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` "
     f"is the same through our code with nothing shaped. `{WAIT}` starts {Shaping().candidates(SIZE)} candidates, lets "

@@ -26,7 +26,6 @@ from ._errors import (
 )
 from ._models import (
     AbortedTrajectory,
-    Checkpoint,
     Delta,
     Discard,
     Discarded,
@@ -35,7 +34,6 @@ from ._models import (
     FinishReason,
     Group,
     GroupEvent,
-    PartialTrajectory,
     Trajectory,
     TrajectoryEvent,
     Unfinished,
@@ -65,7 +63,6 @@ __all__ = [
     "BadRequest",
     "Batch",
     "CandidateRecord",
-    "Checkpoint",
     "Client",
     "ConnectionFailed",
     "DartsError",
@@ -82,7 +79,6 @@ __all__ = [
     "LoraRecord",
     "NotFound",
     "Overloaded",
-    "PartialTrajectory",
     "Prompt",
     "PromptRecord",
     "PromptRewards",

@@ -97,7 +97,6 @@ class Group:
         self._replacements_left = 0
         self._failed_for_good = False
         self._deliver_early = deliver_early
-        self._finish_count = 0
         self._max_candidates = 0
         self._has_cuts = False
         self._finished_late: list[int] = []  # cut at the bound; the decision is not returned yet
@@ -257,7 +256,7 @@ class Group:
         self._max_candidates += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
         self._begin()
-        self._finish_count = self._free_places = 0
+        self._free_places = 0
         self._pending_scores, self._finished_late = [], []
         return stops
 
@@ -289,8 +288,6 @@ class Group:
             case Scored() if was_running:
                 self._pending_scores.append(event)
             case Finished() if was_running:
-                self._finish_count += 1
-                candidate.finish_position = self._finish_count
                 self._cut_late(candidate)
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
@@ -339,7 +336,7 @@ class Group:
             if not candidate.running:
                 continue
             survival = score.survival if self._can_prune_one() else 1.0
-            if candidate.sample_survival(survival, score.tokens):
+            if candidate.sample_survival(survival):
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1

@@ -11,9 +11,9 @@ from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-    `GONE` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
+    `GONE` candidates and those before a restart do not count; failures after a score are corrected for.
     Empty if the group is not complete, if its rule never selects some candidates, or if so many failed after
-    checkpoints that they exceed the range of floats.
+    scores that they exceed the range of floats.
     """
     if group.outcome is not Outcome.COMPLETED:
         return {}

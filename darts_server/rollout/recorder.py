@@ -169,6 +169,5 @@ class GroupRecorder:
             weight_version_end=entry.version_end,
             quality=candidate.quality,
             survival=candidate.survival,
-            checkpoints=tuple(candidate.checkpoints),
             version_spans=self.version_spans(candidate.index, tokens),
         )

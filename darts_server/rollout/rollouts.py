@@ -9,6 +9,7 @@ from typing import Generic
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
+from darts_server.policies import OFF
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
@@ -16,9 +17,8 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
-from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import OFF, Plan, Planner
+from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
@@ -101,7 +101,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
-        self._forecasts = Forecasts(statistics.prompts, statistics.dataset, statistics.rewards, clock)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
         self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
@@ -142,7 +141,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.needs_scores:
+        if not plan.shaping.prunes:
             return
         if self._scorer is None:
             raise InvalidRequest(
@@ -224,11 +223,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         except BaseException:
             held.release()
             raise
-        survival = None
-        if spec.pruning is not None:
-            survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
         order = self.starting_order(spec.prompt_key)
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried, order)
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)

@@ -7,7 +7,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.rollout.plan import OFF
+from darts_server.policies import OFF
 from darts_server.rollout.turns.chat_history import ChatHistory
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.types import RequestOptions

@@ -26,13 +26,13 @@ from matplotlib.ticker import FixedLocator, MultipleLocator, NullLocator
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
+from darts_server.policies import OFF
 from darts_server.policy.allocation.optimum import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.selection.rules import InOrder, SelectionRule
-from darts_server.policy.shaping import Shaping
-from darts_server.rollout.plan import OFF
+from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
 from examples.tiny_rl.colours import BLUE, GREY, ORANGE, SKY
 from examples.tiny_rl.replay import Replay, replay
@@ -76,9 +76,9 @@ def panels() -> list[Panel]:
     return [
         Panel("off", f"the first {SIZE}, no others started", InOrder(SIZE), candidates=SIZE),
         Panel("uniform, darts", "7 shortest, 1 sampled", rules["uniform"]),
-        Panel("--tail longest, first_finish", "7 shortest, the longest", rules["first_finish"]),
+        Panel("--tail longest", "7 shortest, the longest", Shaping(tail=Tail.LONGEST).selection_rule(SIZE)),
         Panel("darts, saturated prompt", "8 shortest", policies["darts"].selection_rule(SIZE, saturated=True)),
-        Panel("darts_deadline", "7 shortest, longest within D", rules["darts_deadline"], deadline=True),
+        Panel("cap", f"the first {SIZE}, cut at D", rules["cap"], candidates=SIZE, deadline=True),
         Panel("darts_cut", "7 shortest, 1 sampled, cut at D", rules["darts_cut"], deadline=True),
     ]
 
@@ -134,10 +134,10 @@ def deadline_of(batch: Sequence[Prompt]) -> int:
     return tokens
 
 
-def needed(prompt: Prompt) -> int | None:
-    """Return the length of the M-th shortest valid candidate."""
+def needed(prompt: Prompt, place: int = SIZE) -> int | None:
+    """Return the length of the M-th shortest valid candidate, or of the one at another ``place``."""
     lengths = sorted(c.tokens for c in prompt if c.valid)
-    return lengths[SIZE - 1] if len(lengths) >= SIZE else None
+    return lengths[place - 1] if len(lengths) >= place else None
 
 
 # --- drawing ----------------------------------------------------------------
@@ -197,7 +197,6 @@ def timeline(prompt: Prompt, limit: int) -> Figure:
     """Draw what each rule does to one prompt's candidates, shortest on top."""
     figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
     rows = sorted(prompt, key=lambda c: c.sort_key)
-    own = min(max(limit, needed(prompt) or 0), Deadline().bound_of(limit))
     for axes, panel in zip(figure.subplots(**PANELS).flat, panels(), strict=True):
         played = panel.play(prompt, limit)
         for row, candidate in enumerate(rows):
@@ -207,6 +206,8 @@ def timeline(prompt: Prompt, limit: int) -> Figure:
             if reached:
                 axes.barh(row, reached, height=0.72, **FATES[fate(candidate, played, panel, prompt)])
         if panel.deadline:
+            own_need = needed(prompt[: panel.candidates], panel.rule.completion_place) or 0
+            own = min(max(limit, own_need), Deadline().bound_of(limit))
             axes.axvline(own, color=GREY, linestyle="--", linewidth=1.2)
             axes.text(own, -0.75, f" D = {own}", color=GREY, fontsize=SMALL)
         axes.plot(played.steps, len(rows) - 0.2, "^", color=LINE, markersize=7, clip_on=False)

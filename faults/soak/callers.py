@@ -10,13 +10,14 @@ from random import Random
 from typing import Any
 
 from darts_server.exceptions import DartsError
+from darts_server.policies import OFF
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.join_requests import JoinRequest
 from darts_server.rollout.observers.reward_matching import Reward
-from darts_server.rollout.plan import OFF, Plan
+from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.runner import VoteRequest

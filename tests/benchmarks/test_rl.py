@@ -150,7 +150,6 @@ def test_each_start_has_three_caps_as_controls_and_the_same_policies() -> None:
     assert [name for name, method in methods("deep").items() if method.unbiased] == [
         "off, unbiased",
         "uniform, unbiased",
-        "roulette, unbiased",
     ]
     assert methods("mixed").keys() - methods("deep").keys() == {"off, cap 240"}
 

@@ -235,8 +235,8 @@ def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path)
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group_record(0), group_record(1, None, "darts_deadline")], "not 'darts_deadline'"),
-        ([group_record(0), group_record(1, None, "darts_deadline")], "cmpl-1-1 have no weights"),
+        ([group_record(0), group_record(1, None, "darts")], "not 'darts'"),
+        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
     ],

@@ -42,9 +42,9 @@ def test_each_candidate_ends_as_the_rule_decides() -> None:
     assert met == {
         "off": ["short"] * 8,
         "uniform, darts": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "tail"],
-        "--tail longest, first_finish": ["short"] * 7 + ["finished", "finished", "finished", "tail", "finished"],
+        "--tail longest": ["short"] * 7 + ["finished", "finished", "finished", "tail", "finished"],
         "darts, saturated prompt": ["short"] * 8 + ["stopped"] * 4,
-        "darts_deadline": ["short"] * 7 + ["finished", "tail", "stopped", "stopped", "stopped"],
+        "cap": ["short"] * 8,
         "darts_cut": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "cut"],
     }
 

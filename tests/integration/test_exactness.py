@@ -40,7 +40,6 @@ POLICIES = {
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
     "cut": Shaping(redundancy=1.5, deadline=UNBOUNDED),
-    "deadline": Shaping(redundancy=1.5, tail=Tail.LONGEST, deadline=UNBOUNDED),
     "cap": Shaping(redundancy=1.0, deadline=Deadline(exploration=0.0, bound=1.25), completion_share=2 / 3),
     "explored": Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0)),
 }

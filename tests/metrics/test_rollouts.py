@@ -123,7 +123,6 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
         start_seconds=lambda: 0.002,
         mean_length=lambda _: None,
         length_quantile=lambda *_: None,
-        budget_aversion=lambda: 1.0,
         lost_share=lambda policy, max_lost: None,
         lost_group_share=lambda policy, max_lost: max_lost.groups,
         deadline_stretch=lambda policy, max_lost: 1 + max_lost.answers,

@@ -25,7 +25,7 @@ CAP = 8192
 SIZE = 8
 RULE = Deadline()
 POLICIES = build_policies(Shaping(), RULE)
-BOUNDED = ["darts_cut", "darts_deadline", "cap"]
+BOUNDED = ["darts_cut", "cap"]
 
 
 def group(lengths: Iterable[int], rng: Generator) -> list[Candidate]:

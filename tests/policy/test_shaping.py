@@ -6,8 +6,8 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import SelectionRule, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
 
@@ -25,7 +25,6 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
         (Shaping(num_longest=0, tail=Tail.LONGEST), Shortest(8)),
         (Shaping(num_shortest=5, num_longest=3), SampledTail(5, 3)),
         (Shaping(deadline=Deadline()), CutTail(7, 1)),
-        (Shaping(deadline=Deadline(), num_longest=2, tail=Tail.LONGEST), DeadlineTail(6, 2)),
         (Shaping(deadline=Deadline(), num_longest=0), Shortest(8)),
     ],
 )
@@ -42,8 +41,7 @@ ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
     [
         (ADAPTIVE, Shortest(8)),
         (replace(ADAPTIVE, tail=Tail.LONGEST), Shortest(8)),
-        (replace(ADAPTIVE, finish_order=True), FirstFinish(8)),
-        (replace(ADAPTIVE, finish_order=True, deadline=Deadline()), CutTail(7, 1)),
+        (replace(ADAPTIVE, deadline=Deadline()), CutTail(7, 1)),
     ],
 )
 def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
@@ -53,11 +51,10 @@ def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
     assert shaping.selection_rule(8, saturated=True) == rule
 
 
-@pytest.mark.parametrize("shaping", [ADAPTIVE, replace(ADAPTIVE, finish_order=True)])
 @pytest.mark.parametrize("candidates", [8, 15])
-def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int) -> None:
-    assert not shaping.is_saturated(8, candidates)
-    assert shaping.selection_rule(8) == SampledTail(7, 1)
+def test_other_prompts_of_an_adaptive_policy_keep_their_tail(candidates: int) -> None:
+    assert not ADAPTIVE.is_saturated(8, candidates)
+    assert ADAPTIVE.selection_rule(8) == SampledTail(7, 1)
 
 
 def test_a_prompt_is_not_saturated_if_all_get_the_same_or_none_may_get_more_than_its_size() -> None:
@@ -73,7 +70,7 @@ def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: f
 def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redundancy() -> None:
     fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
     assert fixed.bounds(8) == (8, 24)
-    assert replace(fixed, budget=BudgetKind.UTILITY).bounds(8) == (8, 16)
+    assert replace(fixed, budget=BudgetKind.CV_LOG).bounds(8) == (8, 16)
     assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
 
 
@@ -84,7 +81,6 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
         (Shaping(adaptive=True), True, True),
         (Shaping(deadline=Deadline()), True, False),
         (Shaping(budget=BudgetKind.CV_LOG), True, True),
-        (Shaping(budget=BudgetKind.UTILITY), True, True),
     ],
 )
 def test_policies_that_allocate_groups_together_use_cohorts(

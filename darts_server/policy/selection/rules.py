@@ -2,12 +2,11 @@
 
 A rule itself is a value. While a group runs, an `Assessment` that the rule creates follows it.
 
-A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, qualities, tail
-draws and the deadline. It never reads a reward and, except for the baseline `FirstFinish`, does not depend on the order
-in which candidates finish.
+A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, tail draws and
+the deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
 
 All rules share one total order, (length, candidate index): the shortest come first, ties go to the earlier index. Rules
-with a tail are in `tail_rules`, those that select by quality in `quality_rules`.
+with a tail are in `tail_rules`, those for policies that prune in `survivors`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Protocol
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
-from darts_server.policy.selection.finish_order import FirstFinishAssessment
 from darts_server.policy.selection.index_order import InOrderAssessment
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
@@ -200,26 +198,6 @@ class Shortest(SizedRule):
 
     def begin(self, deliver_early: bool) -> Assessment:
         return ShortestAssessment(self.size, deliver_early)
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
-
-
-@dataclass(frozen=True, slots=True)
-class FirstFinish(SizedRule):
-    """Select the first ``size`` valid candidates to finish, and fill up with the first invalid ones.
-
-    A baseline for saturated prompts, near what the paper's public code does. That takes the order of finishing for the
-    order of lengths too, but for all prompts, and counts truncated candidates like valid ones. Where candidates start
-    at different times, a short one that started late loses to a long one that started early.
-    """
-
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        order = sorted(finished, key=lambda c: (not c.valid, c.finish_position))
-        return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in order[: self.size]}
-
-    def begin(self, deliver_early: bool) -> Assessment:
-        return FirstFinishAssessment(self.size)
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from darts_server.engine.port import HiddenState
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class CandidateScorer(Protocol):
         ...
 
     def score_state(
-        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group_id: str, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
-    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], rule: SurvivalRule) -> Assessment:
+    def score_logprobs(self, group_id: str, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 

@@ -22,17 +22,17 @@ POLICIES: dict[str, Shaping | None] = {
     "longest": Shaping(tail=Tail.LONGEST),
     "none": Shaping(num_longest=0),
     "limit": replace(NAMED["cap"], deadline=Deadline(tokens=30, bound=1.0)),
-    **{name: NAMED[name] for name in ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")},
+    **{name: NAMED[name] for name in ("uniform", "darts", "darts_cut", "cap")},
     **{
         f"recent_{name}": replace(NAMED[name], deadline=Deadline(exploration=0.0, recent=8))
-        for name in ("darts_deadline", "darts_cut", "cap")
+        for name in ("darts_cut", "cap")
     },
 }
 RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
 """Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
 FEW = ("off", "cap", "limit", "recent_cap")
 """Policies that start no more candidates than they return."""
-WHOLE = ("off", "longest", "none", "uniform", "darts", "first_finish")
+WHOLE = ("off", "longest", "none", "uniform", "darts")
 """Policies that return trajectories whole."""
 
 
