@@ -12,6 +12,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.simulation.batch import Plan
+from darts_server.removed import value_remedy
 
 NAMES = tuple(name for name, policy in POLICIES.items() if not policy.prunes)
 AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
@@ -87,6 +88,8 @@ def parse_policy(text: str, size: int) -> Policy:
     """
     name, *pairs = text.split(",")
     if name not in NAMES:
+        if (remedy := value_remedy("policy", name)) is not None:
+            raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     known = AUTO_OPTIONS if name == AUTO else OPTIONS
