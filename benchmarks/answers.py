@@ -22,10 +22,11 @@ from darts_server.http.json_encoding import encode_json
 from darts_server.http.resources.rollouts_encoding import group_fields, take_tokens
 from darts_server.http.resources.rollouts_events import encode_event
 from darts_server.http.token_tensors import TokenTensors
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.batches.events import GroupEnded
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import StreamMode
-from darts_server.types import FinishReason, Sample
+from darts_server.types import FinishReason, Outcome, Sample, SelectedAs
 
 SIZE = 8
 HEAD = b'{"id":"b","policy":"off","usage":{"generated":1,"returned":1,"wasted":0,"seconds":1.0},"groups":['
@@ -72,7 +73,12 @@ def make_group(tokens: int) -> GroupResult:
         token_ids = array("i", [random.randrange(150_000) for _ in range(tokens)])
         return Sample(token_ids, array("d", values.tobytes()), "word " * tokens, FinishReason.STOP)
 
-    return GroupResult(0, "group", "prompt", {index: sample() for index in range(SIZE)}, None)
+    candidates = [
+        CandidateRecord(index, tokens, FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, 0, 0)
+        for index in range(SIZE)
+    ]
+    record = GroupRecord("group", "prompt", "uniform", SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, None)
+    return GroupResult(0, "group", "prompt", {index: sample() for index in range(SIZE)}, record)
 
 
 def encode_plain(result: GroupResult) -> bytes:
@@ -116,7 +122,6 @@ REQUEST = rollouts_request(
     num_groups=None,
     min_groups=None,
     survivors=None,
-    partial=False,
     carry=None,
     carried=False,
     chunk_tokens=None,

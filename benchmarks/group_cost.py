@@ -25,8 +25,6 @@ from darts_server.demo.server import DARTS, Server, serving
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import DeadlineSet, Event, Finished, Progress, Started
 from darts_server.policy.group import Group
-from darts_server.policy.replay import replay
-from darts_server.policy.selection.rules import Shadow
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
 
@@ -42,11 +40,8 @@ POLICIES: Mapping[str, Shaping] = {
     "uniform, half of it the tail": Shaping(),
     "uniform, longest tail": Shaping(tail=Tail.LONGEST),
     "no tail (saturated)": Shaping(num_longest=0),
-    "darts_deadline": Shaping(tail=Tail.LONGEST, deadline=Deadline()),
     "darts_cut": Shaping(deadline=Deadline()),
-    "first_finish (saturated)": Shaping(adaptive=True, finish_order=True, max_redundancy=1.5),
-    "arrol": Shaping(target_positive_ratio=0.5),
-    "shadow:uniform": Shaping(shadow=True),
+    "arrol": Shaping(sample_survivors=True),
 }
 
 PROMPT = "11+1="
@@ -112,8 +107,6 @@ def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
         due: list[Event] = [Progress(index, step) for index, tokens in group.check_at.items() if tokens <= step]
         count += len(due)
         group.handle(*due)
-    if isinstance(rule, Shadow):
-        replay(rule.shadowed, group.candidates)
     return (time.process_time() - start) / count
 
 

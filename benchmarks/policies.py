@@ -23,17 +23,12 @@ import numpy as np
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
+from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
 
 SIZE = 8
-NAMED = {
-    name: shaping
-    for name, shaping in build_policies(Shaping(), Deadline(exploration=0.0)).items()
-    if SHADOW_PREFIX not in name
-}
-POLICIES = NAMED | {
+POLICIES = build_policies(Shaping(), Deadline(exploration=0.0)) | {
     "uniform, longest tail": Shaping(tail=Tail.LONGEST),
     "uniform, no tail": Shaping(num_longest=0),
     "darts, longest tail": Shaping(adaptive=True, tail=Tail.LONGEST),

@@ -50,8 +50,8 @@ SIZE = 8
 PROMPTS = (8, 16, 40)
 """Of a batch. With the largest, candidates queue under every policy."""
 MAX_NUM_SEQS = 128
-POLICIES = ("off", "uniform", "darts", "darts_deadline", "darts_cut", "cap")
-"""All whose outcome is predicted: not those that prune, and not `first_finish`."""
+POLICIES = ("off", "uniform", "darts", "darts_cut", "cap")
+"""All whose outcome is predicted: not those that prune."""
 LEARNING = 4
 """Batches of each size under `off`, of which the first one only warms up."""
 RATIOS, SAMPLES = 4096, 24

@@ -38,8 +38,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "none": {"name": "off"},
     "at random": {"name": "arrol", "balance_strength": 0.0},
     "paper": {"name": "arrol"},
-    "aimed": {"name": "arrol", "survival": "aimed"},
-    "darts+arrol": {"name": "darts+arrol", "survival": "aimed", "redundancy": 3.0, "max_redundancy": 4.0},
+    "darts+arrol": {"name": "darts+arrol", "redundancy": 3.0, "max_redundancy": 4.0},
 }
 RESAMPLES = 400
 

@@ -311,7 +311,6 @@ def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias
         start_seconds=lambda: statistics.latency.start_seconds,
         mean_length=bias.mean,
         length_quantile=bias.quantile,
-        budget_aversion=lambda: control.settings.budget_aversion,
         lost_share=deadlines.lost_share,
         lost_group_share=deadlines.lost_group_share,
         deadline_stretch=deadlines.stretch,
@@ -365,12 +364,10 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         control.prunes,
     )
     if control.prunes(settings.policy):
-        can_score = engine.probe_width is not None or not pruner.uses_hidden_states
-        if control.needs_scores(settings.policy) and not can_score:
+        if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
                 "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
             )
-        if can_score:
-            pruner.start()
+        pruner.start()
     return pruner

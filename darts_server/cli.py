@@ -176,6 +176,7 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
     """Return our settings, and the remaining arguments for vLLM."""
     ours, vllm_argv = parser.parse_known_args(argv)
     flags = vars(ours)
+    settings.refuse_removed_flags(vllm_argv)
     return settings.load(flags, flags.pop("darts_config")), vllm_argv
 
 

@@ -8,7 +8,6 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
-from darts_server.policy.pruning.roulette import Loss, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
@@ -38,11 +37,6 @@ class Control:
         """Whether the policy with that name prunes by quality."""
         shaping = self.planner.shaping(policy)
         return shaping is not None and shaping.prunes
-
-    def needs_scores(self, policy: str) -> bool:
-        """Whether the policy with that name is nothing without scores of running candidates."""
-        shaping = self.planner.shaping(policy)
-        return shaping is not None and shaping.needs_scores
 
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may use."""
@@ -86,7 +80,6 @@ def make_planner(settings: Settings) -> Planner:
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
         budget=BudgetKind(settings.budget),
-        budget_aversion=settings.budget_aversion,
     )
     deadline = Deadline(
         quantile=settings.deadline_quantile,
@@ -98,15 +91,12 @@ def make_planner(settings: Settings) -> Planner:
     )
     pruning = Pruning(
         keep_ratio=settings.keep_ratio,
-        target_positive_ratio=settings.target_positive_ratio,
         balance_strength=settings.balance_strength,
         min_survival=settings.min_survival,
         max_survival=settings.max_survival,
-        aimed=settings.survival == "aimed",
     )
-    roulette = Roulette(settings.min_survival, Loss(settings.roulette_loss))
     return Planner(
-        build_policies(uniform, deadline, pruning, settings.refill, roulette),
+        build_policies(uniform, deadline, pruning, settings.refill),
         settings.policy,
         Limits(
             settings.max_group_size,

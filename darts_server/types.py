@@ -30,8 +30,6 @@ class DiscardReason(StrEnum):
     """The engine failed on it, or aborted it without a request from us."""
     ABORTED = "aborted"
     """It was aborted, alone or with the other candidates of its group, and its caller got what it had generated."""
-    SHADOW = "shadow"
-    """Ran only to measure what shaping would have done with it."""
     CANCELLED = "cancelled"
     """Its group was cancelled: the caller disconnected, it was aborted, or too few candidates could finish."""
     RESTARTED = "restarted"
@@ -45,9 +43,7 @@ class DiscardReason(StrEnum):
 
 
 GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.LOAD})
-"""Of candidates with which no other group goes on."""
-UNCOUNTED = GONE | {DiscardReason.SHADOW}
-"""Of candidates that were never to be chosen from: replaced, given up before they ran, or run only to be observed."""
+"""Of candidates that were never to be chosen from, replaced or given up before they ran: no group goes on with them."""
 
 
 class SelectedAs(StrEnum):
@@ -59,8 +55,6 @@ class SelectedAs(StrEnum):
     """Sampled for the tail, and reached its token limit."""
     FILL = "fill"
     """Reached its token limit; selected because too few finished below it."""
-    BALANCED = "balanced"
-    """Selected by quality, whatever its length."""
     SURVIVOR = "survivor"
     """Not pruned; selected whatever its length and quality."""
 

@@ -31,6 +31,7 @@ from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
 from darts_server.metrics import QualityMetrics, RolloutMetrics
+from darts_server.policies import OFF
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.voting.answers import create_extractor
@@ -50,7 +51,7 @@ from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.rollout.plan import OFF, Plan
+from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
@@ -370,7 +371,7 @@ class Callers:
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:
-                    run.leave()
+                    run.cancel()
         self._reward(group_id, indices)
         return _outcome(len(set(indices)) == plan.size)
 

@@ -72,9 +72,9 @@ def test_a_change_before_rollouts_exist_is_kept() -> None:
 
 
 def test_pruning_follows_the_settings_and_their_changes() -> None:
-    control = Control(load({"keep_ratio": "0.4", "survival": "aimed", "refill": "true"}, None))
+    control = Control(load({"keep_ratio": "0.4", "refill": "true"}, None))
     arrol = shaping(control.planner, "arrol")
-    assert arrol.pruning == Pruning(keep_ratio=0.4, aimed=True)
+    assert arrol.pruning == Pruning(keep_ratio=0.4)
     assert arrol.refill
     assert [control.prunes(name) for name in ("arrol", "darts+arrol", "darts", "off", "none")] == [
         True,
@@ -83,7 +83,7 @@ def test_pruning_follows_the_settings_and_their_changes() -> None:
     ]
     control.change({"keep_ratio": 0.25, "min_survival": 0.2})
     changed = shaping(control.planner, "arrol")
-    assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2, aimed=True)
+    assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2)
     assert changed.candidates(8) == 32
 
 

@@ -12,10 +12,10 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.lengths.estimate import Observation
 from darts_server.policy.lengths.stats import PromptStats, update_stats
-from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
-from darts_server.policy.replay import Replay, replay
+from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
+from examples.tiny_rl.replay import Replay, replay
 
 SIZE = 8
 TAIL_SEED = 1
@@ -23,15 +23,14 @@ PLAIN, OFF, AGAIN = "plain", "off", "plain again"
 UNSHAPED = (PLAIN, OFF, AGAIN)
 WAIT, LONGEST = "wait", "darts_longest"
 
-_NAMED = build_policies(Shaping(), Deadline(exploration=0.0))
 SHAPED: dict[str, Shaping] = {
-    **{name: shaping for name, shaping in _NAMED.items() if SHADOW_PREFIX not in name},
+    **build_policies(Shaping(), Deadline(exploration=0.0)),
     LONGEST: Shaping(adaptive=True, tail=Tail.LONGEST),
     WAIT: Shaping(tail=Tail.LONGEST),
 }
 ESSENTIAL = ("uniform", "darts", "darts_cut")
 """Lengths are divided until these fit the time; the others get the remaining time."""
-ORDER = (*ESSENTIAL, "darts_deadline", WAIT, OFF, "first_finish", LONGEST)
+ORDER = (*ESSENTIAL, WAIT, OFF, LONGEST)
 MEANING = (
     f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` "
     f"is the same through our code with nothing shaped. `{WAIT}` starts {Shaping().candidates(SIZE)} candidates, lets "

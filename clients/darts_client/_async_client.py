@@ -160,7 +160,6 @@ class AsyncClient:
         num_groups: int | None = None,
         min_groups: int | None = None,
         survivors: bool | None = None,
-        partial: bool = False,
         carry: Carry | None = None,
         carried: bool = False,
         logprobs: bool = True,
@@ -180,9 +179,9 @@ class AsyncClient:
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
         With `num_groups` the batch ends with the first that many groups; with `min_groups` the policy `auto` chooses
-        how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol` and
-        `roulette`, a group has all trajectories that were not pruned, more or fewer than `group_size`; with `partial`
-        also what the pruned ones had generated. Any other of vLLM's sampling parameters is passed on.
+        how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol`,
+        a group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
+        parameters is passed on.
 
         With `carry="restart"` the server keeps the prompts that are left undecided. They start first in a
         later batch with `carry` that has them, or that asks for all with `carried=True`; then `prompts` may be empty,
@@ -210,7 +209,6 @@ class AsyncClient:
             num_groups=num_groups,
             min_groups=min_groups,
             survivors=survivors,
-            partial=partial,
             carry=carry,
             carried=carried,
             chunk_tokens=None,
@@ -232,7 +230,6 @@ class AsyncClient:
         num_groups: int | None = None,
         min_groups: int | None = None,
         survivors: bool | None = None,
-        partial: bool = False,
         carry: Carry | None = None,
         carried: bool = False,
         logprobs: bool = True,
@@ -262,7 +259,6 @@ class AsyncClient:
             num_groups=num_groups,
             min_groups=min_groups,
             survivors=survivors,
-            partial=partial,
             carry=carry,
             carried=carried,
             chunk_tokens=chunk_tokens,

@@ -63,18 +63,6 @@ TokenIds = Annotated[tuple[int, ...], WrapValidator(_read_token_ids)]
 Logprobs = Annotated[tuple[FiniteFloat, ...], WrapValidator(_read_logprobs)]
 
 
-class Checkpoint(WireModel):
-    """Where a candidate could have been pruned, after `tokens` tokens.
-
-    `survival`: the probability with which it was kept there, given that it was kept before. `value`: its probability of
-    a correct answer as predicted there; None without a score.
-    """
-
-    tokens: int
-    survival: FiniteFloat
-    value: FiniteFloat | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One completion of a prompt.
@@ -84,12 +72,11 @@ class Trajectory:
 
     The other fields are set for rollouts only. `trajectory_id` is its name for rewards. `rank` is its place in the
     group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `long_truncated`,
-    `fill`; `balanced` if it was selected for its quality; `survivor` if it was not pruned). `cut`: it was cut at the
-    group's `deadline`. `quality` is the probability of a correct answer that was predicted while it ran; None if it was
-    not scored. `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some
-    candidates can never be returned. The versions are those of the model's weights at its start and at its end.
-    `version_spans`: those that sampled its tokens, in their order, each with its number of tokens. `checkpoints`: where
-    it could have been pruned, if `partial` was requested.
+    `fill`; `survivor` if it was not pruned, whatever its length). `cut`: it was cut at the group's `deadline`.
+    `quality` is the probability of a correct answer that was predicted while it ran; None if it was not scored.
+    `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some candidates can
+    never be returned. The versions are those of the model's weights at its start and at its end. `version_spans`: those
+    that sampled its tokens, in their order, each with its number of tokens.
     """
 
     index: int
@@ -105,26 +92,12 @@ class Trajectory:
     weight: float | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
-    checkpoints: tuple[Checkpoint, ...] = ()
     version_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:
         """Generated tokens."""
         return len(self.token_ids)
-
-
-class PartialTrajectory(WireModel):
-    """What a pruned candidate had generated, up to the last of its `checkpoints`.
-
-    `logprobs` are None when none were requested. `survival`: the probability to pass all of its checkpoints.
-    """
-
-    trajectory_id: str
-    token_ids: TokenIds
-    logprobs: Logprobs | None
-    survival: FiniteFloat
-    checkpoints: tuple[Checkpoint, ...]
 
 
 class AbortedTrajectory(WireModel):
@@ -167,8 +140,7 @@ class Group:
     went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
     that were not pruned the trajectories are a sample, else None; `earlier_pass_rate` is the share of right ones among
     the prompt's trajectories that had rewards when the group started, None without any; `deadline` is the length in
-    tokens at which the tail was cut. `partial` holds what pruned candidates had generated, if that was requested.
-    `seconds` is the duration.
+    tokens at which the tail was cut. `seconds` is the duration.
     `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, or that ran when
     the server stopped, what its candidates had generated; they are no group, as none of them was selected.
     """
@@ -187,7 +159,6 @@ class Group:
     deadline: int | None = None
     mixed_versions: bool = False
     discarded: tuple[Discarded, ...] = ()
-    partial: tuple[PartialTrajectory, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
     aborted: tuple[AbortedTrajectory, ...] = ()

@@ -32,16 +32,6 @@ class CandidateRecord(WireModel):
     weight: float | None = None
 
 
-class ShadowRecord(WireModel):
-    """What another policy would have selected from the candidates. `generated` and `returned` are tokens."""
-
-    policy: str
-    selection: tuple[int, ...]
-    generated: int
-    returned: int
-    steps: int
-
-
 class GroupRecord(WireModel):
     """Provenance of one group. `duration` and `tail_wait` are seconds, `generated` and `returned` tokens.
 
@@ -63,7 +53,6 @@ class GroupRecord(WireModel):
     deadline: int | None
     explored: bool
     members: tuple[str, ...]
-    shadow: ShadowRecord | None
     candidates: tuple[CandidateRecord, ...]
     counted: int | None = None
     num_shortest: int | None = None

@@ -11,12 +11,10 @@ from pydantic import FiniteFloat
 from ._errors import ProtocolError, error_from_object
 from ._models import (
     AbortedTrajectory,
-    Checkpoint,
     Discarded,
     FinishReason,
     Group,
     Logprobs,
-    PartialTrajectory,
     TokenIds,
     Trajectory,
     WireModel,
@@ -66,7 +64,6 @@ class TrajectoryPayload(WireModel):
     weight_version_start: int | None = None
     weight_version_end: int | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
-    checkpoints: tuple[Checkpoint, ...] | None = None
 
 
 class GroupPayload(WireModel):
@@ -86,7 +83,6 @@ class GroupPayload(WireModel):
     aborted: tuple[AbortedTrajectory, ...] | None = None
     trajectories: tuple[TrajectoryPayload, ...]
     discarded: tuple[Discarded, ...] = ()
-    partial: tuple[PartialTrajectory, ...] | None = None
     seconds: float | None = None
     error: dict[str, Any] | None = None
 
@@ -105,7 +101,6 @@ def rollouts_request(
     num_groups: int | None,
     min_groups: int | None,
     survivors: bool | None,
-    partial: bool,
     carry: Carry | None,
     carried: bool,
     chunk_tokens: int | None,
@@ -130,7 +125,6 @@ def rollouts_request(
         "num_groups": num_groups,
         "min_groups": min_groups,
         "survivors": survivors,
-        "partial": partial or None,
         "carry": carry,
         "carried": carried or None,
         "chunk_tokens": chunk_tokens,
@@ -192,7 +186,6 @@ def build_group(
         deadline=payload.deadline,
         mixed_versions=payload.mixed_versions,
         discarded=payload.discarded,
-        partial=payload.partial or (),
         seconds=payload.seconds,
         error=None if payload.error is None else error_from_object(payload.error),
         aborted=payload.aborted or (),
@@ -222,5 +215,4 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
         weight_version_start=payload.weight_version_start,
         weight_version_end=payload.weight_version_end,
         version_spans=payload.version_spans,
-        checkpoints=payload.checkpoints or (),
     )

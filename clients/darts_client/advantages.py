@@ -10,7 +10,7 @@ does: which others are returned depends on its length.
 
 from collections.abc import Sequence
 
-from ._models import Group, PartialTrajectory, Trajectory
+from ._models import Group, Trajectory
 from ._records import CandidateRecord, GroupRecord
 
 
@@ -28,7 +28,7 @@ def unbiased_advantages(
     mean reward of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is the
     weighted mean of all N - 1 others: exact also where candidates were pruned at random, and depending on one another,
     since given what all would have generated, a product of two weights (0 for the pruned) keeps its expectation of 1
-    at every decision. It is 0 where there are none. If candidates failed or were aborted after a checkpoint, only a
+    at every decision. It is 0 where there are none. If candidates failed or were aborted after they were scored, only a
     given `baseline` is exact: the weights of all survivors then depend on one another. A truncated trajectory is
     rewarded for what was returned of it.
 
@@ -45,47 +45,6 @@ def unbiased_advantages(
         baselines = _weighted_means_of_others(weights, rewards, count, group.sampled_from)
     scale = len(rewards) / count
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
-
-
-def token_advantages(
-    group: Group, rewards: Sequence[float], baseline: float | None = None
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the advantage of each token, of the trajectories and of `group.partial`, with control variates.
-
-    For groups of all survivors with `partial`. Their sum over all tokens, each times the gradient of the token's
-    log-probability, divided by the number n of returned trajectories, is an unbiased estimate of the policy gradient
-    like that of `unbiased_advantages`. Tokens before a checkpoint at which the candidate was kept with probability p,
-    up to which it had weight w and where its reward was predicted to be V, have w (V - b) (1 - 1 / p) in addition, or
-    w (V - b) if it was pruned there. That has no effect on average, and the better V is, the more noise of the weights
-    it takes away. Checkpoints without a predicted value have none. Rewards must be on the scale of V: 1 right, 0 wrong.
-
-    It is biased if candidates fail or are aborted after a checkpoint: those that were pruned before they would have
-    failed have such terms, and of the others nothing is known that would balance them. Leaving the terms out of the
-    groups in which a failure is seen would leave them in those in which it was pruned. Use `unbiased_advantages`
-    with a `baseline` there.
-
-    Raises:
-        ValueError: as `unbiased_advantages`; or the group is a sample of the survivors.
-    """
-    if group.sampled_from is not None:
-        raise ValueError(f"group {group.number} is a sample of the survivors; sample all of them, with partial=True")
-    advantages = unbiased_advantages(group, rewards, baseline)
-    weights, count = _weights(group, rewards)
-    scale, total = len(rewards) / count, sum(w * r for w, r in zip(weights, rewards, strict=True))
-    returned = [[advantage] * len(t.token_ids) for advantage, t in zip(advantages, group.trajectories, strict=True)]
-    partial = [[0.0] * len(prefix.token_ids) for prefix in group.partial]
-    own = [*(w * r for w, r in zip(weights, rewards, strict=True)), *[0.0] * len(partial)]
-    candidates: list[Trajectory | PartialTrajectory] = [*group.trajectories, *group.partial]
-    for tokens, candidate, part in zip([*returned, *partial], candidates, own, strict=True):
-        b = (total - part) / max(count - 1, 1) if baseline is None else baseline
-        weight = scale
-        for number, point in enumerate(candidate.checkpoints, start=1):
-            was_pruned = isinstance(candidate, PartialTrajectory) and number == len(candidate.checkpoints)
-            kept = 0.0 if was_pruned else 1 / point.survival
-            for place in range(point.tokens if point.value is not None else 0):
-                tokens[place] += weight * ((point.value or 0.0) - b) * (1 - kept)
-            weight /= point.survival
-    return returned, partial
 
 
 def _weighted_means_of_others(

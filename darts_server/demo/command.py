@@ -29,7 +29,7 @@ of them get the same prompts in turn, and every ratio in the table is against ra
 examples:
   darts-server demo                                the defaults: raw against uniform and darts_cut
   darts-server demo --steps 30                     more batches: steadier figures
-  darts-server demo --policies darts first_finish  other policies
+  darts-server demo --policies darts cap           other policies
   darts-server demo --caps 32 64 128               other limits to compare with; none: --caps
 
 The folder --out has the picture (if matplotlib is installed) and the server's log afterwards. Next, with a model and

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import InvalidRequest, TooLarge
 from darts_server.http.json_slices import find_objects, strings_and_brackets
+from darts_server.removed import FIELDS
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body. A sender that is silent for longer counts as gone: other requests may wait for
@@ -87,7 +88,11 @@ def _refuse_what_fails(body: object, validate: Callable[[object], object]) -> ob
 
 
 class UnknownField(ValueError):
-    """A JSON object has a field that its model does not have."""
+    """A JSON object has a field that its model does not have. ``remedy``: what to use instead, if it had it once."""
+
+    def __init__(self, name: str, remedy: str | None = None) -> None:
+        super().__init__(name)
+        self.remedy = remedy
 
 
 class Body(BaseModel):
@@ -109,7 +114,8 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _check_unknown(self) -> Self:
         if self.__pydantic_extra__:
-            raise UnknownField(next(iter(self.__pydantic_extra__)))
+            name = next(iter(self.__pydantic_extra__))
+            raise UnknownField(name, FIELDS.get((type(self).__name__, name)))
         return self
 
 
@@ -246,7 +252,8 @@ def _validated(
             loc = (items, number + int(loc[0]), *loc[1:]) if loc else (items,)
         parts = [part for part in loc if part != ""]  # an empty part is the tag of a union
         if isinstance(unknown := first.get("ctx", {}).get("error"), UnknownField):
-            parts, message = [*parts, str(unknown)[:MAX_NAME_CHARS]], "is unknown; remove it"
+            message = "is unknown; remove it" if unknown.remedy is None else f"is gone; {unknown.remedy}"
+            parts = [*parts, str(unknown)[:MAX_NAME_CHARS]]
         field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
         raise InvalidRequest(field or "body", message) from None  # the cause would keep the whole body
 

@@ -32,6 +32,7 @@ from darts_server.exceptions import (
     UpdateRunning,
     UpdateUnsupported,
 )
+from darts_server.removed import route_remedy
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
@@ -114,8 +115,10 @@ def install(app: FastAPI) -> None:
         return JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers_of(error))
 
     @app.exception_handler(HTTPException)
-    async def respond_to_http_exception(_: Request, error: Exception) -> JSONResponse:
+    async def respond_to_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        status = HTTPStatus(error.status_code)
-        body = {"message": error.detail, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
+        status, message = HTTPStatus(error.status_code), error.detail
+        if status is HTTPStatus.NOT_FOUND and (remedy := route_remedy(request.url.path)) is not None:
+            message = f"this route is gone; {remedy}"
+        body = {"message": message, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
         return JSONResponse({"error": body}, status_code=status.value, headers=error.headers)

@@ -36,9 +36,9 @@ class RolloutSources:
     ``tracked``: number of prompts with statistics. ``fault``: whether learned state cannot be written.
     ``step_seconds``: duration of a decode step with this many sequences. ``start_seconds``: what a candidate costs when
     it starts, besides its decode steps. ``mean_length``, ``length_quantile``: in tokens, for one of `KINDS`.
-    ``budget_aversion``: lambda of the utility budget. ``lost_share``: share of correct answers that a policy's
-    deadlines discard, of which they may discard so many. ``lost_group_share``: share of the groups that lose all of
-    theirs. ``deadline_stretch``: factor that moves them later.
+    ``lost_share``: share of correct answers that a policy's deadlines discard, of which they may discard so many.
+    ``lost_group_share``: share of the groups that lose all of theirs. ``deadline_stretch``: factor that moves them
+    later.
     ``pass_rate``: share of correct trajectories among rewarded ones. ``answer_length``: mean tokens, for one of
     `ANSWERS`. ``pattern_difference``, ``pattern_error``: mean length of correct minus incorrect ones, and its
     standard error. ``redundancy_scale``: share of the configured redundancy that is in force.
@@ -51,7 +51,6 @@ class RolloutSources:
     start_seconds: Callable[[], float | None]
     mean_length: Callable[[str], float | None]
     length_quantile: Callable[[str, float], float | None]
-    budget_aversion: Callable[[], float]
     lost_share: Callable[[str, MaxLost], float | None]
     lost_group_share: Callable[[str, MaxLost], float | None]
     deadline_stretch: Callable[[str, MaxLost], float]
@@ -95,9 +94,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             self._tail_wait.labels(self._model).observe(record.tail_wait)
         generated, returned = record.generated_tokens, record.returned_tokens
         self._count_tokens(self._tokens, {"generated": generated, "returned": returned, "wasted": generated - returned})
-        if record.shadow is not None:
-            shadow = record.shadow
-            self._count_tokens(self._shadow, {"generated": shadow.generated, "returned": shadow.returned})
         self._count_candidates(record)
         if record.max_lost is not None and self._sources is not None:
             self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
@@ -176,9 +172,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "kind",
             (*KINDS, "wasted"),
         )
-        self._shadow = self._counter(
-            "darts_shadow_tokens", "Tokens that the shadowed policy would have generated and returned.", "kind", KINDS
-        )
         self._candidates = self._histogram(
             "darts_candidates_per_group", "Candidates started per group.", CANDIDATE_BUCKETS
         )
@@ -252,7 +245,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
             "1 while learned state cannot be written, else 0.",
             {(): lambda: float(sources.fault())},
         )
-        self._make_gauge("darts_budget_aversion", "Lambda of the utility budget.", {(): sources.budget_aversion})
         self._make_gauge(
             "darts_redundancy_scale",
             "Share of the configured redundancy in force: 1, or less while too many candidates wait.",

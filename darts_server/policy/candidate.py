@@ -1,11 +1,10 @@
 """One candidate of a group: its state, and the events that are legal in each state."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.records import Checkpoint
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
@@ -42,10 +41,10 @@ class Candidate:
     """State of one candidate.
 
     ``tail_draw``: random number in [0, 1), drawn before the candidate starts; the lowest ones of a group win the places
-    of a sampled tail. ``tokens``: its length once it has finished, a lower bound of it before. ``finish_position``: 1
-    for the first candidate of the group that finished; 0 before it finishes. ``quality``: probability to end correct
-    by the latest score; ``None`` without one. ``survival_draw``: random number in [0, 1); the candidate is pruned as
-    soon as ``survival`` is not above it. ``survival``: product of the probabilities of all its ``checkpoints``.
+    of a sampled tail. ``tokens``: its length once it has finished, a lower bound of it before. ``quality``: probability
+    to end correct by the latest score; ``None`` without one. ``survival_draw``: random number in [0, 1); the candidate
+    is pruned as soon as ``survival`` is not above it. ``survival``: product of the probabilities with which it was
+    kept.
     """
 
     index: int
@@ -53,11 +52,9 @@ class Candidate:
     state: State = State.REQUESTED
     tokens: int = 0
     finish_reason: FinishReason | None = None
-    finish_position: int = 0
     quality: float | None = None
     survival_draw: float = 0.0
     survival: float = 1.0
-    checkpoints: list[Checkpoint] = field(default_factory=list)
     cut: bool = False
     selected_as: SelectedAs | None = None
     reason: DiscardReason | None = None
@@ -111,23 +108,17 @@ class Candidate:
             case Finished(tokens=tokens, reason=reason):
                 self.tokens = tokens
                 self.finish_reason = reason
-            case Scored(quality=float(quality)):
+            case Scored(quality=quality):
                 self.quality = quality
-            case _:  # started, or at a checkpoint without a score
+            case _:  # started
                 pass
 
-    def sample_survival(self, survival: float, tokens: int) -> bool:
+    def sample_survival(self, survival: float) -> bool:
         """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.
-
-        ``tokens``: those that the probability was computed from. A score may be of fewer than an earlier checkpoint:
-        hidden states come late. The candidate has generated at least as many as there, so these are recorded.
 
         One random number serves all scores of a candidate: given that it is below the product so far, it is uniform
         below that, so it falls below the product with ``survival`` with exactly this probability.
         """
-        if survival < 1:
-            generated = max([tokens, *(c.tokens for c in self.checkpoints[-1:])])
-            self.checkpoints.append(Checkpoint(generated, survival, self.quality))
         self.survival *= survival
         return self.survival_draw < self.survival
 

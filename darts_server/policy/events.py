@@ -29,16 +29,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate was scored, or has come to a checkpoint.
+    """A candidate was scored.
 
-    ``quality``: its probability to end correct, in [0, 1]; ``None`` at a checkpoint without a score. ``survival``: the
-    probability with which to keep it; 1 for a score that prunes nothing. ``tokens``: those that both are based on.
+    ``quality``: its probability to end correct, in [0, 1]. ``survival``: the probability with which to keep it; 1 for a
+    score that prunes nothing.
     """
 
     index: int
-    quality: float | None
+    quality: float
     survival: float = 1.0
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

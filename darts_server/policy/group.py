@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -48,6 +48,16 @@ class UniformGenerator(Protocol):
     """A numpy ``Generator``, or a stand-in."""
 
     def random(self) -> float: ...
+
+
+class RecordedDraws:
+    """A generator of random numbers that were drawn before."""
+
+    def __init__(self, draws: Iterable[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
 
 
 class Group:
@@ -87,7 +97,6 @@ class Group:
         self._replacements_left = 0
         self._failed_for_good = False
         self._deliver_early = deliver_early
-        self._finish_count = 0
         self._max_candidates = 0
         self._has_cuts = False
         self._finished_late: list[int] = []  # cut at the bound; the decision is not returned yet
@@ -118,11 +127,6 @@ class Group:
     @property
     def is_open(self) -> bool:
         return self._rule is not None
-
-    @property
-    def all_delivered(self) -> bool:
-        """Whether all M trajectories were delivered. Other candidates may still run, to be observed (shadow)."""
-        return self.is_open and len(self._delivered) == self.size
 
     @property
     def completion_length(self) -> int | None:
@@ -248,7 +252,7 @@ class Group:
         self._max_candidates += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
         self._begin()
-        self._finish_count = self._free_places = 0
+        self._free_places = 0
         self._pending_scores, self._finished_late = [], []
         return stops
 
@@ -280,8 +284,6 @@ class Group:
             case Scored() if was_running:
                 self._pending_scores.append(event)
             case Finished() if was_running:
-                self._finish_count += 1
-                candidate.finish_position = self._finish_count
                 self._cut_late(candidate)
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
@@ -330,7 +332,7 @@ class Group:
             if not candidate.running:
                 continue
             survival = score.survival if self._can_prune_one() else 1.0
-            if candidate.sample_survival(survival, score.tokens):
+            if candidate.sample_survival(survival):
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1

@@ -5,21 +5,21 @@ from math import isfinite
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.pruning.failures import weight_factor
-from darts_server.types import UNCOUNTED, DiscardReason, Outcome, SelectedAs
+from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
 def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-    `UNCOUNTED` candidates and those before a restart do not count; failures after a checkpoint are corrected for.
+    `GONE` candidates and those before a restart do not count; failures after a score are corrected for.
     Empty if the group is not complete, if its rule never selects some candidates, or if so many failed after
-    checkpoints that they exceed the range of floats.
+    scores that they exceed the range of floats.
     """
     if group.outcome is not Outcome.COMPLETED:
         return {}
     weights = group.rule.weights(_counted(group)) or {}
     candidates = group.candidates[group.restarted_from :]
-    failed = [c.survival for c in candidates if c.reason in UNCOUNTED]
+    failed = [c.survival for c in candidates if c.reason in GONE]
     if min(failed, default=1.0) == 1:
         return weights
     factor = weight_factor(failed, len(candidates))
@@ -48,4 +48,4 @@ def tail_share(group: Group) -> float:
 
 
 def _counted(group: Group) -> list[Candidate]:
-    return [c for c in group.candidates[group.restarted_from :] if c.reason not in UNCOUNTED]
+    return [c for c in group.candidates[group.restarted_from :] if c.reason not in GONE]

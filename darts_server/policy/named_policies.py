@@ -1,66 +1,41 @@
-"""The named policies, and which combination of rules each one is."""
+"""The shapings that the named policies stand for."""
 
 from dataclasses import replace
 
+from darts_server.policies import POLICIES, Candidates, NamedPolicy, Returned
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
-SHADOW_PREFIX = "shadow:"
-"""Before the name of a policy: nothing is shaped, and what the policy would have done is recorded."""
-
 
 def build_policies(
-    base: Shaping,
-    deadline: Deadline,
-    pruning: Pruning | None = None,
-    refill: bool = False,
-    roulette: Roulette | None = None,
+    base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
 ) -> dict[str, Shaping]:
-    """Build all policies except ``off``, by name. ``base`` is ``uniform``, from which the others are derived.
+    """Build all policies except ``off`` and ``auto``, by name. ``base`` is ``uniform``, from which others are derived.
 
-    Without ``pruning`` the policies that prune are left out. They have no shadows: a shadow's candidates are not
-    scored, so a replay cannot prune them.
+    Without ``pruning`` the policies that prune are left out.
     """
-    darts = replace(base, adaptive=True)
-    shaped = {
-        "uniform": base,
-        "darts": darts,
-        "darts_deadline": replace(darts, tail=Tail.LONGEST, deadline=deadline),
-        "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
-        "cap": replace(
-            base,
-            redundancy=1.0,
-            budget=BudgetKind.FIXED,
-            deadline=deadline,
-            completion_share=1 / base.redundancy,
-        ),
-        "first_finish": replace(darts, tail=Tail.LONGEST, finish_order=True),
-    }
-    shadows = {SHADOW_PREFIX + name: replace(shaping, shadow=True) for name, shaping in shaped.items()}
-    pruned = {} if pruning is None else _pruning_policies(base, darts, pruning, refill, roulette or Roulette())
-    return shaped | shadows | pruned
-
-
-def _pruning_policies(
-    base: Shaping, darts: Shaping, pruning: Pruning, refill: bool, roulette: Roulette
-) -> dict[str, Shaping]:
-    started = 1 / pruning.keep_ratio  # of which the keep ratio survives: M on average
     return {
-        "arrol": replace(
-            base,
-            redundancy=started,
-            budget=BudgetKind.FIXED,
-            pruning=pruning,
-            refill=refill,
-            target_positive_ratio=pruning.target_positive_ratio,
-        ),
-        "darts+arrol": replace(darts, pruning=pruning, refill=refill),
-        "roulette": replace(
-            base,
-            budget=BudgetKind.FIXED,
-            pruning=roulette,
-            sample_survivors=True,
-        ),
+        name: _compose(policy, base, deadline, pruning or Pruning(), refill)
+        for name, policy in POLICIES.items()
+        if policy.is_shaping and (pruning is not None or not policy.prunes)
     }
+
+
+def _compose(policy: NamedPolicy, base: Shaping, deadline: Deadline, pruning: Pruning, refill: bool) -> Shaping:
+    shaping = base
+    match policy.candidates:
+        case Candidates.SIZE:
+            shaping = replace(shaping, redundancy=1.0, budget=BudgetKind.FIXED)
+        case Candidates.SPREAD:
+            shaping = replace(shaping, adaptive=True)
+        case Candidates.KEEP_RATIO:
+            shaping = replace(shaping, redundancy=1 / pruning.keep_ratio, budget=BudgetKind.FIXED)
+    match policy.returned:
+        case Returned.CUT_TAIL:
+            shaping = replace(shaping, tail=Tail.SAMPLED, deadline=deadline)
+        case Returned.ALL_CUT:
+            shaping = replace(shaping, deadline=deadline, completion_share=1 / base.redundancy)
+        case Returned.SURVIVORS:
+            shaping = replace(shaping, sample_survivors=True)
+    return replace(shaping, pruning=pruning, refill=refill) if policy.prunes else shaping

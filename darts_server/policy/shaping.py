@@ -6,11 +6,10 @@ from math import ceil, floor
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import ROUNDING, Deadline
-from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import SelectionRule, Shortest
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 
 
 class Tail(StrEnum):
@@ -25,7 +24,6 @@ class BudgetKind(StrEnum):
 
     FIXED = "fixed"
     CV_LOG = "cv_log"
-    UTILITY = "utility"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +35,20 @@ class Shaping:
     * ``redundancy``: M'/M, at least 1; of an adaptive policy the mean over prompts, under a fixed budget.
     * ``max_redundancy``: M_up/M, the bound for a single prompt of an adaptive policy.
     * ``adaptive``: allocate by the spread of each prompt's lengths, between M and M_up.
-    * ``budget``, ``budget_aversion``: how the mean is chosen, and lambda of the utility.
+    * ``budget``: how the mean is chosen.
 
     Which ones are returned:
 
     * ``num_longest``: L; ``num_shortest``: K, where ``None`` means M - L; ``tail``: who gets the L places.
-    * ``deadline``: of the tail; ``None`` waits for all of it. A sampled tail is cut there; of a longest tail only
-      candidates that are no longer count.
+    * ``deadline``: at which the tail, then a sampled one, is cut; ``None`` waits for all of it.
     * ``completion_share``: returns all candidates, cut at the deadline, which is at least the length of the shortest at
       this share of them; ``None`` returns some, with a deadline of at least the M-th shortest length.
-    * ``finish_order``: saturated prompts take the order of finishing for that of lengths, as the paper's public code
-      does for all prompts.
-    * ``target_positive_ratio``: rho; returns the M whose expected share of right ones is nearest it, whatever their
-      lengths. ``None`` selects by length.
     * ``sample_survivors``: returns M of the candidates that are not pruned, all with the same probability.
     * ``return_survivors``: returns all candidates that are not pruned, more or fewer than M.
-    * ``shadow``: shapes nothing, and records what would have been done.
 
     Pruning:
 
-    * ``pruning``: how candidates are pruned, by quality or by roulette; ``None`` prunes nothing.
+    * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
     * ``refill``: starts a new candidate for each pruned one, up to M_up in all.
     """
 
@@ -67,16 +59,12 @@ class Shaping:
     adaptive: bool = False
     max_redundancy: float = 2.0
     budget: BudgetKind = BudgetKind.FIXED
-    budget_aversion: float = 1.0
     deadline: Deadline | None = None
     completion_share: float | None = None
-    finish_order: bool = False
-    pruning: Pruning | Roulette | None = None
+    pruning: Pruning | None = None
     refill: bool = False
-    target_positive_ratio: float | None = None
     sample_survivors: bool = False
     return_survivors: bool = False
-    shadow: bool = False
 
     @property
     def uses_cohort(self) -> bool:
@@ -91,17 +79,12 @@ class Shaping:
     @property
     def prunes(self) -> bool:
         """Whether candidates are pruned."""
-        return self.pruning is not None and not self.shadow
-
-    @property
-    def needs_scores(self) -> bool:
-        """Whether it is nothing without scores of running candidates."""
-        return self.prunes and self.pruning is not None and self.pruning.needs_scores
+        return self.pruning is not None
 
     @property
     def may_return_survivors(self) -> bool:
         """Whether callers that take groups of any size get all survivors unless they say otherwise."""
-        return self.prunes and (self.target_positive_ratio is not None or self.sample_survivors)
+        return self.prunes and self.sample_survivors
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
@@ -126,7 +109,7 @@ class Shaping:
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
     def by_length(self, size: int) -> "Shaping":
-        """Return what the policy would be for groups of ``size`` if it pruned nothing and were no shadow.
+        """Return what the policy would be for groups of ``size`` if it pruned nothing.
 
         All but the L places of the tail are then for the shortest, and at least one is, so that every size has a rule.
         """
@@ -135,10 +118,8 @@ class Shaping:
             num_shortest=None,
             num_longest=min(self.num_longest, size - 1),
             pruning=None,
-            target_positive_ratio=None,
             sample_survivors=False,
             return_survivors=False,
-            shadow=False,
         )
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
@@ -148,16 +129,10 @@ class Shaping:
             InvalidRequest: K + L is not the group size, or pruning has no candidate to spare.
         """
         self._check_room_to_prune(size)
-        rule = self._unshadowed_rule(size, saturated)
-        return Shadow(rule) if self.shadow else rule
-
-    def _unshadowed_rule(self, size: int, saturated: bool) -> SelectionRule:
         if self.return_survivors:
             return AllSurvivors(size)
         if self.sample_survivors:
             return SampledSurvivors(size)
-        if self.target_positive_ratio is not None:
-            return Balanced(size, self.target_positive_ratio)
         return self._length_rule(size, saturated)
 
     def _length_rule(self, size: int, saturated: bool) -> SelectionRule:
@@ -168,16 +143,16 @@ class Shaping:
         if self.num_longest == 0:
             return Shortest(size)
         if self.deadline is not None:
-            return (CutTail if self.tail is Tail.SAMPLED else DeadlineTail)(shortest, self.num_longest)
+            return CutTail(shortest, self.num_longest)
         if saturated:
             # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
             # With a deadline this is not needed, since the wait for any tail is bounded.
-            return FirstFinish(size) if self.finish_order else Shortest(size)
+            return Shortest(size)
         return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
 
     def _check_room_to_prune(self, size: int) -> None:
         """Check that a group gets more candidates than it returns. A keep ratio of 1 scores without pruning."""
-        if not isinstance(self.pruning, Pruning) or self.pruning.keep_ratio == 1:
+        if self.pruning is None or self.pruning.keep_ratio == 1:
             return
         if self.adaptive and self.bounds(size)[1] == size:
             raise InvalidRequest(

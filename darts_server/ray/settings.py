@@ -109,7 +109,9 @@ def read_application(
         )
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     settings.add_flags(parser)
-    flags = vars(parser.parse_known_args(arguments)[0])
+    ours, vllm_argv = parser.parse_known_args(arguments)
+    flags = vars(ours)
+    settings.refuse_removed_flags(vllm_argv)
     loaded = settings.load(flags, flags.pop("darts_config"))
     server = ServerSpec(
         list(arguments),

@@ -303,7 +303,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         if self._timer is not None:
             self._timer.cancel()
         self._on_end()
-        self._run.leave()
+        self._run.cancel()
 
     def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""

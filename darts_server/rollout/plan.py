@@ -5,15 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policies import AUTO, OFF
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
+from darts_server.removed import value_remedy
 from darts_server.types import RequestOptions, TurnKind
-
-OFF = "off"
-"""The policy that shapes nothing: the engine serves the request as vLLM would."""
-
-AUTO = "auto"
-"""The policy that chooses for each cohort what is done with it."""
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""
@@ -99,6 +95,8 @@ class Planner:
         """
         name = self.default_policy if options.policy is None else options.policy
         if name != OFF and name not in self._policies:
+            if (remedy := value_remedy("policy", name)) is not None:
+                raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         self._check_size("n", n)
         size = self._size(n, options)

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
-from darts_server.policy.replay import replay
-from darts_server.policy.selection.rules import Shadow
 from darts_server.records import (
     CandidateRecord,
     GroupKey,
     GroupRecord,
-    ShadowRecord,
     TrajectoryRecord,
     VersionSpans,
     extend_spans,
@@ -152,7 +149,6 @@ class GroupRecorder:
             tokens_needed=tokens_needed,
             request_ids=self.request_ids,
             chosen=None if cohort is None else cohort.terms.chosen,
-            shadow=shadow_of(group, self.policy),
             restarted_from=group.restarted_from,
             trace=self._trace,
             owner=self.owner,
@@ -180,23 +176,5 @@ class GroupRecorder:
             weight_version_end=entry.version_end,
             quality=candidate.quality,
             survival=candidate.survival,
-            checkpoints=tuple(candidate.checkpoints),
             version_spans=self.version_spans(candidate.index, tokens),
         )
-
-
-def shadow_of(group: Group, policy: str) -> ShadowRecord | None:
-    """Replay the shadowed rule, if the group is a shadow and enough of its candidates finished."""
-    if not group.is_open or not isinstance(group.rule, Shadow) or group.outcome is not Outcome.COMPLETED:
-        return None
-    finished = [c for c in group.candidates[group.restarted_from :] if c.finish_reason is not None]
-    if len(finished) < group.size:
-        return None
-    would = replay(group.rule.shadowed, finished, group.deadline, group.bound)
-    return ShadowRecord(
-        policy=policy,
-        selection=tuple(finished[i].index for i in would.selection),
-        generated=would.generated,
-        returned=would.returned,
-        steps=would.steps,
-    )

@@ -9,14 +9,14 @@ from typing import Generic
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
+from darts_server.policies import OFF
 from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
-from darts_server.records import GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.carried import CarriedCandidate
 from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
-from darts_server.rollout.learned.forecasts import Forecasts
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
@@ -28,7 +28,7 @@ from darts_server.rollout.starting_order import NO_ORDER, StartingOrder, startin
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
-from darts_server.types import RequestOptions
+from darts_server.types import FinishReason, Outcome, RequestOptions, SelectedAs
 
 NO_OPTIONS = RequestOptions()
 
@@ -99,7 +99,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
-        self._forecasts = Forecasts(statistics.prompts, statistics.dataset, statistics.rewards, clock)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poller = ProgressPoller(intervals.poll)
         self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
@@ -140,7 +139,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.needs_scores:
+        if not plan.shaping.prunes:
             return
         if self._scorer is None:
             raise InvalidRequest(
@@ -188,7 +187,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Start a group. Its caller must take its trajectories, or call `GroupRun.leave`.
+        """Start a group. Its caller must take its trajectories, or call `GroupRun.cancel`.
 
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
         ``carried``: what its candidates have generated already, by index.
@@ -222,11 +221,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         except BaseException:
             held.release()
             raise
-        survival = None
-        if spec.pruning is not None:
-            survival = spec.pruning.for_prompt(lambda: self._forecasts.of_prompt(spec.prompt_key))
         order = self.starting_order(spec.prompt_key)
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), survival, carried, order)
+        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         self._poller.add(run)
@@ -263,6 +259,19 @@ class Rollouts(Generic[RequestT, OutputT]):
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
         self.exchange.group_rewarded(record, correct)
+
+    def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
+        """Learn the lengths of a request that the engine has served by itself, as those of a group.
+
+        ``ends``: tokens of each trajectory, and how it ended.
+        """
+        now, version = self._context.clock(), self.weight_version
+        candidates = [
+            CandidateRecord(i, tokens, reason, SelectedAs.SHORT, None, False, now, now, version, version)
+            for i, (tokens, reason) in enumerate(ends)
+        ]
+        record = GroupRecord("", prompt_key, OFF, len(ends), Outcome.COMPLETED, candidates, now, now, None)
+        self.statistics.group_ended(record)
 
     # --- ending groups ------------------------------------------------------
 

@@ -22,7 +22,6 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
-from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
@@ -56,9 +55,8 @@ class GroupRun(Generic[RequestT, OutputT]):
     or timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
 
     ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
-    reached the engine or could not be started. ``survival``: with which probability candidates are kept; ``None`` to
-    prune and to score none. ``carried``: what its first candidates have generated already, by index. ``order``: of its
-    candidates among those of others that wait.
+    reached the engine or could not be started. ``carried``: what its first candidates have generated already, by index.
+    ``order``: of its candidates among those of others that wait.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         spec: GroupSpec[RequestT],
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         on_start: Callable[[], None] = lambda: None,
-        survival: SurvivalRule | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
@@ -78,7 +75,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._group = spec.new_group()
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
         callbacks = CandidateCallbacks(on_start, self._feed, self._handle_bug)
-        self.runner = CandidateRunner(context, spec, self._group, self.recorder, callbacks, survival, carried, order)
+        self.runner = CandidateRunner(context, spec, self._group, self.recorder, callbacks, carried, order)
         self.tokens = CandidateTokens(self._group, self.runner.running, self.runner.outputs, self.recorder)
         self._membership = CohortMembership(self, self._group)
         self._extra: ExtraCandidates | None = None  # while some may be given up
@@ -147,14 +144,13 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if count == selected:
                     return
         finally:
-            self.leave()
+            self.cancel()
 
     def suspend(self) -> bool:
         """Stop all candidates, to start as many again in `resume`; whether nothing of the group still runs."""
         if self._group.can_restart:
             self.runner.suspend()
             self.recorder.restart()
-            self.tokens.prefixes.clear()  # weights stand for candidates since the restart only
             self._act(self._group.restart())
             self._membership.reset_minimum()
         return self._group.is_paused or self.has_ended
@@ -175,11 +171,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._membership.report_minimum(self.runner.running)
             if events := self.runner.poll():
                 self._feed(*events)
-
-    def leave(self) -> None:
-        """Stop what still runs, as its caller is gone or complete, unless it runs on to be observed (shadow)."""
-        if not self._group.all_delivered:
-            self.cancel()
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far, and stop the rest."""
@@ -222,8 +213,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         What its caller gets beside the error says its spec, or ``on_abort``. Nothing is chosen by length. A group that
         was stopped to be restarted has no candidates; its caller gets the error alone.
         """
-        if self.has_ended or self._group.all_delivered:
-            self.cancel()
+        if self.has_ended:
             return
         self.interrupted = error
         has_candidates = self._group.candidates and not self._group.is_paused
@@ -359,9 +349,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             match decision:
                 case Start(indices=indices):
                     self._start(indices)
-                case Stop(index=index, reason=reason):
-                    if reason is DiscardReason.PRUNED and self.spec.keep_prefixes:
-                        self.tokens.keep_prefix(index)
+                case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
                     self.runner.scorer.record_kept(index, self._group.candidates[index].survival)

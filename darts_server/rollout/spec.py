@@ -10,7 +10,6 @@ import numpy as np
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.observers import GroupObserver
 from darts_server.policy.group import Group
-from darts_server.policy.pruning.roulette import Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.scorer import CandidateScorer
@@ -45,7 +44,6 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
         pruning: how candidates are pruned; ``None`` to prune and to score none.
-        keep_prefixes: keep what pruned candidates have generated, up to where they were pruned.
         on_abort: what its caller gets if it is aborted.
     """
 
@@ -55,8 +53,7 @@ class GroupSpec(Generic[RequestT]):
     prompt_key: str | None = None
     tail_seed: Sequence[int] | None = None
     early: bool = False
-    pruning: Pruning | Roulette | None = None
-    keep_prefixes: bool = False
+    pruning: Pruning | None = None
     on_abort: OnAbort = OnAbort.FAIL
 
     @property
@@ -74,20 +71,17 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: Sequence[int] | None = None,
         *,
         early: bool = False,
-        keep_prefixes: bool = False,
         on_abort: OnAbort = OnAbort.FAIL,
     ) -> "GroupSpec[RequestT]":
-        """Describe a group as its plan wants it. A shadow's caller leaves before its last candidates have ended."""
-        pruning = plan.shaping.pruning if plan.shaping.prunes else None
+        """Describe a group as its plan wants it."""
         return cls(
             request=request,
             group_id=group_id,
             policy=plan.policy,
             prompt_key=prompt_key,
             tail_seed=tail_seed,
-            early=early or plan.shaping.shadow,
-            pruning=pruning,
-            keep_prefixes=keep_prefixes,
+            early=early,
+            pruning=plan.shaping.pruning,
             on_abort=on_abort,
         )
 

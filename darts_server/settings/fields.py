@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from darts_server.policies import describe_policies
 from darts_server.settings.value_types import (
     NAMES,
     RULES,
@@ -31,16 +32,7 @@ class Settings(BaseSettings):
 
     policy: Runtime[Policy] = Field(
         "uniform",
-        description="How groups are shaped. uniform: the same number of candidates for every prompt. darts: more "
-        "candidates for prompts whose lengths vary more. darts_deadline: as darts, and the tail is the longest "
-        "candidates that finish before a deadline. darts_cut: as darts, with a sampled tail that is cut at the "
-        "deadline. cap: no more candidates than are returned, all of them cut at the deadline. first_finish: a "
-        "baseline that takes the first to finish of some prompts, as the DARTS paper's public code does of all. arrol: "
-        "candidates are scored while they run, and some are "
-        "pruned at random by their probability of being correct. darts+arrol: both. roulette: candidates go on at "
-        "random, by what they may teach and cost; weights make up for it. auto: whichever of --auto-allow is "
-        "expected to make a step the fastest, off at first. off: unshaped. "
-        "shadow:NAME: unshaped, but the result that NAME would have had is recorded.",
+        description=f"How groups are shaped. {describe_policies()}",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."
@@ -48,14 +40,10 @@ class Settings(BaseSettings):
     max_redundancy: Runtime[float] = Field(
         2.0, ge=1, le=16, description="Maximum candidates per trajectory for one prompt. Not used by uniform."
     )
-    budget: Runtime[Literal["fixed", "cv_log", "utility"]] = Field(
+    budget: Runtime[Literal["fixed", "cv_log"]] = Field(
         "fixed",
         description="What sets the mean number of candidates. fixed: --redundancy. cv_log: the formula of the DARTS "
-        "paper's public code. utility: the best trade-off of shorter groups against rollout time, by the lengths and "
-        "step times measured so far.",
-    )
-    budget_aversion: Runtime[float] = Field(
-        1.0, ge=0, le=1000, description="utility: per cent by which groups must get shorter per per cent of more time."
+        "paper's public code, by the spread of lengths.",
     )
     num_longest: Runtime[int] = Field(
         1, ge=0, le=1024, description="L: trajectories of a group that come from the tail. 0 keeps only the shortest."
@@ -76,7 +64,7 @@ class Settings(BaseSettings):
         0.9,
         ge=0.1,
         le=1,
-        description="darts_deadline, darts_cut, cap: the deadline is the length at which this share of a cohort's "
+        description="darts_cut, cap: the deadline is the length at which this share of a cohort's "
         "groups has as many finished candidates as it returns. Prompts that need longer get longer.",
     )
     deadline_floor: Runtime[int] = Field(1, ge=1, description="Minimum deadline in tokens.")
@@ -297,13 +285,10 @@ class Settings(BaseSettings):
 
     detect_at: DetectAt = Field(
         (512,),
-        description="arrol, roulette: numbers of generated tokens at which candidates are scored, such as 128,512.",
+        description="arrol: numbers of generated tokens at which candidates are scored, such as 128,512.",
     )
     keep_ratio: Runtime[float] = Field(
         0.5, ge=0.05, le=1, description="arrol: share of the scored candidates that is kept at each of these points."
-    )
-    target_positive_ratio: Runtime[float] = Field(
-        0.5, ge=0, le=1, description="arrol: target share of correct trajectories in a group. 0.5 teaches most."
     )
     balance_strength: Runtime[float] = Field(
         0.5, ge=0, le=100, description="arrol: how strongly survival depends on the score. 0 prunes at random."
@@ -312,20 +297,9 @@ class Settings(BaseSettings):
         0.1,
         ge=0.01,
         le=1,
-        description="arrol, roulette: minimum probability of being kept. A survivor weighs at most 1 / min_survival.",
+        description="arrol: minimum probability of being kept. A survivor weighs at most 1 / min_survival.",
     )
     max_survival: Runtime[float] = Field(0.9, ge=0.01, le=1, description="arrol: maximum probability of being kept.")
-    survival: Runtime[Literal["paper", "aimed"]] = Field(
-        "paper",
-        description="arrol: which candidates are pruned more often. paper: those that are likely correct, which helps "
-        "where most are correct. aimed: whichever kind there is more of than --target-positive-ratio.",
-    )
-    roulette_loss: Runtime[Literal["token", "sequence"]] = Field(
-        "token",
-        description="roulette: what the trainer's loss weighs alike. token: all tokens; nothing is stopped for its "
-        "length then. sequence: all trajectories, as with a mean over each one's tokens; long ones are stopped where "
-        "the chance to end falls with length.",
-    )
     refill: Runtime[bool] = Field(
         False, description="arrol: start a new candidate for each pruned one, up to the group's maximum."
     )
@@ -384,7 +358,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
-        if self.policy not in ("off", "uniform", "shadow:uniform", "arrol") and self.redundancy > self.max_redundancy:
+        if self.policy not in ("off", "uniform", "arrol") and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )

@@ -9,6 +9,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.removed import setting_remedy, value_remedy
 from darts_server.settings.value_types import Dialect
 
 Fields = Mapping[str, FieldInfo]
@@ -26,6 +27,8 @@ def runtime_error(error: Any, patch: Mapping[str, object], fields: Fields) -> In
         name = next((name for name in patch if name in message), next(iter(patch)))
         return InvalidRequest(name, message.removeprefix(f"{name} "))
     name = str(error["loc"][0])
+    if (remedy := value_remedy(name, error["input"])) is not None:
+        return InvalidRequest(name, f"{error['input']!r} is gone; {remedy}")
     return InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({help_of(fields[name])})")
 
 
@@ -37,8 +40,12 @@ def startup_error(error: Any, given: Mapping[str, str | None], fields: Fields, p
         return message
     name = str(location[0])
     if error["type"] == "extra_forbidden":
+        if (remedy := setting_remedy(name)) is not None:
+            return f"{name} is gone; {remedy}"
         return f"{name}: unknown setting; known ones are {', '.join(fields)}"
     where = flag_of(name) if name in given else f"{name} (from {prefix}{name.upper()} or the file)"
+    if (remedy := value_remedy(name, error["input"])) is not None:
+        return f"{where} = {error['input']} is gone; {remedy}"
     return f"{where} = {error['input']}: {message} ({help_of(fields[name])})"
 
 

@@ -1,13 +1,15 @@
 """Load settings: flags override ``DARTS_*`` environment variables, these a TOML file, that the defaults."""
 
 import argparse
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsError, TomlConfigSettingsSource
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.removed import removed_flags, setting_remedy
 from darts_server.settings.fields import ENV_PREFIX, Settings
 from darts_server.settings.messages import flag_of, help_of, metavar_of, startup_error
 
@@ -33,6 +35,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
         InvalidSetting: names the key, the value and what is allowed.
     """
     given = {name: value for name, value in flags.items() if value is not None}
+    _refuse_removed_variables()
     try:
         return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic parses the strings
     except ValidationError as error:
@@ -41,6 +44,29 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
         ) from error
     except (SettingsError, ValueError, OSError) as error:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
+
+
+def refuse_removed_flags(argv: Iterable[str]) -> None:
+    """Check the arguments that are none of our flags.
+
+    Raises:
+        InvalidSetting: one was a flag of ours once; says what to use instead.
+    """
+    if gone := [f"{flag} is gone; {remedy}" for flag, remedy in removed_flags(argv)]:
+        raise InvalidSetting("\n".join(gone))
+
+
+def _refuse_removed_variables() -> None:
+    """
+    Raises:
+        InvalidSetting: an environment variable of an earlier version is set.
+    """
+    for variable, value in os.environ.items():
+        name = variable.upper().removeprefix(ENV_PREFIX).lower()
+        if not value or name in Settings.model_fields or not variable.upper().startswith(ENV_PREFIX):
+            continue
+        if (remedy := setting_remedy(name)) is not None:
+            raise InvalidSetting(f"{variable} is gone; {remedy}")
 
 
 def _with_file(config: str | None) -> type[Settings]:

@@ -1,10 +1,12 @@
 """Types of the values of settings."""
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
+
+from darts_server.policies import POLICIES
 
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
@@ -14,25 +16,10 @@ RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|defer)")
 
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-Policy = Literal[
-    "uniform",
-    "darts",
-    "darts_deadline",
-    "darts_cut",
-    "cap",
-    "first_finish",
-    "arrol",
-    "darts+arrol",
-    "roulette",
-    "auto",
-    "off",
-    "shadow:uniform",
-    "shadow:darts",
-    "shadow:darts_deadline",
-    "shadow:darts_cut",
-    "shadow:cap",
-    "shadow:first_finish",
-]
+if TYPE_CHECKING:
+    Policy = str
+else:
+    Policy = Literal[tuple(POLICIES)]
 
 Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
 """Trainers with routes or fields of their own."""

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.policies import OFF
 from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.hardware import with_engines
-from darts_server.simulation.policies import DEFAULT, NAMES, OFF, parse_policy, split_policies
+from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS
 from darts_server.simulation.table import LEGEND, document, table
 from darts_server.simulation.traces import Format, read_traces

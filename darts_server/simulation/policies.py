@@ -6,15 +6,15 @@ from functools import partial
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.policies import AUTO, OFF, POLICIES
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.simulation.batch import Plan
+from darts_server.removed import value_remedy
 
-OFF = "off"
-AUTO = "auto"
-NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", AUTO)
+NAMES = tuple(name for name, policy in POLICIES.items() if not policy.prunes)
 AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 DEFERRING = ("start", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
@@ -88,6 +88,8 @@ def parse_policy(text: str, size: int) -> Policy:
     """
     name, *pairs = text.split(",")
     if name not in NAMES:
+        if (remedy := value_remedy("policy", name)) is not None:
+            raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     known = AUTO_OPTIONS if name == AUTO else OPTIONS

@@ -14,8 +14,8 @@ from darts_server.trace.lengths import LearnedLengths
 
 DESCRIPTION = """\
 Write what a server has learned of its prompts' lengths as a trace, which darts-server simulate reads: so you can see
-what a policy would bring on your own workload before you use it. The server learns of /darts/v1/rollouts and batches
-under any policy, of requests to /v1 under any but off: use shadow:uniform or auto there, which begin as off does.
+what a policy would bring on your own workload before you use it. The server learns of /darts/v1/rollouts, and of
+requests to /v1 with n > 1, but not of those that say themselves that they are not to be shaped.
 """
 
 EPILOG = """\

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns.turns import Turn
 from darts_server.serving.admission import Admission, Ticket, caller
-from darts_server.types import RequestOptions
+from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
@@ -108,7 +109,11 @@ class ShapingLLM(ControlledLLM):
         """
         if plan is None:
             ticket = self._admit_unshaped(request.params.n)
-            return self._generate_turn(request, turn, ticket), ticket
+            outputs = self._generate_turn(request, turn, ticket)
+            # What names `off` itself, or the model `MODEL:raw`, may be an evaluation: none of what is trained on.
+            if request.params.n > 1 and shaping.policy is None:
+                outputs = self._learn_lengths(request, self._prompt_key(request, shaping), outputs)
+            return outputs, ticket
         check_group(self, request)
         prompt_key = self._prompt_key(request, shaping)
         assert self.rollouts is not None
@@ -165,6 +170,23 @@ class ShapingLLM(ControlledLLM):
                 async for output in outputs:
                     yield output
 
+    async def _learn_lengths(
+        self, request: PromptRequest, prompt_key: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Learn the lengths of a request under the server's policy `off`, once all of its trajectories have ended."""
+        assert self.rollouts is not None
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        tokens, reasons = Counter[int](), dict[int, str]()
+        async with aclosing(outputs):
+            async for output in outputs:
+                for choice in output.outputs:
+                    tokens[choice.index] = is_delta * tokens[choice.index] + len(choice.token_ids)
+                    if choice.finish_reason is not None:
+                        reasons[choice.index] = choice.finish_reason
+                yield output
+        if len(reasons) == request.params.n and set(reasons.values()) <= set(FinishReason):
+            self.rollouts.learn_unshaped(prompt_key, [(tokens[i], FinishReason(reasons[i])) for i in sorted(reasons)])
+
     async def _note_rank(
         self, turn: Turn, request: PromptRequest, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -219,7 +241,7 @@ class ShapingLLM(ControlledLLM):
                             selected[trajectory.index] = trajectory.output
                         yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
                 finally:
-                    run.leave()
+                    run.cancel()
 
     async def _generate_joined(
         self, request: JoinRequest[PromptRequest], turn: Turn

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from darts_client import Checkpoint, Group, PartialTrajectory, Trajectory
-from darts_client.advantages import token_advantages, unbiased_advantages
+from darts_client import Group, Trajectory
+from darts_client.advantages import unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.policy.group import Group as Run
 from darts_server.policy.group_weights import sampled_from, selection_weights
-from darts_server.policy.selection.quality_rules import AllSurvivors, SampledSurvivors
 from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
 from darts_server.policy.selection.tail_rules import CutTail, SampledTail
 from darts_server.types import DiscardReason
-from tests.policy.test_weights import CELLS, Survival, complete, run_with_checkpoints
+from tests.policy.test_weights import CELLS, Survival, complete, run_with_scores
 
 MAX_TOKENS = 3
 STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])
@@ -129,37 +129,10 @@ class PrunedGroup:
     def group(self) -> Group:
         weights = selection_weights(self.run)
         trajectories = tuple(
-            Trajectory(
-                k,
-                "",
-                (7,) * self.candidates[i].tokens,
-                None,
-                "stop",
-                weight=weights[i],
-                checkpoints=self.checkpoints(i),
-            )
+            Trajectory(k, "", (7,) * self.candidates[i].tokens, None, "stop", weight=weights[i])
             for k, i in enumerate(self.chosen)
         )
-        partial = tuple(
-            PartialTrajectory(
-                trajectory_id=f"g:{i}",
-                token_ids=(7,) * self.checkpoints(i)[-1].tokens,
-                logprobs=None,
-                survival=self.run.candidates[i].survival,
-                checkpoints=self.checkpoints(i),
-            )
-            for i in self.pruned
-        )
-        count, survivors = len(self.candidates), sampled_from(self.run)
-        return Group("g", None, trajectories, counted=count, sampled_from=survivors, partial=partial)
-
-    @property
-    def pruned(self) -> list[int]:
-        return [c.index for c in self.run.candidates if c.reason is DiscardReason.PRUNED]
-
-    def checkpoints(self, index: int) -> tuple[Checkpoint, ...]:
-        points = self.run.candidates[index].checkpoints
-        return tuple(Checkpoint(tokens=p.tokens, survival=p.survival, value=p.value) for p in points)
+        return Group("g", None, trajectories, counted=len(self.candidates), sampled_from=sampled_from(self.run))
 
     @property
     def rewards(self) -> list[float]:
@@ -167,9 +140,7 @@ class PrunedGroup:
 
 
 @cache
-def pruned_groups(
-    rule: AllSurvivors | SampledSurvivors, seed: int, count: int, values: Sequence[float] = (0.5, 0.5)
-) -> Sequence[PrunedGroup]:
+def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) -> Sequence[PrunedGroup]:
     """Return all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
     survival = Survival(seed)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
@@ -181,7 +152,7 @@ def pruned_groups(
         for cells in product(range(CELLS), repeat=count):
             for order in orders:
                 draws = [(cell + 0.5) / CELLS for cell in cells]
-                run = run_with_checkpoints(rule, lengths, order, draws, survival, values)
+                run = run_with_scores(rule, lengths, order, draws, survival)
                 pruned.append(PrunedGroup(weight, candidates, run))
     return pruned
 
@@ -215,7 +186,7 @@ def test_after_pruning_the_expected_gradient_is_the_true_one(
 
 
 @pytest.mark.parametrize(("count", "doomed", "seed"), [(2, 1, 1), (3, 1, 2)])
-def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_checkpoints(
+def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_scores(
     count: int, doomed: int, seed: int
 ) -> None:
     """Over all sets of ``doomed`` candidates; a group of which nothing is left counts as 0.
@@ -230,7 +201,7 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_check
         for cells in product(range(CELLS), repeat=count):
             draws = [(cell + 0.5) / CELLS for cell in cells]
             fails_at = dict.fromkeys(failing, 3)
-            run = run_with_checkpoints(AllSurvivors(1), lengths, range(count), draws, survival, failing=fails_at)
+            run = run_with_scores(AllSurvivors(1), lengths, range(count), draws, survival, failing=fails_at)
             pruned = PrunedGroup(chance, candidates, run)
             if not pruned.chosen:
                 continue
@@ -249,67 +220,6 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_check
 def test_the_baseline_of_sampled_survivors_needs_to_know_of_how_many() -> None:
     biased = expected_after_pruning(SampledSurvivors(2), 2, 3, sampled_from=None)
     assert np.linalg.norm(biased - TRUE) > 0.005 * np.linalg.norm(TRUE)
-
-
-def gradients(
-    seed: int, values: Sequence[float], baseline: float | None, *, with_prefixes: bool
-) -> tuple[np.ndarray, float]:
-    """Return the expected gradient, and its expected square, of groups of two."""
-    mean, square = np.zeros(MAX_TOKENS), 0.0
-    for pruned in pruned_groups(AllSurvivors(1), seed, 2, values):
-        group = pruned.group
-        if with_prefixes:
-            returned, partial = token_advantages(group, pruned.rewards, baseline)
-        else:
-            advantages = unbiased_advantages(group, pruned.rewards, baseline)
-            returned, partial = (
-                [[a] * len(t.token_ids) for a, t in zip(advantages, group.trajectories, strict=True)],
-                [],
-            )
-        gradient = np.zeros(MAX_TOKENS)
-        for i, tokens in zip([*pruned.chosen, *pruned.pruned], [*returned, *partial], strict=False):
-            gradient[: len(tokens)] += np.asarray(tokens) * pruned.candidates[i].score[: len(tokens)]
-        gradient /= len(pruned.chosen)
-        mean += pruned.probability * gradient
-        square += pruned.probability * float(gradient @ gradient)
-    return mean, square
-
-
-def value_after(tokens: int) -> float:
-    """The expected reward of trajectories that go on beyond so many tokens."""
-    longer = [o for o in OUTCOMES if o.tokens > tokens]
-    return sum(o.probability * o.reward for o in longer) / sum(o.probability for o in longer)
-
-
-@pytest.mark.parametrize("baseline", [None, 0.4])
-@pytest.mark.parametrize("values", [(0.5, 0.5), (0.9, 0.0)])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_with_prefixes_the_expected_gradient_is_the_true_one(
-    values: tuple[float, float], seed: int, baseline: float | None
-) -> None:
-    """Whatever is predicted."""
-    mean, _ = gradients(seed, values, baseline, with_prefixes=True)
-    np.testing.assert_allclose(mean, TRUE, atol=1e-9)
-
-
-def test_with_good_predictions_prefixes_take_away_variance() -> None:
-    values = (value_after(1), value_after(2))
-    assert value_after(1) > 0.6
-    for baseline in (None, 0.2):
-        _, plain = gradients(1, values, baseline, with_prefixes=False)
-        mean, square = gradients(1, values, baseline, with_prefixes=True)
-        np.testing.assert_allclose(mean, TRUE, atol=1e-9)
-        assert square < 0.98 * plain
-
-
-def test_a_checkpoint_without_a_value_changes_nothing_and_a_sample_of_survivors_is_refused() -> None:
-    point = Checkpoint(tokens=1, survival=0.5)
-    prefix = PartialTrajectory(trajectory_id="g:1", token_ids=(1,), logprobs=None, survival=0.5, checkpoints=(point,))
-    one = Trajectory(0, "", (1, 2), None, "stop", weight=2.0, checkpoints=(point,))
-    survivors = Group("g", None, (one,), counted=2, partial=(prefix,))
-    assert token_advantages(survivors, [1.0]) == ([[1.0, 1.0]], [[0.0]])
-    with pytest.raises(ValueError, match="sample all of them"):
-        token_advantages(replace(survivors, sampled_from=2), [1.0])
 
 
 def cut(outcome: Outcome, limit: float) -> Outcome:

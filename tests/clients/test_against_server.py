@@ -27,7 +27,6 @@ from darts_client import (
     TimedOut,
     TrajectoryEvent,
 )
-from darts_client.advantages import unbiased_advantages
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
 
@@ -85,7 +84,7 @@ def test_groups_are_yielded_as_they_complete(client: Client) -> None:
         assert len(group.discarded) + SIZE == group.candidates
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut", "off", "shadow:darts"])
+@pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut", "off"])
 def test_a_token_stream_yields_deltas_early_and_the_same_groups(client: Client, policy: str) -> None:
     prompts = ["12", "40"]
     whole = list(client.rollouts(prompts, policy=policy, **SIZES))
@@ -95,19 +94,10 @@ def test_a_token_stream_yields_deltas_early_and_the_same_groups(client: Client, 
     streamed = {e.trajectory_id: (e.token_ids, e.logprobs) for e in events if isinstance(e, TrajectoryEvent)}
     assert streamed == {t.trajectory_id: (t.token_ids, t.logprobs) for group in groups for t in group.trajectories}
     discards = {e.trajectory_id for e in events if isinstance(e, Discard)}
-    if policy != "shadow:darts":  # its record is complete only later
-        assert discards == {d.trajectory_id for group in groups for d in group.discarded}
+    assert discards == {d.trajectory_id for group in groups for d in group.discarded}
     first_group = next(index for index, event in enumerate(events) if isinstance(event, GroupEvent))
     assert any(isinstance(event, Delta) for event in events[:first_group])
     assert isinstance(events[-1], Done)
-
-
-@pytest.mark.parametrize("prompt", ["stragglers", "9"])
-def test_a_shadow_group_has_weights_whether_or_not_its_record_is_complete(client: Client, prompt: str) -> None:
-    [group] = client.rollouts([prompt], policy="shadow:uniform", **SIZES | {"max_tokens": 2_001})
-    assert [t.weight for t in group.trajectories] == [1.0] * SIZE
-    assert group.counted == SIZE
-    assert unbiased_advantages(group, [1.0, 0.0, 0.0, 0.0])[0] == 1.0
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8])

@@ -38,7 +38,6 @@ GROUP = {
     "deadline": None,
     "explored": False,
     "members": [],
-    "shadow": {"policy": "darts", "selection": [0], "generated": 3, "returned": 3, "steps": 3},
     "candidates": [
         CANDIDATE,
         CANDIDATE | {"trajectory_id": "g:1", "reward": 1, "correct": True, "quality": 0.5, "survival": 0.7},
@@ -89,7 +88,7 @@ def test_a_group_has_a_record_of_each_candidate() -> None:
     with Client(URL, transport=server.transport) as client:
         [group] = client.groups.get("cmpl-1")
     assert server.last_route == ("GET", "/darts/v1/groups/cmpl-1")
-    assert (group.outcome, group.zero_variance, group.shadow and group.shadow.steps) == ("completed", None, 3)
+    assert (group.outcome, group.zero_variance) == ("completed", None)
     assert [(c.quality, c.survival) for c in group.candidates] == [(None, 1.0), (0.5, 0.7)]
     assert [(c.trajectory_id, c.reward, c.correct) for c in group.candidates] == [
         (None, None, None),

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_client import (
-    Checkpoint,
     ConnectionFailed,
     Delta,
     Discard,
@@ -345,31 +344,6 @@ def test_groups_of_survivors_have_any_size_but_none() -> None:
             (name, data | {"survivors": True}),
             ("group", group(0, trajectories=[], discarded=[])),
         )
-
-
-def test_groups_have_checkpoints_and_what_pruned_candidates_had_generated() -> None:
-    name, data = started(1)
-    point = {"tokens": 2, "survival": 0.5, "value": None}
-    pruned = {
-        "trajectory_id": "b:1",
-        "token_ids": [4, 5],
-        "logprobs": [-1.0, 0.0],
-        "survival": 0.5,
-        "checkpoints": [point],
-    }
-    members = [trajectory(0, index, 3, checkpoints=[point]) for index in range(2)]
-    request = build_request("a", partial=True)
-    assert json.loads(request.content)["partial"] is True
-    assert "partial" not in json.loads(build_request("a").content)
-    [event] = read(build_reader(prompts="a"), (name, data), ("group", group(0, *members, partial=[pruned])))
-    assert isinstance(event, GroupEvent)
-    [partial] = event.group.partial
-    assert (partial.token_ids, partial.logprobs, partial.survival) == ((4, 5), (-1.0, 0.0), 0.5)
-    for checkpoints in (partial.checkpoints, *(t.checkpoints for t in event.group.trajectories)):
-        assert checkpoints == (Checkpoint(tokens=2, survival=0.5),)
-    [event] = read(build_reader(prompts="a"), (name, data), ("group", group(0, *members, partial=None)))
-    assert isinstance(event, GroupEvent)
-    assert event.group.partial == ()
 
 
 def test_events_after_the_end_of_a_candidate_are_rejected() -> None:

@@ -168,7 +168,7 @@ def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform
         | {"weight": 1.0 if place == "short" else weight if place else None}
         for k, place in enumerate(places)
     ]
-    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline", "shadow"))
+    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline"))
     record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP, "outcome": "completed"}
     record |= {"duration": 1.0, "mixed_versions": False, "generated": 10, "returned": 8, "explored": False}
     return record | {"members": [], "counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
@@ -235,8 +235,8 @@ def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path)
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group_record(0), group_record(1, None, "darts_deadline")], "not 'darts_deadline'"),
-        ([group_record(0), group_record(1, None, "darts_deadline")], "cmpl-1-1 have no weights"),
+        ([group_record(0), group_record(1, None, "darts")], "not 'darts'"),
+        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
     ],

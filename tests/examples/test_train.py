@@ -149,7 +149,7 @@ def test_without_rewards_that_differ_unbiased_advantages_are_zero() -> None:
 
 def test_a_policy_without_weights_cannot_be_trained_unbiased() -> None:
     with pytest.raises(ValueError, match="no weights"):
-        train.step_advantages([group(answer(RIGHT))], [[1.0]], Method("darts_deadline", unbiased=True))
+        train.step_advantages([group(answer(RIGHT))], [[1.0]], Method("darts", unbiased=True))
 
 
 @pytest.mark.parametrize(("started", "expected"), [(1.0, 16), (1.5, 24), (1.26, 21)])

@@ -60,8 +60,8 @@ def groups_of(answer: httpx.Response) -> list[Any]:
     return [[(each["length"], each["cut"]) for each in group["trajectories"]] for group in answer.json()["groups"]]
 
 
-EVERY_PUSH = [(with_tails, "darts_cut"), (with_runaways, "cap"), (with_failures, "darts_deadline")]
-ALL = product((with_tails, with_runaways, with_failures), ("darts_cut", "darts_deadline", "cap"))
+EVERY_PUSH = [(with_tails, "darts_cut"), (with_runaways, "cap"), (with_failures, "darts_cut")]
+ALL = product((with_tails, with_runaways, with_failures), ("darts_cut", "cap"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ async def test_a_divided_batch_has_the_deadline_that_it_would_have_on_one_server
     assert found[0] == found[1] == found[2]
     deadlines, groups = found[0]
     assert len(deadlines - {None}) == 1
-    assert policy == "darts_deadline" or any(cut for trajectories in groups for _, cut in trajectories)
+    assert any(cut for trajectories in groups for _, cut in trajectories)
 
 
 async def test_parts_of_a_batch_are_no_few_groups_if_the_batch_is_not() -> None:
@@ -137,7 +137,7 @@ async def test_the_stretch_of_the_leading_server_is_that_of_all() -> None:
         assert {record.stretch for record in cut} == {stretch}, "what is learned from them counts by it"
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts", "auto", "off", "shadow:darts_cut"])
+@pytest.mark.parametrize("policy", ["uniform", "darts", "auto", "off"])
 async def test_without_a_deadline_of_the_whole_batch_nothing_is_exchanged(policy: str) -> None:
     async with cluster(2, lambda prompt, index: Script(5 + int(prompt) + index)) as running:
         answer = await running.post(16, policy={"name": policy}, stream="groups")

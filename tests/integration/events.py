@@ -45,8 +45,7 @@ def assemble_groups(events: Events) -> list[dict[str, Any]]:
         elif name in ("trajectory", "discard"):
             ends[data["trajectory_id"]] = data
         elif name == "group":
-            if data["candidates"]:  # null while a shadow run has candidates that still generate
-                assert data["candidates"] == sum(end["number"] == data["number"] for end in ends.values())
+            assert data["candidates"] == sum(end["number"] == data["number"] for end in ends.values())
             for discarded in data["discarded"]:
                 assert ends[discarded["trajectory_id"]]["reason"] == discarded["reason"]
                 assert ends[discarded["trajectory_id"]]["length"] == discarded["length"]

@@ -106,7 +106,7 @@ async def test_all_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -
         "prompts": [{"text": text, "key": key} for text, key in zip(prompts(8), keys, strict=True)],
         "group_size": 4,
         "sampling": {"max_tokens": 64, "temperature": 1.3},
-        "policy": {"name": "darts_deadline"},
+        "policy": {"name": "darts_cut"},
     }
     async with httpx.AsyncClient(base_url=one.url, timeout=180, verify=False) as client:
         for _ in range(2):  # the second one explores, as rewards are reported
@@ -133,7 +133,7 @@ def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str,
     """Return what a server has learned of prompts, and of the deadlines of a policy."""
     answers = [httpx.get(f"{server.url}/darts/v1/prompts/{key}", verify=False).json() for key in keys]
     rows = unpack(httpx.get(f"{server.url}/darts/v1/state", verify=False).content, LIMIT_BYTES)
-    kept = {kind: json.loads(text)["value"] for kind, key, text in rows if key.partition("/")[0] == "darts_deadline"}
+    kept = {kind: json.loads(text)["value"] for kind, key, text in rows if key.partition("/")[0] == "darts_cut"}
     return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 

@@ -1,7 +1,6 @@
 """Candidates on real vLLM are pruned by the score of their hidden states: all survivors are returned, or n of them."""
 
 import time
-from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -134,20 +133,10 @@ def commands(server: Server) -> str:
     return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split())
 
 
-def test_roulette_returns_all_survivors_or_a_sample_of_them_with_weights(server: Server) -> None:
-    """Whatever was learned before: weights and checkpoints fit what was pruned."""
-    problems = [sample_problem(Random(7)) for _ in range(4)]
-    answer = batch(server, problems, policy={"name": "roulette", "roulette_loss": "sequence"}, partial=True)
-    assert answer["survivors"]
-    for group in answer["groups"]:
-        assert len(group["trajectories"]) + len(group["discarded"]) == group["candidates"] == group["counted"]
-        assert len(group["partial"]) == pruned([group])
-        for one in group["trajectories"]:
-            assert one["weight"] == pytest.approx(1 / prod(point["survival"] for point in one["checkpoints"]))
-        for one in group["partial"]:
-            assert len(one["token_ids"]) == one["checkpoints"][-1]["tokens"]
-    body = {"model": "tiny", "prompt": problems[0].prompt, "n": SIZE, "max_tokens": 200}
-    sampled = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Darts-Policy": "roulette"}, timeout=240)
+def test_where_n_is_fixed_arrol_returns_a_sample_of_the_survivors_with_weights(server: Server) -> None:
+    """Whatever was learned before: weights fit what was pruned."""
+    body = {"model": "tiny", "prompt": sample_problem(Random(7)).prompt, "n": SIZE, "max_tokens": 200}
+    sampled = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Darts-Policy": "arrol"}, timeout=240)
     assert len(sampled.json()["choices"]) == SIZE
     record = httpx.get(f"{server.url}/darts/v1/groups/{sampled.headers['x-darts-group-id']}").json()["groups"][0]
     survivors = sum(c["reason"] != "pruned" for c in record["candidates"])

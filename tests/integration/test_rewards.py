@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from random import Random
-from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
@@ -45,10 +44,8 @@ def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
 
 
 def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
-    """The records of a request. A shadow's is written when the candidates that it still watches have ended."""
-    deadline = monotonic() + 180
-    while (answer := httpx.get(f"{server.url}/darts/v1/groups/{name}")).status_code == 404 and monotonic() < deadline:
-        sleep(0.1)
+    """The records of a request."""
+    answer = httpx.get(f"{server.url}/darts/v1/groups/{name}")
     assert answer.status_code == 200, answer.text
     groups: list[dict[str, Any]] = answer.json()["groups"]
     return groups
@@ -70,7 +67,7 @@ def check_statistics(server: Server, group: dict[str, Any]) -> None:
     right = [(length, weight) for length, weight, value in trajectories if value > 0]
     wrong = [(length, weight) for length, weight, value in trajectories if value <= 0]
     total = sum(weight for _, weight, _ in trajectories)
-    assert total == (SIZE if group["policy"] in ("off", "shadow:darts") else len(group["candidates"]))
+    assert total == (SIZE if group["policy"] == "off" else len(group["candidates"]))
     assert (statistics["rewarded"], statistics["right"]) == (SIZE, len(right))
     assert statistics["pass_rate"] == pytest.approx(sum(w for _, w in right) / total)
     for mean, of in ((statistics["length_right"], right), (statistics["length_wrong"], wrong)):
@@ -133,7 +130,7 @@ def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
     check_statistics(server, groups_of(server, answer.headers["X-Darts-Group-Id"])[0])
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off", "shadow:darts"])
+@pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off"])
 def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) -> None:
     posed = problems(12, seed=23)
     run = uuid4()

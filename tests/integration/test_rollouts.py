@@ -272,7 +272,7 @@ def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Se
     [
         ({"carry": "keep"}, "carry"),
         ({"prompts": [], "carry": "resume"}, "prompts"),
-        ({"carry": "resume", "policy": {"name": "roulette"}}, "carry"),
+        ({"carry": "resume", "policy": {"name": "arrol"}}, "carry"),
         ({"carry": "resume", "sampling": {"presence_penalty": 0.5}}, "sampling.presence_penalty"),
         ({"carry": "resume", "sampling": {"structured_outputs": {"choice": ["1"]}}}, "sampling.structured_outputs"),
     ],

@@ -43,7 +43,7 @@ def check(events: Events) -> list[dict[str, Any]]:
     return assemble_groups(events)
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut", "shadow:uniform"])
+@pytest.mark.parametrize("policy", ["uniform", "darts", "darts_cut"])
 def test_events_add_up_to_whole_groups(server: Server, policy: str) -> None:
     sampling = {"max_tokens": 200, "logprobs": True}
     groups = check(stream(server, BODY | {"sampling": sampling, "policy": {"name": policy}}, key()))

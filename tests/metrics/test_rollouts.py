@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
-from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, ShadowRecord, UpdateRecord
+from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,
     FinishReason,
@@ -123,7 +123,6 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
         start_seconds=lambda: 0.002,
         mean_length=lambda _: None,
         length_quantile=lambda *_: None,
-        budget_aversion=lambda: 1.0,
         lost_share=lambda policy, max_lost: None,
         lost_group_share=lambda policy, max_lost: max_lost.groups,
         deadline_stretch=lambda policy, max_lost: 1 + max_lost.answers,
@@ -174,15 +173,13 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     assert value("darts_rollout_seconds_sum", kind="measured") == 2.5
 
 
-def test_cut_candidates_explored_tails_and_shadow_results_are_counted() -> None:
+def test_cut_candidates_and_explored_tails_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
     tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
     metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
     metrics.group_ended(record(cohort_deadline=25, completion_length=20, explored=True))
-    metrics.group_ended(
-        record(cohort_deadline=45, completion_length=20, explored=True, shadow=ShadowRecord("darts", (0,), 60, 40, 30))
-    )
+    metrics.group_ended(record(cohort_deadline=45, completion_length=20, explored=True))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
@@ -191,8 +188,6 @@ def test_cut_candidates_explored_tails_and_shadow_results_are_counted() -> None:
     assert value("darts_explored_candidates_total", deadline="beyond") == 1
     assert value("darts_explored_candidates_total", deadline="within") == 1
     assert value("darts_explored_beyond_tokens_total") == 5
-    assert value("darts_shadow_tokens_total", kind="generated") == 60
-    assert value("darts_shadow_tokens_total", kind="returned") == 40
 
 
 def test_rewards_are_counted_by_match_and_rewarded_groups_by_zero_variance() -> None:

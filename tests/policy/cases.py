@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import InOrder, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
 
@@ -56,17 +56,12 @@ class Case:
 PLACES = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
 SAMPLED_TAILS = st.sampled_from(PLACES).map(lambda places: SampledTail(*places))
 LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: LongestTail(*places))
-DEADLINE_TAILS = st.sampled_from(PLACES).map(lambda places: DeadlineTail(*places))
 CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places: CutTail(*places))
 CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, last_needed=p[0]))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
-FIRST_FINISH = st.builds(FirstFinish, st.integers(1, 4))
-SHADOWS = st.builds(Shadow, st.builds(Shortest, st.integers(1, 4)) | CUT_TAILS)
-WITH_DEADLINE = DEADLINE_TAILS | CUT_TAILS | CAPS
-WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SHADOWS
-TIMELESS = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
-"""Rules to which the order of finishing is nothing."""
-RULES = TIMELESS | FIRST_FINISH
+WITH_DEADLINE = CUT_TAILS | CAPS
+WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS
+RULES = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
 
 
 def truths(endings: Sequence[Ending], max_length: int = 8) -> st.SearchStrategy[Truth]:

@@ -6,12 +6,11 @@ The rule objects serve as data only: which rule, and how many places.
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, permutations, product
+from itertools import product
 
-from darts_server.policy.selection.nearest_mean import grid_resolution
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import InOrder, Shortest
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import SelectedAs
 
 
@@ -19,31 +18,16 @@ from darts_server.types import SelectedAs
 class Fate:
     """How a candidate truly ends.
 
-    ``valid``: at a stop token, not at the length limit. ``finish_position``: its number in the order of finishing.
-    ``quality``: by its latest score.
+    ``valid``: at a stop token, not at the length limit.
     """
 
     length: int
     valid: bool
     tail_draw: float
-    finish_position: int = 0
-    quality: float | None = None
 
 
 Fates = Mapping[int, Fate]
-Rule = (
-    InOrder
-    | Shortest
-    | FirstFinish
-    | Shadow
-    | LongestTail
-    | SampledTail
-    | DeadlineTail
-    | CutTail
-    | Balanced
-    | AllSurvivors
-    | SampledSurvivors
-)
+Rule = InOrder | Shortest | LongestTail | SampledTail | CutTail | AllSurvivors | SampledSurvivors
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
@@ -51,10 +35,6 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
     match rule:
         case InOrder(size):
             return _first_by_index(fates, size)
-        case Shadow():
-            return _first_by_index(fates, rule.size)
-        case Balanced(size, target):
-            return _nearest_share(fates, size, target)
         case AllSurvivors():
             return dict.fromkeys(fates, SelectedAs.SURVIVOR)
         case SampledSurvivors(size):
@@ -62,20 +42,8 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return dict.fromkeys(lowest, SelectedAs.SURVIVOR)
         case Shortest(size):
             return _valid_first(fates, short=size, size=size)
-        case FirstFinish(size):
-            return {
-                i: SelectedAs.SHORT if fate.valid else SelectedAs.FILL
-                for i, fate in fates.items()
-                if sum(
-                    (not o.valid, o.finish_position) < (not fate.valid, fate.finish_position) for o in fates.values()
-                )
-                < size
-            }
         case LongestTail(short, longest):
             return _both_ends(fates, short, longest)
-        case DeadlineTail(short, longest):
-            end = deadline(fates, short + longest, limit)
-            return _both_ends({i: f for i, f in fates.items() if end is None or f.length <= end}, short, longest)
         case SampledTail(short, longest):
             truncated = SelectedAs.FILL if _valid(fates) < short else SelectedAs.LONG_TRUNCATED
             first = {i: SelectedAs.SHORT for i, fate in fates.items() if fate.valid and _valid_before(i, fates) < short}
@@ -88,22 +56,8 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return first | drawn
 
 
-def _nearest_share(fates: Fates, size: int, target: float) -> dict[int, SelectedAs]:
-    """A candidate that was not scored counts as the mean of the others. Sums are those of multiples of 1/R."""
-    valid = sorted(i for i, fate in fates.items() if fate.valid)
-    if len(valid) <= size:
-        ends = dict.fromkeys(valid, SelectedAs.BALANCED)
-        return ends | {i: SelectedAs.FILL for i in _valid_first(fates, short=size, size=size) if i not in ends}
-    known = [q for i in valid if (q := fates[i].quality) is not None]
-    mean = sum(known) / len(known) if known else 0.5
-    grid = grid_resolution(size, len(valid))
-    units = {i: round((mean if (q := fates[i].quality) is None else q) * grid) for i in valid}
-    chosen = min(combinations(valid, size), key=lambda c: (abs(sum(units[i] for i in c) - target * size * grid), c))
-    return dict.fromkeys(chosen, SelectedAs.BALANCED)
-
-
 def is_bounded(rule: Rule) -> bool:
-    return isinstance(rule, CutTail) or (isinstance(rule, DeadlineTail) and rule.num_longest > 0)
+    return isinstance(rule, CutTail)
 
 
 def bounded(rule: Rule, fates: Fates, bound: int | None, kept: Collection[int] = ()) -> Fates:
@@ -208,13 +162,10 @@ def possible(
 
 
 def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None) -> Iterator[Fates]:
-    if isinstance(rule, FirstFinish):
-        yield from _orders(known, open_ones)
-        return
     lengths = [fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in open_ones]
     beyond = max([*lengths, limit or 0]) + 2
     ways: list[list[int | None]] = [
-        [None, tokens + 1] if isinstance(rule, InOrder | Shadow) else list(range(tokens + 1, beyond + 1))
+        [None, tokens + 1] if isinstance(rule, InOrder) else list(range(tokens + 1, beyond + 1))
         for _, tokens, _ in open_ones
     ]
     for ends in product(*ways):
@@ -223,12 +174,4 @@ def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None)
             for (i, _, draw), length in zip(open_ones, ends, strict=True)
             if length is not None
         }
-        yield dict(known) | ended
-
-
-def _orders(known: Known, open_ones: Open) -> Iterator[Fates]:
-    """In a future of ``FirstFinish`` the open ones finish one after the other; lengths do not matter."""
-    last = max((fate.finish_position for _, fate in known), default=0)
-    for order in permutations(open_ones):
-        ended = {i: Fate(tokens + 1, True, draw, last + n) for n, (i, tokens, draw) in enumerate(order, 1)}
         yield dict(known) | ended

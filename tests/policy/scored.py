@@ -1,7 +1,7 @@
 """Worlds whose candidates are scored on their way, so that some of them are pruned."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from darts_server.policy.events import Decision, Event, Finished, Keep, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
 from darts_server.types import DiscardReason
 from tests.policy.cases import Case
-from tests.policy.oracle import Fate
 from tests.policy.world import Run, World
 
 QUALITIES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 SURVIVALS = st.sampled_from([0.0, 0.3, 0.7, 1.0])
-BALANCED = st.builds(Balanced, st.integers(1, 4), QUALITIES)
 SURVIVORS = st.builds(AllSurvivors, st.integers(1, 4))
 SAMPLED_SURVIVORS = st.builds(SampledSurvivors, st.integers(1, 4))
 
@@ -44,15 +42,11 @@ class ScoredWorld(World):
     def pruned(self) -> set[int]:
         return {i for i, stop in self.stopped.items() if stop.reason is DiscardReason.PRUNED}
 
-    def fates(self) -> dict[int, Fate]:
-        return {i: replace(fate, quality=self.qualities.get(i)) for i, fate in World.fates(self).items()}
-
     def _note(self, event: Event) -> None:
         World._note(self, event)
         if not isinstance(event, Scored) or self.group.outcome is not None:
             return
         if event.index in self.known or event.index in self.finished:
-            assert event.quality is not None
             self.qualities[event.index] = event.quality
 
     def _advance(self, i: int, run: Run) -> list[Event]:

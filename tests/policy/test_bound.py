@@ -16,16 +16,16 @@ from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline
 from darts_server.policy.events import Finished, Progress, Started
 from darts_server.policy.group import Group
 from darts_server.policy.named_policies import build_policies
-from darts_server.policy.replay import Replay, replay
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
+from examples.tiny_rl.replay import Replay, replay
 
 CAP = 8192
 SIZE = 8
 RULE = Deadline()
 POLICIES = build_policies(Shaping(), RULE)
-BOUNDED = ["darts_cut", "darts_deadline", "cap"]
+BOUNDED = ["darts_cut", "cap"]
 
 
 def group(lengths: Iterable[int], rng: Generator) -> list[Candidate]:

@@ -109,17 +109,10 @@ def test_a_score_after_the_finish_is_recorded_while_selection_is_open() -> None:
 def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
     c = candidate()
     c.survival_draw = 0.3
-    assert c.sample_survival(0.8, 4)
-    assert c.sample_survival(0.5, 6)
+    assert c.sample_survival(0.8)
+    assert c.sample_survival(0.5)
     assert c.survival == 0.4
-    assert not c.sample_survival(0.7, 9)
-
-
-def test_checkpoints_are_in_order_although_a_score_of_fewer_tokens_comes_late() -> None:
-    c = candidate()
-    for tokens in (6, 4, 7):
-        assert c.sample_survival(0.5, tokens)
-    assert [point.tokens for point in c.checkpoints] == [6, 6, 7]
+    assert not c.sample_survival(0.7)
 
 
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])

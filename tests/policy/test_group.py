@@ -22,8 +22,8 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import selection_weights
-from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import InOrder, SelectionRule, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
@@ -96,7 +96,6 @@ def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
 def test_a_group_has_no_size_before_it_is_open() -> None:
     group = unopened_with(1)
     assert not group.is_open
-    assert not group.all_delivered
     for unknown in ("rule", "size", "completion_length"):
         with pytest.raises(IllegalMove, match="not open yet"):
             getattr(group, unknown)
@@ -345,74 +344,10 @@ def test_of_a_longest_tail_the_shortest_and_the_longest_are_delivered_before_tho
     assert group.handle(stop(3, 4)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG})]
 
 
-def test_the_first_to_finish_complete_the_group_whatever_their_lengths() -> None:
-    group = opened(FirstFinish(2), 4)
-    assert group.handle(stop(3, 9)) == []
-    assert group.handle(Progress(0, 50), truncated(1, 4)) == []
-    assert group.handle(stop(2, 5)) == [
-        Stop(0, DiscardReason.LONGER_THAN_NEEDED),
-        Complete({2: SelectedAs.SHORT, 3: SelectedAs.SHORT}),
-    ]
-    assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED, None, None]
-
-
-def test_of_candidates_that_finish_in_one_call_the_first_reported_is_first() -> None:
-    group = opened(FirstFinish(2), 4)
-    assert group.handle(truncated(0, 1), stop(3, 7), stop(1, 7), stop(2, 3)) == [
-        Complete({1: SelectedAs.SHORT, 3: SelectedAs.SHORT})
-    ]
-    assert [c.finish_position for c in group.candidates] == [1, 3, 4, 2]
-
-
-def test_too_few_valid_ones_are_filled_up_in_the_order_of_finishing() -> None:
-    group = opened(FirstFinish(2), 3, early=True)
-    assert group.handle(truncated(2, 9)) == []
-    assert group.handle(truncated(0, 8)) == []
-    assert group.handle(stop(1, 7)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.FILL})]
-
-
-def test_the_first_to_finish_may_do_so_before_the_group_is_open() -> None:
-    group = unopened_with(3)
-    group.handle(stop(2, 9), Lost(0))
-    group.handle(stop(1, 5))
-    assert group.open(FirstFinish(1), 2) == [Complete({2: SelectedAs.SHORT})]
-
-
-# --- watching ---------------------------------------------------------------
-
-
-def test_a_shadow_delivers_the_first_and_observes_the_others_to_their_end() -> None:
-    group = opened(Shadow(Shortest(2)), 4, early=True)
-    assert group.handle(stop(3, 2), stop(1, 3)) == [Deliver(1)]
-    assert group.handle(Progress(2, 50)) == []
-    assert not group.all_delivered
-    assert group.handle(truncated(0, 9)) == [Deliver(0)]
-    assert group.all_delivered
-    assert group.outcome is None
-    assert group.check_at == {}
-    assert group.handle(stop(2, 60)) == [Complete({0: SelectedAs.FILL, 1: SelectedAs.SHORT})]
-    assert reasons(group) == [None, None, DiscardReason.SHADOW, DiscardReason.SHADOW]
-
-
-def test_an_observed_candidate_that_fails_is_not_replaced() -> None:
-    group = opened(Shadow(Shortest(1)), 2, spare=1, early=True)
-    assert group.handle(stop(0, 2)) == [Deliver(0)]
-    assert group.handle(Failed(1, RuntimeError(), retryable=False)) == [Complete({0: SelectedAs.SHORT})]
-    assert reasons(group) == [None, DiscardReason.FAILED]
-
-
 def test_the_next_in_order_takes_the_place_of_a_failed_one() -> None:
-    group = opened(Shadow(Shortest(1)), 2, early=True)
+    group = opened(InOrder(1), 2, early=True)
     assert group.handle(stop(1, 2)) == []
     assert group.handle(Lost(0)) == [Complete({1: SelectedAs.SHORT})]
-
-
-def test_a_shadow_that_is_cancelled_keeps_what_was_delivered() -> None:
-    group = opened(Shadow(Shortest(1)), 3, early=True)
-    group.handle(stop(0, 9), stop(1, 2))
-    assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]
-    assert [c.selected_as for c in group.candidates] == [SelectedAs.SHORT, None, None]
-    assert reasons(group) == [None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
 # --- failing ----------------------------------------------------------------
@@ -596,27 +531,7 @@ def test_late_events_of_a_cut_candidate_do_not_change_the_group() -> None:
         Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}),
     ]
     assert group.handle(truncated(3, 5)) == []
-    assert (group.candidates[3].tokens, group.candidates[3].finish_position) == (4, 0)
-
-
-def test_a_candidate_that_reaches_its_groups_deadline_is_stopped() -> None:
-    group = opened(DeadlineTail(1, 1), 4)
-    assert group.handle(DeadlineSet(6), stop(0, 2), Progress(1, 9)) == []
-    assert group.check_at == {}
-    assert group.handle(stop(2, 8)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
-    assert group.check_at == {3: 8}
-    assert group.handle(stop(3, 7)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
-    assert reasons(group) == [None, DiscardReason.TAIL_PRUNED, DiscardReason.MIDDLE, None]
-
-
-def test_before_there_is_a_deadline_the_group_waits_for_the_longest() -> None:
-    group = opened(DeadlineTail(1, 1), 3)
-    assert group.handle(stop(0, 2), stop(1, 3), Progress(2, 20)) == []
-    assert group.check_at == {}
-    assert group.handle(DeadlineSet(20)) == [
-        Stop(2, DiscardReason.TAIL_PRUNED),
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
-    ]
+    assert group.candidates[3].tokens == 4
 
 
 def test_the_completion_length_falls_as_shorter_candidates_finish() -> None:

@@ -7,15 +7,11 @@ from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.policy.selection.rules import Shadow
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
-    DEADLINE_TAILS,
-    FIRST_FINISH,
-    SHADOWS,
-    TIMELESS,
+    RULES,
     WITH_DEADLINE,
     WITH_FAILURES,
     WITH_THE_END_OF_THE_ENGINE,
@@ -117,11 +113,11 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
 
 
 @thoroughly
-@given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, most=5, max_length=5).filter(is_small))
+@given(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE, most=5, max_length=5).filter(is_small))
 def test_a_candidate_is_stopped_when_no_future_selects_it_and_not_before(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
-        if world.group.is_open and not isinstance(case.rule, Shadow):
+        if world.group.is_open:
             some, _ = outlook(case, world)
             assert world.known.keys() == some & (world.known.keys() | world.stopped.keys())
 
@@ -144,7 +140,7 @@ def test_a_trajectory_is_delivered_when_every_future_selects_it_and_not_before(c
         if world.selection is None and world.group.is_open:
             _, every = outlook(case, world)
             assert world.delivered.keys() <= every
-            late = isinstance(case.rule, SampledTail | DeadlineTail | CutTail)
+            late = isinstance(case.rule, SampledTail | CutTail)
             assert late or world.delivered.keys() == every & world.finished.keys()
 
 
@@ -160,31 +156,8 @@ def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
     assert not case.world().run().stopped
 
 
-@given(cases(WITHOUT_FAILURES, of=SHADOWS, max_length=20, cut=True))
-def test_a_shadow_stops_and_cuts_none_and_waits_for_all(case: Case) -> None:
-    world = case.world().run()
-    assert not world.stopped
-    assert not world.cuts
-    assert all(run.over for run in world.runs)
-    surplus = [c.reason for c in world.group.candidates if c.reason is not None]
-    assert surplus == [DiscardReason.SHADOW] * (len(world.runs) - case.rule.size)
-
-
-@given(cases(WITHOUT_FAILURES, of=DEADLINE_TAILS, cut=True))
-def test_a_deadline_tail_stops_exactly_the_candidates_that_reach_the_deadline(case: Case) -> None:
-    assume(case.rule.size > case.rule.num_shortest)
-    world = replace(case, peek=Peek.EVERYTHING).world()
-    for _ in world.moments():
-        end = deadline(world.finished, case.rule.size, world.limit)
-        if end is not None and world.bound is not None:  # what finished before the bound applied may be longer
-            end = min(end, world.bound)
-        late = {i for i, tokens in world.known.items() if end is not None and tokens >= end}
-        assert not late or not world.group.is_open
-        assert all(stop.tokens >= (end or 0) for stop in world.stopped.values())
-
-
 @thoroughly
-@given(cases(WITH_THE_END_OF_THE_ENGINE, of=TIMELESS, max_spare=3), st.booleans())
+@given(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_spare=3), st.booleans())
 def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
     case = replace(case, at_once=True, limits={2: 4} if cut else {})
     checked = replace(case, peek=Peek.CHECKS).world().run()
@@ -252,9 +225,7 @@ def assert_completed(case: Case, world: World) -> None:
     assert world.selection == {c.index: c.selected_as for c in world.group.candidates if c.selected_as is not None}
     for i in world.selection:
         candidate = world.group.candidates[i]
-        assert (
-            Fate(candidate.tokens, candidate.valid, candidate.tail_draw, candidate.finish_position) == world.finished[i]
-        )
+        assert Fate(candidate.tokens, candidate.valid, candidate.tail_draw) == world.finished[i]
         assert candidate.cut == (i in world.cuts)
 
 
@@ -342,7 +313,7 @@ def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: in
     event("nothing but truncated ones" if everyone and not any(c.valid for c in everyone) else "with valid ones")
 
 
-@given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE | FIRST_FINISH, max_spare=6), st.integers(0, 20), st.integers(1, 8))
+@given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_spare=6), st.integers(0, 20), st.integers(1, 8))
 def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, limit: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):

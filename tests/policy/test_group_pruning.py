@@ -23,13 +23,11 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights
-from darts_server.policy.selection.quality_rules import Balanced
 from darts_server.policy.selection.rules import SelectionRule, Shortest
 from darts_server.policy.selection.tail_rules import SampledTail
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
-    FIRST_FINISH,
     LONGEST_TAILS,
     RULES,
     SAMPLED_TAILS,
@@ -42,7 +40,7 @@ from tests.policy.cases import (
     cases,
 )
 from tests.policy.oracle import Fate, chosen
-from tests.policy.scored import BALANCED, SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
+from tests.policy.scored import SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
 from tests.policy.test_group_properties import assert_exact, assert_given_up, sights
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
@@ -56,7 +54,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
     scored(
         cases(
             WITHOUT_FAILURES,
-            of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | FIRST_FINISH | BALANCED | SAMPLED_SURVIVORS,
+            of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SAMPLED_SURVIVORS,
         )
     )
 )
@@ -108,7 +106,7 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
 @thoroughly
 @given(
     scored(
-        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED | SAMPLED_SURVIVORS | CUT_TAILS, max_spare=6, cut=True),
+        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_spare=6, cut=True),
         refill=True,
     )
 )
@@ -131,7 +129,7 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
     event(str(world.group.outcome))
 
 
-@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | BALANCED, max_spare=6, cut=True), refill=True))
+@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_spare=6, cut=True), refill=True))
 def test_the_same_seeds_and_events_make_the_same_decisions(case: ScoredCase) -> None:
     here, there = case.world().run(), case.world().run()
     assert (sights(here), here.kept) == (sights(there), there.kept)
@@ -240,7 +238,7 @@ def test_a_failed_candidate_does_not_count_as_returnable() -> None:
 
 
 def test_a_candidate_that_finished_with_its_score_is_not_pruned() -> None:
-    group = opened(Balanced(2, 0.5), 3, Draws(0.9, 0.9, 0.9))
+    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.0), Finished(0, 4, STOP)) == []
     assert (group.candidates[0].quality, group.candidates[0].survival) == (0.2, 1.0)
 
@@ -302,6 +300,6 @@ def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
 
 
 def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
-    group = opened(Balanced(1, 0.5), 2, Draws(0.9, 0.0, 0.9), most=3)
+    group = opened(Shortest(1), 2, Draws(0.9, 0.0, 0.9), most=3)
     group.handle(Scored(0, 0.2, 0.5))
     assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]

@@ -7,26 +7,22 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import SHADOW_PREFIX, build_policies
-from darts_server.policy.pruning.roulette import Loss, Roulette
+from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import Shortest
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
+from darts_server.policy.selection.tail_rules import CutTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.settings.value_types import Policy
 
 BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
 POLICIES = build_policies(BASE, Deadline(), Pruning())
-SEVERE = Pruning(keep_ratio=0.25, target_positive_ratio=0.4)
+SEVERE = Pruning(keep_ratio=0.25)
 
 
-def test_each_policy_of_the_settings_has_a_shaping_and_those_that_do_not_prune_a_shadow() -> None:
-    shaped = {name for name in POLICIES if not name.startswith(SHADOW_PREFIX)}
+def test_each_policy_of_the_settings_has_a_shaping() -> None:
     assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
-    shadows = {name.removeprefix(SHADOW_PREFIX) for name in POLICIES if name.startswith(SHADOW_PREFIX)}
-    assert shadows == {name for name in shaped if not POLICIES[name].prunes}
-    assert {name for name in shaped if POLICIES[name].prunes} == {"arrol", "darts+arrol", "roulette"}
+    assert {name for name in POLICIES if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
 
 
 def test_without_pruning_no_policy_prunes() -> None:
@@ -38,13 +34,10 @@ def test_without_pruning_no_policy_prunes() -> None:
     [
         ("uniform", SampledTail(7, 1), SampledTail(7, 1)),
         ("darts", SampledTail(7, 1), Shortest(8)),
-        ("darts_deadline", DeadlineTail(7, 1), DeadlineTail(7, 1)),
         ("darts_cut", CutTail(7, 1), CutTail(7, 1)),
         ("cap", CutTail(6, 2, 6), CutTail(6, 2, 6)),
-        ("first_finish", LongestTail(7, 1), FirstFinish(8)),
-        ("arrol", Balanced(8, 0.5), Balanced(8, 0.5)),
+        ("arrol", SampledSurvivors(8), SampledSurvivors(8)),
         ("darts+arrol", SampledTail(7, 1), Shortest(8)),
-        ("roulette", SampledSurvivors(8), SampledSurvivors(8)),
     ],
 )
 def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:
@@ -64,16 +57,16 @@ def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: flo
 
 @pytest.mark.parametrize(("redundancy", "place"), [(1.0, 8), (1.25, 7), (1.5, 6), (1.6, 5), (2.0, 4), (16.0, 1)])
 def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redundancy: float, place: int) -> None:
-    cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.UTILITY), Deadline())["cap"]
+    cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.CV_LOG), Deadline())["cap"]
     assert cap.candidates(8) == cap.selection_rule(8).size == 8
     assert cap.selection_rule(8).completion_place == cap.completion_place(8) == place
     assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
 
 
 def test_arrol_ignores_tails_and_budgets() -> None:
-    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.UTILITY)
+    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.CV_LOG)
     arrol = build_policies(base, Deadline(), SEVERE)["arrol"]
-    assert arrol.selection_rule(8) == Balanced(8, 0.4)
+    assert arrol.selection_rule(8) == SampledSurvivors(8)
     assert not arrol.uses_cohort
 
 
@@ -92,7 +85,7 @@ def test_refill_goes_up_to_the_maximum_redundancy(refill: bool, most: int) -> No
 
 def test_a_keep_ratio_of_one_scores_without_pruning() -> None:
     kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
-    assert kept.selection_rule(8) == Balanced(8, 0.5)
+    assert kept.selection_rule(8) == SampledSurvivors(8)
     assert kept.candidates(8) == 8
 
 
@@ -104,32 +97,14 @@ def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="raise --max-redundancy, which is 1") as both:
         policies["darts+arrol"].selection_rule(4)
     assert arrol.value.field == both.value.field == "n"
-    assert policies["arrol"].selection_rule(8) == Balanced(8, 0.5)
+    assert policies["arrol"].selection_rule(8) == SampledSurvivors(8)
 
 
-def test_arrol_and_roulette_return_all_survivors_where_callers_take_groups_of_any_size() -> None:
-    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol", "roulette"]
+def test_arrol_returns_all_survivors_where_callers_take_groups_of_any_size() -> None:
+    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol"]
 
 
 def test_all_survivors_are_returned_under_either_policy() -> None:
-    for name in ("arrol", "darts+arrol", "roulette"):
+    for name in ("arrol", "darts+arrol"):
         assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)
     assert AllSurvivors(8).num_shortest == 8
-
-
-def test_a_shadow_does_not_prune() -> None:
-    shadow = Shaping(shadow=True, pruning=Pruning(), refill=True)
-    assert not shadow.prunes
-    assert shadow.max_candidates(8) == 0
-
-
-def test_roulette_needs_no_scores_ignores_tails_and_budgets_and_is_never_refused() -> None:
-    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.UTILITY, redundancy=1.0, max_redundancy=1.0)
-    roulette = build_policies(base, Deadline(), Pruning(), roulette=Roulette(0.2, Loss.SEQUENCE))["roulette"]
-    assert roulette.pruning == Roulette(0.2, Loss.SEQUENCE)
-    assert roulette.selection_rule(8) == SampledSurvivors(8)
-    assert (roulette.candidates(8), roulette.uses_cohort, roulette.max_candidates(8)) == (8, False, 0)
-    assert (roulette.prunes, roulette.needs_scores) == (True, False)
-    assert POLICIES["roulette"].candidates(8) == 12
-    assert POLICIES["arrol"].needs_scores
-    assert not POLICIES["uniform"].needs_scores

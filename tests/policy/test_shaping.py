@@ -6,8 +6,8 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.selection.rules import FirstFinish, SelectionRule, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import SelectionRule, Shortest
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 
 
@@ -25,10 +25,7 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
         (Shaping(num_longest=0, tail=Tail.LONGEST), Shortest(8)),
         (Shaping(num_shortest=5, num_longest=3), SampledTail(5, 3)),
         (Shaping(deadline=Deadline()), CutTail(7, 1)),
-        (Shaping(deadline=Deadline(), num_longest=2, tail=Tail.LONGEST), DeadlineTail(6, 2)),
         (Shaping(deadline=Deadline(), num_longest=0), Shortest(8)),
-        (Shaping(shadow=True), Shadow(SampledTail(7, 1))),
-        (Shaping(shadow=True, deadline=Deadline()), Shadow(CutTail(7, 1))),
     ],
 )
 def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:
@@ -44,9 +41,7 @@ ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
     [
         (ADAPTIVE, Shortest(8)),
         (replace(ADAPTIVE, tail=Tail.LONGEST), Shortest(8)),
-        (replace(ADAPTIVE, finish_order=True), FirstFinish(8)),
-        (replace(ADAPTIVE, finish_order=True, shadow=True), Shadow(FirstFinish(8))),
-        (replace(ADAPTIVE, finish_order=True, deadline=Deadline()), CutTail(7, 1)),
+        (replace(ADAPTIVE, deadline=Deadline()), CutTail(7, 1)),
     ],
 )
 def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
@@ -56,11 +51,10 @@ def test_a_saturated_prompt_keeps_the_shortest_alone_unless_there_is_a_deadline(
     assert shaping.selection_rule(8, saturated=True) == rule
 
 
-@pytest.mark.parametrize("shaping", [ADAPTIVE, replace(ADAPTIVE, finish_order=True)])
 @pytest.mark.parametrize("candidates", [8, 15])
-def test_other_prompts_of_an_adaptive_policy_keep_their_tail(shaping: Shaping, candidates: int) -> None:
-    assert not shaping.is_saturated(8, candidates)
-    assert shaping.selection_rule(8) == SampledTail(7, 1)
+def test_other_prompts_of_an_adaptive_policy_keep_their_tail(candidates: int) -> None:
+    assert not ADAPTIVE.is_saturated(8, candidates)
+    assert ADAPTIVE.selection_rule(8) == SampledTail(7, 1)
 
 
 def test_a_prompt_is_not_saturated_if_all_get_the_same_or_none_may_get_more_than_its_size() -> None:
@@ -76,7 +70,7 @@ def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: f
 def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redundancy() -> None:
     fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
     assert fixed.bounds(8) == (8, 24)
-    assert replace(fixed, budget=BudgetKind.UTILITY).bounds(8) == (8, 16)
+    assert replace(fixed, budget=BudgetKind.CV_LOG).bounds(8) == (8, 16)
     assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
 
 
@@ -84,11 +78,9 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
     ("shaping", "uses_cohort", "weighs_prompts"),
     [
         (Shaping(), False, False),
-        (Shaping(shadow=True, finish_order=True), False, False),
         (Shaping(adaptive=True), True, True),
         (Shaping(deadline=Deadline()), True, False),
         (Shaping(budget=BudgetKind.CV_LOG), True, True),
-        (Shaping(budget=BudgetKind.UTILITY), True, True),
     ],
 )
 def test_policies_that_allocate_groups_together_use_cohorts(
@@ -98,13 +90,11 @@ def test_policies_that_allocate_groups_together_use_cohorts(
     assert shaping.weighs_prompts is weighs_prompts
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_a_size_other_than_shortest_plus_longest_is_refused(shadow: bool) -> None:
+def test_a_size_other_than_shortest_plus_longest_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
-        Shaping(num_shortest=7, num_longest=1, shadow=shadow).selection_rule(4)
+        Shaping(num_shortest=7, num_longest=1).selection_rule(4)
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused(shadow: bool) -> None:
+def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="raise n, or lower --num-longest"):
-        Shaping(num_longest=2, shadow=shadow).selection_rule(2)
+        Shaping(num_longest=2).selection_rule(2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, permutations, product
-from math import fsum, inf, prod
+from math import fsum, inf
 from random import Random
 
 import pytest
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
-from darts_server.policy.selection.quality_rules import AllSurvivors, Balanced, SampledSurvivors
-from darts_server.policy.selection.rules import FirstFinish, InOrder, SelectionRule, Shadow, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.types import UNCOUNTED, DiscardReason, FinishReason, Outcome
+from darts_server.policy.selection.rules import InOrder, SelectionRule, Shortest
+from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 
 
@@ -89,7 +89,7 @@ def test_weights_do_not_depend_on_timing(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [Shortest(2), FirstFinish(2), LongestTail(1, 1), DeadlineTail(1, 1), Balanced(2, 0.5)],
+    [Shortest(2), LongestTail(1, 1)],
     ids=lambda rule: type(rule).__name__,
 )
 def test_rules_that_never_select_some_candidates_have_no_weights(rule: SelectionRule) -> None:
@@ -100,13 +100,6 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
 
 def test_a_sampled_tail_without_places_has_no_weights() -> None:
     assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
-
-
-def test_a_shadow_returns_a_plain_sample() -> None:
-    rule = Shadow(SampledTail(1, 1))
-    group = complete(rule, [(7, True), (5, True), (3, True)], (0.1, 0.2, 0.3))
-    assert selection_weights(group) == {0: 1.0, 1: 1.0}
-    assert not rule.samples_rest
 
 
 def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
@@ -136,7 +129,7 @@ def test_the_share_of_the_tail_is_what_was_sampled_of_all_but_the_shortest(rule:
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
-def test_a_large_group_of_which_many_fail_after_a_checkpoint_ends_with_weights_in_range_or_without(
+def test_a_large_group_of_which_many_fail_after_a_score_ends_with_weights_in_range_or_without(
     failures: int, survival: float, has_weights: bool
 ) -> None:
     count = 1200
@@ -212,29 +205,28 @@ CELLS = 4
 
 
 class Survival:
-    """Probabilities of a half or one: by candidate and checkpoint, and by who was pruned or has finished before."""
+    """Probabilities of a half or one: by candidate and score, and by who was pruned or has finished before."""
 
     def __init__(self, seed: int) -> None:
         self._table: dict[tuple[int, ...], float] = {}
         self._rng = Random(seed)
 
-    def at(self, index: int, checkpoint: int, group: Group) -> float:
+    def at(self, index: int, score: int, group: Group) -> float:
         states = (state for c in group.candidates for state in (c.running, c.alive))
-        return self._table.setdefault((index, checkpoint, *states), self._rng.choice([0.5, 0.5, 1.0]))
+        return self._table.setdefault((index, score, *states), self._rng.choice([0.5, 0.5, 1.0]))
 
 
-def run_with_checkpoints(
+def run_with_scores(
     rule: SelectionRule,
     lengths: Sequence[tuple[int, bool]],
     tail_draws: Sequence[float],
     survival_draws: Sequence[float],
     survival: Survival,
-    values: Sequence[float] = (0.5, 0.5),
     failing: Mapping[int, int] = {},
 ) -> Group:
     """Run a group whose candidates may be pruned after their first and after their second token.
 
-    ``values``: their qualities there. ``failing``: candidates that fail, after so many tokens.
+    ``failing``: candidates that fail, after so many tokens.
     """
     group = Group(rng=Draws(tail_draws), survival_rng=Draws(survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
@@ -246,7 +238,7 @@ def run_with_checkpoints(
             elif group.candidates[i].running and length == tokens:
                 group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
             elif group.candidates[i].running and tokens <= 2:
-                group.handle(Scored(i, values[tokens - 1], survival.at(i, tokens, group), tokens))
+                group.handle(Scored(i, 0.5, survival.at(i, tokens, group)))
     assert group.outcome is Outcome.COMPLETED or failing
     return group
 
@@ -270,7 +262,7 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
     for cells in product(range(CELLS), repeat=count):
         for order in orders:
             draws = [(cell + 0.5) / CELLS for cell in cells]
-            group = run_with_checkpoints(rule, lengths, order, draws, survival)
+            group = run_with_scores(rule, lengths, order, draws, survival)
             weights, runs = selection_weights(group), runs + 1
             returned = len(weights)
             for i, weight in weights.items():
@@ -305,20 +297,11 @@ def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
             draws = [(cell + 0.5) / CELLS for cell in cells]
             for order in orders:
                 ends = [(length, True) for length in lengths]
-                group = run_with_checkpoints(rule, ends, order, draws, survival, failing=failing)
-                counted = sum(c.reason not in UNCOUNTED for c in group.candidates)
+                group = run_with_scores(rule, ends, order, draws, survival, failing=failing)
+                counted = sum(c.reason not in GONE for c in group.candidates)
                 weights, runs = selection_weights(group), runs + 1
-                corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in UNCOUNTED)
+                corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in GONE)
                 for i, weight in weights.items():
                     sums[i] += weight / counted
     assert corrected
     assert [each / runs for each in sums] == pytest.approx([1 / count] * count, abs=1e-9)
-
-
-def test_checkpoints_say_where_a_candidate_could_have_been_pruned() -> None:
-    group = run_with_checkpoints(AllSurvivors(1), [(3, True), (3, True)], (0, 0), (0.1, 0.9), Survival(1))
-    assert any(candidate.checkpoints for candidate in group.candidates)
-    for candidate in group.candidates:
-        assert prod(c.survival for c in candidate.checkpoints) == candidate.survival
-        assert all(c.survival < 1 and c.value == 0.5 for c in candidate.checkpoints)
-        assert [c.tokens for c in candidate.checkpoints] in ([], [1], [2], [1, 2])

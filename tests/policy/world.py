@@ -122,7 +122,6 @@ class World:
     known: dict[int, int] = field(default_factory=dict)
     """Candidate the group takes to be running -> tokens that were reported."""
     finished: dict[int, Fate] = field(default_factory=dict)
-    finish_count: int = 0
     """How many the group was reported to have finished."""
     failed: dict[int, Event] = field(default_factory=dict)
     broken: bool = False
@@ -198,10 +197,7 @@ class World:
                     self.known[i] = max(self.known[i], tokens)
                 case Finished(i, tokens, reason):
                     del self.known[i]
-                    self.finish_count += 1
-                    self.finished[i] = Fate(
-                        tokens, reason is FinishReason.STOP, self.draw(i), finish_position=self.finish_count
-                    )
+                    self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i))
                     if self.bound is None or not self.group.is_open:
                         self.finished_before.add(i)
                 case Failed(i) | Lost(i):
@@ -303,7 +299,8 @@ class World:
                 case GiveUp(error):
                     self.gave_up = error
         assert self.group.check_at.keys() <= self.known.keys(), "a check of a candidate that does not run"
-        assert self.group.all_delivered == (self.group.is_open and len(self.delivered) == self.rule.size)
+        is_whole = self.group.is_open and len(self.delivered) == self.rule.size
+        assert not is_whole or self.group.outcome is not None, "nothing runs once all are delivered"
 
     def _start(self, indices: Sequence[int]) -> None:
         assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))
@@ -321,8 +318,7 @@ class World:
         else:
             assert self.finished[i].length > tokens
         self.cuts[i] = tokens
-        place = self.finished[i].finish_position if i in self.finished else 0
-        self.finished[i] = Fate(tokens, valid=False, tail_draw=self.draw(i), finish_position=place)
+        self.finished[i] = Fate(tokens, valid=False, tail_draw=self.draw(i))
 
     # --- truths -------------------------------------------------------------
 
@@ -330,13 +326,12 @@ class World:
         return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
-        """How every candidate that was started would end if none stopped it; after those that did, in any order.
+        """How every candidate that was started would end if none stopped it.
 
         Under a bound all end there but those that finished before it applied.
         """
-        places = {i: fate.finish_position for i, fate in self.finished.items() if fate.finish_position}
         ends = {
-            i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i), places.get(i, PATIENCE + i))
+            i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
             for i, run in enumerate(self.runs)
         }
         return dict(bounded(self.rule, ends, self.bound, self.finished_before))

@@ -35,7 +35,6 @@ KEYS = ("one", "other", None)
 POLICIES = {
     "uniform": Shaping(redundancy=1.5),
     "adaptive": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
-    "shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True),
 }
 MAX_TURNS = 3_000
 
@@ -179,7 +178,7 @@ class Server:
                 try:
                     assert len([each async for each in run.trajectories()]) == plan.size
                 finally:
-                    run.leave()
+                    run.cancel()
 
     async def _unshaped(self, request: Request, prompt: str) -> None:
         with self.admission.admit(request.size) as ticket:
@@ -242,6 +241,5 @@ async def play(requests: Sequence[Request], seed: int) -> None:
 @example([Request("vote", "one", 12, 1, "uniform", 0, None)] * 12, 1)
 @example([Request("batch", "one", 4, 2, "uniform", 0, None)] * 12, 2)
 @example([Request("singles", "one", 8, 1, "uniform", 0, 30)] * 4, 3)
-@example([Request("group", "one", 4, 1, "shadow", 0, None)] * 8, 4)
 def test_no_key_and_no_queue_ever_gets_more_than_its_bound(requests: list[Request], seed: int) -> None:
     asyncio.run(play(requests, seed))

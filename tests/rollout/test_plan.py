@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
 from darts_server.types import RequestOptions
 
@@ -137,8 +137,7 @@ def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
         Shaping(),
         Shaping(num_longest=0),
         Shaping(num_longest=0, adaptive=True),
-        Shaping(tail=Tail.LONGEST, deadline=Deadline()),
-        Shaping(num_longest=0, shadow=True),
+        Shaping(deadline=Deadline()),
     ],
 )
 def test_one_request_alone_is_never_shaped(shaping: Shaping) -> None:

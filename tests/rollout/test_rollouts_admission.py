@@ -54,7 +54,7 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
     assert candidates == [8, 8, 5, 4, 4]
     assert harness.rollouts.redundancy_scale() == 0
     for run in runs:
-        run.leave()
+        run.cancel()
     await settle()
     assert harness.rollouts.redundancy_scale() == 1
 

@@ -6,12 +6,11 @@ import random
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.join_requests import JoinRequest
 from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
-from tests.rollout.helpers import Harness, collect, lengths
+from tests.rollout.helpers import Harness, lengths
 
 pytestmark = pytest.mark.anyio
 
@@ -22,23 +21,12 @@ async def test_a_group_is_inside_the_gate_until_it_has_ended_with_any_outcome() 
     assert harness.rollouts.gate.inside == 1
     await harness.group(run)
     assert harness.rollouts.gate.inside == 0
-    for end in ("leave", "cancel", "abort"):
+    for end in ("cancel", "abort"):
         run = harness.run(2, group_id=end)
         await settle()
         assert harness.rollouts.gate.inside == 1
         getattr(run, end)()
         assert harness.rollouts.gate.inside == 0
-
-
-async def test_a_shadow_is_inside_the_gate_after_its_caller_has_left() -> None:
-    harness = Harness(lengths(3, 4, 30), {"shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True)})
-    waiting = asyncio.create_task(collect(harness.run(2, "shadow")))
-    for _ in range(6):
-        await harness.engine.step()
-    assert len(await waiting) == 2
-    assert harness.rollouts.gate.inside == 1
-    await harness.engine.run()
-    assert harness.rollouts.gate.inside == 0
 
 
 async def collect_results(submission: Submission[str, list[int]]) -> list[GroupResult]:

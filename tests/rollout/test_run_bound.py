@@ -22,7 +22,7 @@ SIZE = 8
 GROUPS = [f"p{i}" for i in range(16)]
 RULE = Deadline(exploration=0.0)
 POLICIES = build_policies(Shaping(), RULE)
-BOUNDED = ["darts_cut", "darts_deadline", "cap"]
+BOUNDED = ["darts_cut", "cap"]
 MOST_REPORTED = 13
 """Of 16 groups so many get enough valid ones; the deadline of 16 would need 15."""
 

@@ -10,8 +10,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import QUANTILE, Deadline
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.selection.tail_rules import CutTail, SampledTail
+from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, CohortRecord, GroupRecord
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
@@ -22,12 +22,11 @@ from tests.rollout.helpers import Harness, collect
 pytestmark = pytest.mark.anyio
 SIZE = 8
 GROUPS = [f"p{i}" for i in range(16)]
-TAILS = [Tail.SAMPLED, Tail.LONGEST]
 SEEDS = range(8)
 
 
-def shaping(tail: Tail, exploration: float = 0.0) -> Shaping:
-    return Shaping(redundancy=1.5, adaptive=True, tail=tail, deadline=Deadline(exploration=exploration, bound=1000.0))
+def shaping(exploration: float = 0.0) -> Shaping:
+    return Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=exploration, bound=1000.0))
 
 
 @dataclass
@@ -71,7 +70,7 @@ def long_tails(seed: int, delays: int = 0) -> Harness:
         length = max(1, round(usual * random.lognormvariate(0, 0.9)))
         return Script(min(length, 200), random.randint(0, delays))
 
-    harness = Harness(script, {"sampled": shaping(Tail.SAMPLED), "longest": shaping(Tail.LONGEST)})
+    harness = Harness(script, {"sampled": shaping()})
     if seed % 2:  # prompts that differ in how many candidates they get
         harness.store.add_stds(**{name: Random(f"{seed} {name}").choice([1.0, 100.0, 900.0]) for name in GROUPS})
     return harness
@@ -93,12 +92,11 @@ def tails(record: GroupRecord) -> list[CandidateRecord]:
     return [c for c in record.selected if c.selected_as is not SelectedAs.SHORT]
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_tail_is_longer_than_the_cohorts_deadline_or_the_groups_completion_length(
-    tail: Tail, seed: int
+    seed: int,
 ) -> None:
-    played = await play(long_tails(seed), tail.value)
+    played = await play(long_tails(seed), "sampled")
     assert played.batch.deadline == sorted(map(played.reported, GROUPS))[ceil(QUANTILE * len(GROUPS)) - 1]
     assert (played.batch.groups, played.batch.mean_candidates, played.batch.explored) == (16, 12, False)
     for name, record in played.records():
@@ -114,13 +112,12 @@ async def test_no_tail_is_longer_than_the_cohorts_deadline_or_the_groups_complet
     assert any(record.deadline is not None for _, record in played.records())
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_a_group_is_what_its_rule_selects_of_all_candidates_under_the_deadline(tail: Tail, seed: int) -> None:
-    played = await play(long_tails(seed), tail.value)
+async def test_a_group_is_what_its_rule_selects_of_all_candidates_under_the_deadline(seed: int) -> None:
+    played = await play(long_tails(seed), "sampled")
     for name, record in played.records():
         rule, fates = played.runs[name]._group.rule, played.fates(name)
-        assert isinstance(rule, CutTail if tail is Tail.SAMPLED else DeadlineTail)
+        assert isinstance(rule, CutTail)
         wanted = chosen(rule, fates, played.batch.deadline)
         assert {c.index: c.selected_as for c in record.selected} == wanted
         cuts = cut_lengths(rule, fates, played.batch.deadline)
@@ -142,10 +139,9 @@ async def test_a_cut_trajectory_has_exactly_the_deadlines_tokens_and_is_marked()
     assert cut > 2 * len(SEEDS)
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_candidates_that_start_at_different_times_have_the_same_token_limit(tail: Tail, seed: int) -> None:
-    played = await play(long_tails(seed, delays=40), tail.value)
+async def test_candidates_that_start_at_different_times_have_the_same_token_limit(seed: int) -> None:
+    played = await play(long_tails(seed, delays=40), "sampled")
     for name, record in played.records():
         assert played.batch.deadline is not None
         assert len(record.selected) == SIZE
@@ -156,20 +152,18 @@ async def test_candidates_that_start_at_different_times_have_the_same_token_limi
         for candidate in record.selected:
             assert candidate.tokens <= max(played.batch.deadline, played.needed(name))
             assert candidate.tokens == fates[candidate.index].length or candidate.cut
-        if tail is Tail.SAMPLED:
-            rule = played.runs[name]._group.rule
-            assert {c.index for c in record.selected} == chosen(rule, fates).keys()  # type: ignore[arg-type]  # one of `Rule`
+        rule = played.runs[name]._group.rule
+        assert {c.index for c in record.selected} == chosen(rule, fates).keys()  # type: ignore[arg-type]  # one of `Rule`
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_explored_groups_are_not_cut_and_are_marked(tail: Tail, seed: int) -> None:
+async def test_explored_groups_are_not_cut_and_are_marked(seed: int) -> None:
     harness = long_tails(seed)
-    harness.rollouts.planner = Planner({"explored": shaping(tail, exploration=1.0)}, "explored", harness.limits)
+    harness.rollouts.planner = Planner({"explored": shaping(exploration=1.0)}, "explored", harness.limits)
     played = await play(harness, "explored")
     assert played.batch.explored
     assert played.batch.deadline is not None
-    whole = (SampledTail if tail is Tail.SAMPLED else LongestTail)(SIZE - 1, 1)
+    whole = SampledTail(SIZE - 1, 1)
     beyond = 0
     for name, record in played.records():
         assert record.explored

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import StateDamaged
+from darts_server.policies import AUTO
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import LAST_BIN, Deadline
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import AUTO, Limits, Plan, Planner
+from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import PARSERS, check_document
 from darts_server.rollout.spec import GroupSpec
@@ -128,6 +129,28 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
+
+
+def test_what_was_learned_under_policies_that_are_gone_is_read_and_left_alone() -> None:
+    documents, gone = stored(), {}
+    for (kind, key), document in list(documents.kept.items()):
+        if key.partition("/")[0] == BudgetKind.FIXED:
+            for policy in ("darts_deadline", "shadow:darts"):
+                gone[kind, policy + key.removeprefix(BudgetKind.FIXED)] = document
+    state = copy.deepcopy(learned()["auto", "8"]["value"])
+    state |= {"chosen": "first_finish 1.5"}
+    state["measured"][1] |= {"name": "darts_deadline 1.5"}
+    documents.put("auto", "8", {"value": json.dumps(state)})
+    assert {kind for kind, _ in gone} >= {"deadline", "losses", "price"}
+    for name, document in gone.items():
+        documents.put(*name, document)
+    for (kind, _), document in documents.kept.items():
+        check_document(kind, document)
+    asyncio.run(run(documents, BudgetKind.FIXED, AUTO))
+    assert {name: documents.kept[name] for name in gone} == gone
+    assert json.loads(str(documents.kept["auto", "8"]["value"]))["batches"] > state["batches"], (
+        "it was not learned anew"
+    )
 
 
 def test_what_is_learned_has_every_kind_and_can_be_used() -> None:

@@ -200,7 +200,7 @@ def test_pruning_settings_are_checked_together() -> None:
         apply_patch(load({}, None), {"keep_ratio": 0.95})
     with pytest.raises(InvalidRequest, match="detect_at: cannot change while the server runs"):
         apply_patch(load({}, None), {"detect_at": [64]})
-    assert apply_patch(load({"detect_at": "64"}, None), {"refill": True, "survival": "aimed"}).detect_at == (64,)
+    assert apply_patch(load({"detect_at": "64"}, None), {"refill": True}).detect_at == (64,)
 
 
 def test_dialects_are_known_names_once_each(config: Path) -> None:

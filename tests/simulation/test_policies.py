@@ -70,7 +70,7 @@ def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_bu
         ("off,order=short", "order must be given or long"),
         ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
         ("auto,redundancy=2", "unknown option 'redundancy'; known: allow"),
-        ("auto,allow=cut+first_finish", "allow must be some of uniform, darts, cut, cap, limit, joined by"),
+        ("auto,allow=cut+arrol", "allow must be some of uniform, darts, cut, cap, limit, joined by"),
         ("auto,lost=2", "lost must be a number from 0 to 1"),
         ("off,redundancy=2", "off has no option but start, rounds and order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),

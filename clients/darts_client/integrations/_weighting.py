@@ -36,7 +36,7 @@ class SampledGroups:
         except NotFound as error:
             raise NotFound(
                 f"the server has no groups of answer {self.response_id}, whose weights advantages='unbiased' needs: "
-                "under 'off' it has none, and under shadow policies not before the last candidate has ended"
+                "under 'off' it has none"
             ) from error
         recorded = [candidate.length for record in records for candidate in record.selected]
         if recorded != list(self.lengths):

@@ -7,7 +7,6 @@ const KINDS = {
   long: "selected, tail",
   long_truncated: "selected, sampled, at limit",
   fill: "selected, at limit",
-  balanced: "selected, quality",
   survivor: "selected, not pruned",
   longer_than_needed: "stopped, too long",
   tail_pruned: "stopped, tail sampled",
@@ -19,11 +18,10 @@ const KINDS = {
   carried: "carried over",
   aborted: "aborted; its caller got what it had generated",
   load: "given up, engine full",
-  shadow: "observed only",
   failed: "failed",
   cancelled: "cancelled",
 };
-const SELECTED = ["short", "long", "long_truncated", "fill", "balanced", "survivor"];
+const SELECTED = ["short", "long", "long_truncated", "fill", "survivor"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 

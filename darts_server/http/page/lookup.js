@@ -84,7 +84,6 @@ class Lookup {
       ["Mixed weight versions", group.mixed_versions ? "yes" : "no"],
     ];
     if (group.zero_variance != null) facts.push(["All rewards equal", group.zero_variance ? "yes" : "no"]);
-    if (group.shadow) facts.push([`${group.shadow.policy} would have`, `generated ${count(group.shadow.generated)} tokens`]);
     return element("section", {}, element("h3", {}, `Group ${group.group_id}`), listed(facts), this.#candidates(group));
   }
 

@@ -46,16 +46,6 @@ class CandidateAnswer(BaseModel):
     correct: bool | None = Field(description="Whether it is correct, as reported.")
 
 
-class ShadowAnswer(BaseModel):
-    """The group that a policy would have returned, had these candidates run at the same time."""
-
-    policy: str
-    selection: list[int] = Field(description="Indices of the candidates it would have returned.")
-    generated: int = Field(description="Tokens it would have generated.")
-    returned: int = Field(description="Tokens it would have returned.")
-    steps: int = Field(description="Decode steps until the group would have been complete.")
-
-
 class ChosenAnswer(BaseModel):
     """What the policy auto did with the group's cohort."""
 
@@ -95,7 +85,6 @@ class GroupAnswer(BaseModel):
         description="For a group of single requests: their ids, and the caller's name of the group."
     )
     chosen: ChosenAnswer | None = Field(description="Under auto: what it did with the group's cohort, and why.")
-    shadow: ShadowAnswer | None = Field(description="Under a shadow policy: the result that shaping would have had.")
     zero_variance: bool | None = Field(
         description="Whether all its rewards are equal; null until all returned trajectories have one."
     )
@@ -127,7 +116,6 @@ class GroupAnswer(BaseModel):
             explored=record.explored,
             members=list(record.request_ids),
             chosen=None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
-            shadow=None if record.shadow is None else ShadowAnswer(**asdict(record.shadow)),
             zero_variance=rewards.zero_variance,
             candidates=[_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],
         )

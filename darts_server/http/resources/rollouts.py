@@ -5,7 +5,7 @@ import hashlib
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
@@ -38,12 +38,6 @@ from darts_server.types import PromptSpec
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
 MAX_DEADLINE_BYTES = 4096
-MAX_SERVERS = 1024
-SERVERS = Query(
-    ge=1,
-    le=MAX_SERVERS,
-    description="Among how many servers, like this one, the batch is divided.",
-)
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
 """No batch has so many events."""
@@ -96,11 +90,11 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         return await _respond(request, batch, 0, media_type)
 
     @api.post("/rollouts/plan", openapi_extra=json_body(RolloutsIn))
-    async def plan(request: Request, servers: Annotated[int, SERVERS] = 1) -> PlanOut:
+    async def plan(request: Request) -> PlanOut:
         """For an ingress: return how many candidates each prompt of a batch gets, and start nothing."""
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RolloutsIn, raw, "prompts")
-        grant = await batches.plan(await converted(_batch_request, body, raw), servers)
+        grant = await batches.plan(await converted(_batch_request, body, raw))
         if grant is None:
             return PlanOut(candidates=None, mean_candidates=None)
         return PlanOut(candidates=list(grant.candidates), mean_candidates=grant.mean)
@@ -184,7 +178,6 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         num_groups=body.num_groups,
         min_groups=body.min_groups,
         survivors=body.survivors,
-        partial=body.partial,
         carry=body.carry,
         carried=body.carried,
         hand_back=True,

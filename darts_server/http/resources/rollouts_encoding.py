@@ -14,7 +14,7 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.rollout.batches.run import BatchRun
 
-TOKEN_LISTS = ("aborted", "trajectories", "partial")
+TOKEN_LISTS = ("aborted", "trajectories")
 """Fields of a group, and of an unfinished prompt, whose items have tokens."""
 
 

@@ -113,7 +113,7 @@ class UsageOut(BaseModel):
 
 
 def sample_fields(
-    trajectory_id: str, sample: Sample, candidate: CandidateRecord | None, with_logprobs: bool = True
+    trajectory_id: str, sample: Sample, candidate: CandidateRecord, with_logprobs: bool = True
 ) -> dict[str, Any]:
     """Return the fields of `SampleOut`."""
     fields = generated_fields(trajectory_id, sample, candidate, with_logprobs)

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 PATH = "/darts/v1/rollouts/plan"
 PLAN_SECONDS = 30.0
 """Timeout for all servers together, which are tried one after another. After that they decide for their parts."""
-MAX_SERVERS = 1024
-"""As servers accept."""
 EVEN_SECONDS = 10.0
 """How long it is remembered that prompts of a policy are not weighed against each other. Settings may change."""
 MAX_REMEMBERED = 256
@@ -58,8 +56,7 @@ class Planner:
         terms = json.dumps([batch.fields.get(name) for name in ("policy", "group_size")], sort_keys=True)
         if time.monotonic() < self._even.get(terms, 0.0):
             return None
-        servers = min(len(members), len(batch.prompts), MAX_SERVERS)
-        request = replace(outgoing, target=f"{PATH}?servers={servers}", body=batch.whole())
+        request = replace(outgoing, target=PATH, body=batch.whole())
         try:
             async with asyncio.timeout(PLAN_SECONDS):
                 answer = await _ask(sorted(members, key=lambda each: each.load), request)

@@ -46,10 +46,3 @@ class InOrderAssessment(Assessment):
             within = bisect_right(self._pending, self._alive[self._size - 1])
         settled, self._pending = self._pending[:within], self._pending[within:]
         return settled
-
-
-class ShadowAssessment(InOrderAssessment):
-    """The same, but all candidates run to their end."""
-
-    def hopeless(self) -> dict[int, DiscardReason]:
-        return {}

@@ -1,9 +1,8 @@
-"""What is certain about groups whose tail is the longest candidates, of all or of those within a deadline."""
+"""What is certain about groups whose tail is the longest candidates."""
 
 from bisect import bisect_left
 
 from darts_server.policy.selection.assessment import ShortestAssessment
-from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, with_bound
 from darts_server.policy.selection.standings import Key
 from darts_server.types import DiscardReason
 
@@ -42,26 +41,3 @@ class LongestTailAssessment(ShortestAssessment):
         missing_after = max(0, self._num_longest - (len(valid) - rank - 1))
         can_precede = bisect_left(running, key)
         return missing_before > can_precede or missing_before + missing_after > len(running)
-
-
-class DeadlineTailAssessment(ShortestAssessment):
-    """The K shortest are in the group and, of the others, the L >= 1 longest that are no longer than the deadline."""
-
-    has_deadline = True
-
-    def __init__(self, num_shortest: int, num_longest: int, deliver_early: bool) -> None:
-        super().__init__(num_shortest, deliver_early)
-        self._all_places = ShortestPlaces(num_shortest + num_longest, self.standings)
-
-    def hopeless(self) -> dict[int, DiscardReason]:
-        own = own_deadline(self.deadline, self.bound, self._all_places)
-        if own is None or not self._all_places.is_full:
-            return {}
-        # The M-th shortest can only come down, and the deadline with it: whoever has passed it has passed it for good.
-        running = self.standings.running
-        late = running[bisect_left(running, (own + 1, -1)) :]  # a running candidate's key is one token more than it has
-        return {index: DiscardReason.TAIL_PRUNED for _, index in late}
-
-    def check_at(self) -> dict[int, int]:
-        checks = super().check_at() if self.deliver_early else {}
-        return with_bound(checks, own_deadline(self.deadline, self.bound, self._all_places), self.standings.running)

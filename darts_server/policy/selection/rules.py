@@ -2,22 +2,20 @@
 
 A rule itself is a value. While a group runs, an `Assessment` that the rule creates follows it.
 
-A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, qualities, tail
-draws and the deadline. It never reads a reward and, except for the baseline `FirstFinish`, does not depend on the order
-in which candidates finish.
+A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, tail draws and
+the deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
 
 All rules share one total order, (length, candidate index): the shortest come first, ties go to the earlier index. Rules
-with a tail are in `tail_rules`, those that select by quality in `quality_rules`.
+with a tail are in `tail_rules`, those for policies that prune in `survivors`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
-from darts_server.policy.selection.finish_order import FirstFinishAssessment
-from darts_server.policy.selection.index_order import InOrderAssessment, ShadowAssessment
+from darts_server.policy.selection.index_order import InOrderAssessment
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
 
@@ -29,14 +27,13 @@ class Verdict:
     ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that cannot belong to it
     any more, and why. ``cuts``: candidates, running or finished, of which only the first tokens belong to it, and how
     many. ``check_at``: running candidate -> token count at which this verdict may change; progress before that changes
-    nothing. ``observing``: the group goes on although all its places are settled.
+    nothing.
     """
 
     settled: frozenset[int]
     hopeless: Mapping[int, DiscardReason] = field(default_factory=dict)
     cuts: Mapping[int, int] = field(default_factory=dict)
     check_at: Mapping[int, int] = field(default_factory=dict)
-    observing: bool = False
 
 
 class SelectionRule(Protocol):
@@ -204,63 +201,3 @@ class Shortest(SizedRule):
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
-
-
-@dataclass(frozen=True, slots=True)
-class FirstFinish(SizedRule):
-    """Select the first ``size`` valid candidates to finish, and fill up with the first invalid ones.
-
-    A baseline for saturated prompts, near what the paper's public code does. That takes the order of finishing for the
-    order of lengths too, but for all prompts, and counts truncated candidates like valid ones. Where candidates start
-    at different times, a short one that started late loses to a long one that started early.
-    """
-
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        order = sorted(finished, key=lambda c: (not c.valid, c.finish_position))
-        return {c.index: SelectedAs.SHORT if c.valid else SelectedAs.FILL for c in order[: self.size]}
-
-    def begin(self, deliver_early: bool) -> Assessment:
-        return FirstFinishAssessment(self.size)
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.LONGER_THAN_NEEDED if candidate.valid else DiscardReason.TRUNCATED
-
-
-@dataclass(frozen=True, slots=True)
-class Shadow(Assessable):
-    """Select the unshaped group, the first candidates by index, while all candidates run to their end.
-
-    ``shadowed``: the rule whose selection among them is recorded and not returned.
-    """
-
-    shadowed: SelectionRule
-
-    @property
-    def size(self) -> int:
-        return self.shadowed.size
-
-    @property
-    def num_shortest(self) -> int:
-        return self.size
-
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        return InOrder(self.size).select(finished)
-
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        return InOrder(self.size).weights(candidates)
-
-    def begin(self, deliver_early: bool) -> Assessment:
-        return ShadowAssessment(self.size)
-
-    def assess(
-        self,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-        bound: int | None = None,
-    ) -> Verdict:
-        return replace(Assessable.assess(self, running, finished, deliver_early), observing=bool(running))
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.SHADOW

@@ -1,4 +1,4 @@
-"""Selection rules that give some places to longer candidates: two kinds of tail, each also with a deadline.
+"""Selection rules that give some places to longer candidates: two kinds of tail, the sampled one also with a deadline.
 
 The deadline D of a group is that of its cohort, but at least the length of its own M-th shortest valid candidate: a
 prompt that needs long answers has the time for them. While the cohort has no deadline the group has none. A bound may
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
-from darts_server.policy.selection.longest_tail import DeadlineTailAssessment, LongestTailAssessment
+from darts_server.policy.selection.longest_tail import LongestTailAssessment
 from darts_server.policy.selection.rules import Assessable
 from darts_server.policy.selection.sampled_tail import CutTailAssessment, SampledTailAssessment
-from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, split_by_validity
-from darts_server.policy.selection.standings import Standings
+from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import SelectedAs
 
 
@@ -98,27 +97,6 @@ class SampledTail(_TailRule):
 
     def begin(self, deliver_early: bool) -> Assessment:
         return SampledTailAssessment(self.num_shortest, self.num_longest, deliver_early)
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlineTail(_TailRule):
-    """Select the K shortest, and the L longest that are no longer than the deadline. An extension of ours.
-
-    Candidates that reach the deadline are stopped.
-    """
-
-    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
-        standings = Standings()
-        for candidate in finished:
-            standings.add(candidate)
-        own = own_deadline(deadline, None, ShortestPlaces(self.size, standings))
-        in_time = finished if own is None else [c for c in finished if c.tokens <= own]
-        return LongestTail(self.num_shortest, self.num_longest).select(in_time)
-
-    def begin(self, deliver_early: bool) -> Assessment:
-        if not self.num_longest:
-            return ShortestAssessment(self.size, deliver_early)
-        return DeadlineTailAssessment(self.num_shortest, self.num_longest, deliver_early)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group
+from darts_server.policy.group import Group, RecordedDraws
 from darts_server.policy.group_weights import selection_weights
-from darts_server.policy.replay import RecordedDraws
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.cohort_deadline import place_of_need
 from darts_server.policy.selection.rules import InOrder, SelectionRule
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.policy.simulation.batch import Batch, Plan
 
 Floats = NDArray[np.float64]
@@ -100,8 +100,6 @@ class Groups:
                 return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
             case SampledTail(num_shortest=shortest, num_longest=longest):
                 return order.sampled_tail(shortest, longest, self.draws)
-            case DeadlineTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest, known, late)
             case LongestTail(num_shortest=shortest, num_longest=longest):
                 return order.longest_tail(shortest, longest, None, None)
         return order.shortest(self.rule.size)

@@ -108,7 +108,7 @@ class Allocator(GroupObserver):
         unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
         self._prompts = statistics.prompts
-        self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency, clock)
+        self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency)
         self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = AutoCohorts(statistics, clock)
@@ -177,8 +177,7 @@ class Allocator(GroupObserver):
 
         ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
         without ``room`` for its candidates, `off` instead. ``part``: of which cohort they are a part, if its deadline
-        comes from outside. It has no effect under `auto`. Under shadows and policies without deadlines only its grant
-        has.
+        comes from outside. It has no effect under `auto`. Under policies without deadlines only its grant has.
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
@@ -189,16 +188,9 @@ class Allocator(GroupObserver):
         """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
         return plan.auto is None and plan.shaping.weighs_prompts
 
-    def grant(
-        self,
-        plan: Plan,
-        prompt_keys: Sequence[str],
-        tokens: Sequence[RequestTokens] = (),
-        budget: int | None = None,
-        servers: int = 1,
-    ) -> Grant:
-        """Decide how many candidates the groups of a cohort get whose parts run on so many ``servers``."""
-        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, tokens, budget, servers)
+    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> Grant:
+        """Decide how many candidates the groups of a cohort get whose parts run on several servers."""
+        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -249,10 +241,10 @@ class Allocator(GroupObserver):
         groups, size = len(keys), kind[1]
         grant = None if part is None else part.grant
         if grant is None:
-            grant = self._grant(kind, shaping, keys, tokens, total)
+            grant = self._grant(kind, shaping, keys, total)
         scale = 1.0 if total is not None else self._scale()
         rule = self.deadlines.current_rule(shaping, kind[0])
-        if rule is None or shaping.shadow:
+        if rule is None:
             part = None
         # A few groups alone say little about how many tokens groups need.
         all_groups = groups if part is None else part.groups
@@ -339,20 +331,12 @@ class Allocator(GroupObserver):
             for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
 
-    def _grant(
-        self,
-        kind: Kind,
-        shaping: Shaping,
-        keys: Sequence[str],
-        tokens: Sequence[RequestTokens],
-        total: int | None,
-        servers: int = 1,
-    ) -> Grant:
-        """``total``: see `_allocate`; ``servers``: see `grant`."""
+    def _grant(self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None) -> Grant:
+        """``total``: see `_allocate`."""
         stds = [self._prompts.std(key) for key in keys]
         if total is not None:
             return Grant(_spent(kind, shaping, total, stds), total / len(keys))
-        mean = self._budgets.mean(shaping, kind[1], keys, tokens, servers)
+        mean = self._budgets.mean(shaping, kind[1])
         return Grant(self._counts(kind, shaping, mean, stds), mean)
 
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:

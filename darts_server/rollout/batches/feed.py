@@ -91,8 +91,7 @@ class EventFeed:
         """Record a group's outcome. Its run may be dropped afterwards."""
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
-        # In a completed group, a candidate that is neither selected nor discarded is one that a shadow still watches.
-        group.close(DiscardReason.SHADOW if result.error is None else DiscardReason.CANCELLED)
+        group.close()
         self._notify(result.number)
 
     def need_reported(self, number: int, tokens: int) -> None:
@@ -110,7 +109,7 @@ class EventFeed:
         if isinstance(end, BatchFailed):
             self._groups.clear()
         for group in self._groups.values():
-            group.close(DiscardReason.CANCELLED)
+            group.close()
         self._notify(*self._groups)
 
     # --- called by listeners ------------------------------------------------
@@ -230,8 +229,8 @@ class _GroupCursor:
                 self._candidates.append(CandidateCursor(run, f"{self._group_id}:{index}", self.number, index))
         return self._candidates
 
-    def close(self, reason: DiscardReason) -> None:
-        """End all candidates. ``reason``: of those that are not selected and have no reason of their own."""
+    def close(self) -> None:
+        """End all candidates; those that are not selected and have no reason of their own were cancelled."""
         for candidate in self.candidates():
-            candidate.close(reason)
+            candidate.close(DiscardReason.CANCELLED)
         self._run = None

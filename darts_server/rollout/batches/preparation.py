@@ -136,9 +136,8 @@ async def plan_batch(
     rollouts: Rollouts[RequestT, OutputT],
     renderer: PromptRenderer[RequestT, OutputT],
     new_planner: NewPlanner,
-    servers: int,
 ) -> Grant | None:
-    """Decide how many candidates each group of a batch gets, of which parts run on so many ``servers``.
+    """Decide how many candidates each group of a batch gets, of which parts run on several servers.
 
     Raises:
         InvalidRequest: names the field; for a prompt, its number too.
@@ -148,15 +147,14 @@ async def plan_batch(
     if not rollouts.allocator.weighs_prompts(plan):
         return None
     name = f"plan-{uuid.uuid4().hex}"
-    keys, tokens = [], []
+    keys = []
     for number, prompt in enumerate(batch.prompts):
-        if prompt.key:  # not rendered, so that its tokens are not known
+        if prompt.key:
             keys.append(prompt.key)
             continue
         request = await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}")
         keys.append(renderer.prompt_key(request))
-        tokens.append(renderer.tokens(request))
-    return rollouts.allocator.grant(plan, keys, tokens, batch.budget, servers)
+    return rollouts.allocator.grant(plan, keys, batch.budget)
 
 
 def _allocate(

@@ -167,15 +167,15 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         # Shielded, because another caller with the same key may be waiting for the same task.
         return await asyncio.shield(keyed.opening)
 
-    async def plan(self, request: BatchRequest, servers: int) -> Grant | None:
-        """Decide how many candidates each group of a batch gets that is divided among so many ``servers``.
+    async def plan(self, request: BatchRequest) -> Grant | None:
+        """Decide how many candidates each group of a batch gets that is divided among servers.
 
         ``None`` where each of them may decide for its part.
 
         Raises:
             InvalidRequest: names the field.
         """
-        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner, servers)
+        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.
@@ -382,10 +382,7 @@ def _group_bytes(result: GroupResult, copies: int) -> int:
     candidates = 0 if result.record is None else len(result.record.candidates)
     samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
     samples += sum(_sample_bytes(aborted.sample, 1) for aborted in (result.aborted or {}).values())
-    prefixes = sum(
-        sys.getsizeof(prefix.token_ids) + sys.getsizeof(prefix.logprobs) for prefix in (result.prefixes or {}).values()
-    )
-    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples + prefixes
+    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples
 
 
 def _sample_bytes(sample: Sample, copies: int) -> int:

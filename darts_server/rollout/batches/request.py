@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
+from darts_server.policies import OFF
 from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.plan import OFF, UNSHAPED, Plan, Planner
+from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.spec import OnAbort
 from darts_server.types import PromptSpec, RequestOptions
@@ -30,7 +31,6 @@ class BatchRequest:
         min_groups: complete groups with which the batch may end, if the policy chooses so; ``None`` for all.
         survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
             the policy.
-        partial: with survivors, return the prefixes of pruned candidates too.
         carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
             carried over from earlier ones start first.
         carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
@@ -46,7 +46,6 @@ class BatchRequest:
     num_groups: int | None = None
     min_groups: int | None = None
     survivors: bool | None = None
-    partial: bool = False
     carry: Carry = Carry.DROP
     carried: bool = False
     hand_back: bool = False
@@ -106,12 +105,6 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
         raise InvalidRequest(field, error.message) from error
     if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
         plan = _with_survivors(plan)
-    if batch.partial and not plan.shaping.return_survivors:
-        raise InvalidRequest(
-            "partial",
-            f"policy {plan.policy!r} does not return all survivors here; leave it out, or use a policy that prunes, "
-            "such as 'roulette', and not \"survivors\": false",
-        )
     if batch.budget is not None and plan.auto is not None:
         raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
     return plan
@@ -174,7 +167,7 @@ def check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests:
             "carry",
             f"'resume' does not work under policy {plan.policy!r}, which may do something else next; use 'restart'",
         )
-    if plan.shaping.prunes or plan.shaping.shadow:
+    if plan.shaping.prunes:
         raise InvalidRequest(
             "carry",
             f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than lengths; use "

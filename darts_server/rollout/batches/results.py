@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from darts_server.engine.port import TokenSlice
 from darts_server.records import GroupRecord, VersionSpans
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.run import GroupRun
@@ -27,7 +26,6 @@ class GroupResult:
     """The outcome of the group of prompt ``number``.
 
     ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
-    ``prefixes``: tokens of pruned candidates by index, up to where they were pruned; ``None`` if not requested.
     ``aborted``: of a group that was aborted, all candidates by index that were not discarded. They are no group: some
     are not whole, and none was selected. ``None`` if it was not aborted.
     """
@@ -39,7 +37,6 @@ class GroupResult:
     record: GroupRecord | None
     error: Exception | None = None
     metadata: bytes | None = None
-    prefixes: Mapping[int, TokenSlice] | None = None
     aborted: Mapping[int, AbortedSample] | None = None
 
     @property

@@ -57,7 +57,6 @@ class Submission(Generic[RequestT, OutputT]):
         self._rollouts = rollouts
         self._renderer = renderer
         self._ticket = prepared.ticket
-        self._partial = batch.partial
         self._carry = batch.carry
         self._on_abort = batch.on_abort
         self._kept = kept
@@ -283,10 +282,9 @@ class Submission(Generic[RequestT, OutputT]):
             logger.exception("group %s failed", result.group_id)
             return replace(result, error=error)
         finally:  # also of a group that failed, or is stopped because enough others are complete
-            if run is not None:  # without a record, a shadow's other candidates still run
+            if run is not None:
                 self.generated_tokens += run.generated_tokens
-        prefixes = dict(sorted(run.tokens.prefixes.items())) if self._partial else None
-        return replace(result, samples=dict(sorted(samples.items())), record=run.record, prefixes=prefixes)
+        return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
     def _start(self, group: PreparedGroup[RequestT], *, early: bool) -> GroupRun[RequestT, OutputT]:
         can_carry = self._carry is Carry.RESUME
@@ -305,7 +303,6 @@ class Submission(Generic[RequestT, OutputT]):
             group.prompt_key,
             tail_seed,
             early=early and not can_carry,  # what is delivered cannot go on in another group
-            keep_prefixes=self._partial,
             on_abort=self._on_abort,
         )
         held = self._ticket.split(group.allocation.candidates)

@@ -10,12 +10,10 @@ from darts_server.engine.port import CandidateResult, OutputT, RequestT, Running
 from darts_server.exceptions import CandidateFailed, EngineError
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.group import Group
-from darts_server.policy.pruning.survival import SurvivalRule
 from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.candidates.outputs import CandidateOutputs
 from darts_server.rollout.candidates.requests import CandidateRequests
 from darts_server.rollout.carried import CarriedCandidate, compact
-from darts_server.rollout.pruning.checkpoints import Checkpoints
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
@@ -47,7 +45,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         group: the group's state machine, which decides; here it is only read.
         recorder: of the group.
         callbacks: what the group does when something happens to one.
-        survival: with which probability candidates are kept; ``None`` to prune and to score none.
         carried: what the first candidates have generated already.
         order: of its candidates among those of others that wait.
     """
@@ -59,7 +56,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         group: Group,
         recorder: GroupRecorder,
         callbacks: CandidateCallbacks,
-        survival: SurvivalRule | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
@@ -70,17 +66,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.aborted: frozenset[int] = frozenset()
         """Candidates that go to a caller as they were when it was aborted."""
         self.scorer: GroupScorer | None = None
-        if survival is not None and context.can_score:
+        if spec.pruning is not None:
             assert context.scorer is not None
-            self.scorer = GroupScorer(
-                context.scorer,
-                recorder.key,
-                survival,
-                self.running,
-                callbacks.on_events,
-                wait_for_tokens=spec.keep_prefixes,
-            )
-        self._checkpoints = None if survival is None else Checkpoints(survival, self.running)
+            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, callbacks.on_events)
         self._engine = context.engine
         self._starts = context.starts
         self._order = order
@@ -120,7 +108,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             and tokens >= tokens_due
         ]
         events += [] if self.scorer is None else self.scorer.poll()
-        events += [] if self._checkpoints is None else self._checkpoints.poll()
         return events
 
     def suspend(self) -> None:

@@ -20,8 +20,6 @@ class CandidateTokens:
         outputs: CandidateOutputs[Any, Any],
         recorder: GroupRecorder,
     ) -> None:
-        self.prefixes: dict[int, TokenSlice] = {}
-        """Of each pruned candidate for which `keep_prefix` was called: its tokens up to where it was pruned."""
         self._group = group
         self._running = running
         self._outputs = outputs
@@ -40,16 +38,6 @@ class CandidateTokens:
         running = self._running_at(index)
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
-
-    def keep_prefix(self, index: int) -> None:
-        """Keep what a candidate that is being pruned has generated, up to the checkpoint at which that was decided."""
-        # The decision comes in the turn of the loop in which its tokens were read, so the candidate still has them.
-        generated = self._running[index].tokens_from(0)
-        assert generated is not None
-        end = self._group.candidates[index].checkpoints[-1].tokens
-        has_logprobs = generated.logprobs is not None and generated.logprobs_requested
-        logprobs = generated.logprobs[:end] if has_logprobs and generated.logprobs is not None else None
-        self.prefixes[index] = TokenSlice(generated.token_ids[:end], logprobs)
 
     def _running_at(self, index: int) -> RunningCandidate[Any] | None:
         return self._running.get(index) if self._group.candidates[index].running else None

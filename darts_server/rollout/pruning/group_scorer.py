@@ -1,13 +1,13 @@
 """Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from darts_server.engine.port import HiddenState, Probe, RunningCandidate, TokenSlice
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.pruning.scorer import Assessment, CandidateScorer
 
@@ -19,28 +19,25 @@ class GroupScorer:
     however many more a candidate has by then: equal tokens get equal scores.
 
     ``running``: the running candidates by index. ``on_score``: called in the event loop with scores from hidden states,
-    also of candidates that have ended since, but not of dropped ones. ``wait_for_tokens``: score a hidden state only
-    when the tokens before it are known here too.
+    also of candidates that have ended since, but not of dropped ones.
     """
 
     def __init__(
         self,
         scorer: CandidateScorer,
         group: GroupKey,
-        rule: SurvivalRule,
+        pruning: Pruning,
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
-        wait_for_tokens: bool = False,
     ) -> None:
         self._scorer = scorer
         self._group = group
-        self._rule = rule
+        self._pruning = pruning
         self._running = running
         self._on_score = on_score
         self._detect_at = scorer.detect_at
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
-        self._waits = scorer.uses_logprobs or wait_for_tokens
         self._waiting: dict[int, list[HiddenState]] = {}  # hidden states whose log-probs have not arrived yet
         self._started: set[int] = set()
         self._early: dict[int, list[Scored]] = {}  # scores of candidates from before `mark_started`
@@ -87,12 +84,12 @@ class GroupScorer:
     def _receive_state(self, index: int, probed: HiddenState) -> None:
         if index in self._dropped:
             return
-        if self._waits:
+        if self._uses_logprobs:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
-            assessment = self._scorer.score_state(self._group, index, probed, (), self._rule)
-            scores = [_scored(index, assessment, probed.tokens)]
+            assessment = self._scorer.score_state(self._group, index, probed, (), self._pruning)
+            scores = [_scored(index, assessment)]
         for scored in scores:
             if index in self._started:
                 self._on_score(scored)
@@ -110,18 +107,15 @@ class GroupScorer:
             self._waiting[index] = states
             return
         generated = None if index in self._dropped or running is None else running.tokens_from(0)
-        logprobs: Sequence[float] | None = ()
-        if self._uses_logprobs:
-            logprobs = None if generated is None else generated.logprobs
-        if generated is None or logprobs is None:
+        if generated is None or generated.logprobs is None:
             return
         for probed in states:
             if probed.tokens > len(generated.token_ids):
                 self._waiting.setdefault(index, []).append(probed)
                 continue
-            so_far = tuple(logprobs[: probed.tokens])
-            assessment = self._scorer.score_state(self._group, index, probed, so_far, self._rule)
-            yield _scored(index, assessment, probed.tokens)
+            so_far = tuple(generated.logprobs[: probed.tokens])
+            assessment = self._scorer.score_state(self._group, index, probed, so_far, self._pruning)
+            yield _scored(index, assessment)
 
     def _is_due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)
@@ -137,9 +131,9 @@ class GroupScorer:
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            assessment = self._scorer.score_logprobs(self._group, index, logprobs, self._rule)
-            yield _scored(index, assessment, len(logprobs))
+            assessment = self._scorer.score_logprobs(self._group, index, logprobs, self._pruning)
+            yield _scored(index, assessment)
 
 
-def _scored(index: int, assessment: Assessment, tokens: int) -> Scored:
-    return Scored(index, assessment.quality, assessment.survival, tokens)
+def _scored(index: int, assessment: Assessment) -> Scored:
+    return Scored(index, assessment.quality, assessment.survival)

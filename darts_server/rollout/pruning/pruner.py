@@ -12,7 +12,7 @@ from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.evaluation import Evaluation, ScoreMetrics
 from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
@@ -150,7 +150,7 @@ class Pruner(GroupObserver):
         return self._kind is not ScoreKind.HEAD
 
     def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         kind = self._settings.kind
         hidden = head_input(kind, probed.vector, logprobs)
@@ -159,17 +159,15 @@ class Pruner(GroupObserver):
         self._observer.hidden_state_expected(received=True)
         score = self._head.score(hidden, probed.tokens)
         pending = PendingScore(last_reached(points, probed.tokens), probed.tokens, compact(hidden))
-        return self._assess(group, index, pending, score, rule)
+        return self._assess(group, index, pending, score, pruning)
 
-    def score_logprobs(
-        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
-    ) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
         points = self._ensure_points(kind, 0)
         value = logprob_score(kind, logprobs)
         score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
         pending = PendingScore(last_reached(points, len(logprobs)), len(logprobs), None)
-        return self._assess(group, index, pending, score, rule)
+        return self._assess(group, index, pending, score, pruning)
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         label = self._pending.find(group, index)
@@ -184,9 +182,7 @@ class Pruner(GroupObserver):
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
-    def _assess(
-        self, group: GroupKey, index: int, pending: PendingScore, score: Score, rule: SurvivalRule
-    ) -> Assessment:
+    def _assess(self, group: GroupKey, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Assessment:
         """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
         self._status_log.update(self.status)
         usable = score.status is not HeadStatus.BAD_FEATURE
@@ -198,7 +194,8 @@ class Pruner(GroupObserver):
                 pending.quality = calibrator.probability(score.value)
         if usable and (dropped := self._pending.add(group, index, pending)):
             self._observer.pending_labels_dropped(dropped)
-        survival = rule.at_score(index, pending.tokens, pending.quality, pending.point.estimator)
+        estimator = pending.point.estimator
+        survival = 1.0 if pending.quality is None else estimator.survival(pending.quality, pruning)
         if (label := self._pending.find(group, index)) is not None:
             label.is_undecided = survival < 1
         if pending.quality is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from darts_server.engine.port import HiddenState
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 
 
@@ -38,14 +38,12 @@ class CandidateScorer(Protocol):
         ...
 
     def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
-    def score_logprobs(
-        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
-    ) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 

@@ -11,12 +11,12 @@ from typing import Generic
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
 from darts_server.observers import VoteObserver
+from darts_server.policies import OFF
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection.rules import InOrder
 from darts_server.records import GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.plan import OFF
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec

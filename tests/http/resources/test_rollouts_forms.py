@@ -54,7 +54,7 @@ def with_lists(tensors: dict[str, Any]) -> Any:
     answer = json.loads(tensors["answer"].tobytes())
     offsets = tensors["offsets"].tolist()
     for holder in [*answer["groups"], *answer["unfinished"]]:
-        for name in ("aborted", "trajectories", "partial"):
+        for name in ("aborted", "trajectories"):
             for item in holder.get(name) or ():
                 for field in ("token_ids", "logprobs"):
                     if (row := item[field]) is not None:

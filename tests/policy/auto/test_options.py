@@ -108,7 +108,7 @@ def test_deadlines_can_be_moved_later_in_all_options_that_have_one() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"allow": ("first_finish",)},
+        {"allow": ("arrol",)},
         {"most_lost": -0.1},
         {"most_bias": 1.1},
         {"exploration": 2.0},

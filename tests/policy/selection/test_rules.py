@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import Candidate, State
-from darts_server.policy.selection.rules import FirstFinish, InOrder, Shadow, Shortest, Verdict
-from darts_server.policy.selection.tail_rules import CutTail, DeadlineTail, LongestTail, SampledTail
+from darts_server.policy.selection.rules import InOrder, Shortest, Verdict
+from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
-from tests.policy.cases import CUT_TAILS, DEADLINE_TAILS, FIRST_FINISH, RULES, WITHOUT_DEADLINE
-from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, deadline, futures, possible
+from tests.policy.cases import CUT_TAILS, RULES, WITHOUT_DEADLINE
+from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, futures, possible
 
 cheap = settings(max_examples=3 * settings().max_examples)
 thoroughly = settings(max_examples=6 * settings().max_examples)
@@ -25,11 +25,9 @@ RANDOMS = st.randoms(use_true_random=True)
 LIMITS = st.none() | st.integers(1, 8)
 
 
-def ended(index: int, tokens: int, *, valid: bool = True, tail_draw: float = 0.5, place: int = 0) -> Candidate:
+def ended(index: int, tokens: int, *, valid: bool = True, tail_draw: float = 0.5) -> Candidate:
     reason = FinishReason.STOP if valid else FinishReason.LENGTH
-    return Candidate(
-        index, tail_draw=tail_draw, state=State.FINISHED, tokens=tokens, finish_reason=reason, finish_position=place
-    )
+    return Candidate(index, tail_draw=tail_draw, state=State.FINISHED, tokens=tokens, finish_reason=reason)
 
 
 def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
@@ -44,14 +42,9 @@ def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
 def test_a_rule_selects_what_its_definition_says(
     rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
 ) -> None:
-    draws, places = random.sample(range(100), len(ends)), random.sample(range(100), len(ends))
-    fates = {
-        i: Fate(length, valid, draw, place)
-        for i, ((length, valid), draw, place) in enumerate(zip(ends, draws, places, strict=True))
-    }
-    finished = [
-        ended(i, f.length, valid=f.valid, tail_draw=f.tail_draw, place=f.finish_position) for i, f in fates.items()
-    ]
+    draws = random.sample(range(100), len(ends))
+    fates = {i: Fate(length, valid, draw) for i, ((length, valid), draw) in enumerate(zip(ends, draws, strict=True))}
+    finished = [ended(i, f.length, valid=f.valid, tail_draw=f.tail_draw) for i, f in fates.items()]
     random.shuffle(finished)
     assert rule.select(finished, limit) == chosen(rule, fates, limit)
 
@@ -104,52 +97,13 @@ def test_in_order_selects_the_first_however_they_finished() -> None:
     assert InOrder(2).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
 
 
-def test_the_first_to_finish_are_short_and_truncated_ones_fill_in_the_same_order() -> None:
-    finished = [
-        ended(0, 1, place=4),
-        ended(1, 9, place=2),
-        ended(2, 3, valid=False, place=3),
-        ended(3, 5, valid=False, place=1),
-    ]
-    assert FirstFinish(1).select(finished) == {1: SelectedAs.SHORT}
-    assert FirstFinish(3).select(finished) == {0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 3: SelectedAs.FILL}
-
-
-def test_a_shadow_returns_the_first_whatever_is_shadowed() -> None:
-    finished = [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)]
-    assert Shadow(Shortest(2)).select(finished) == {0: SelectedAs.FILL, 1: SelectedAs.SHORT}
-
-
-def test_the_longest_are_those_within_the_deadline() -> None:
-    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
-    rule = DeadlineTail(1, 1)
-    assert rule.select(finished) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
-    assert rule.select(finished, 9) == {1: SelectedAs.SHORT, 0: SelectedAs.LONG}
-    assert rule.select(finished, 5) == {1: SelectedAs.SHORT, 3: SelectedAs.LONG}
-
-
-def test_a_deadline_is_at_least_the_groups_completion_length() -> None:
-    finished = [ended(0, 9), ended(1, 2), ended(2, 4), ended(3, 5)]
-    assert DeadlineTail(1, 1).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG}
-    assert DeadlineTail(1, 2).select(finished, 1) == {1: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}
-    assert DeadlineTail(1, 3).select(finished, 1) == {
-        1: SelectedAs.SHORT,
-        2: SelectedAs.LONG,
-        3: SelectedAs.LONG,
-        0: SelectedAs.LONG,
-    }
-
-
 @pytest.mark.parametrize(
     ("rule", "short", "size"),
     [
         (InOrder(3), 3, 3),
         (Shortest(3), 3, 3),
-        (FirstFinish(3), 3, 3),
-        (Shadow(SampledTail(3, 1)), 4, 4),
         (LongestTail(3, 1), 3, 4),
         (SampledTail(3, 1), 3, 4),
-        (DeadlineTail(3, 1), 3, 4),
         (CutTail(3, 1), 3, 4),
     ],
 )
@@ -164,10 +118,7 @@ def test_a_rule_has_its_size_and_its_number_of_shortest(rule: Rule, short: int, 
         (Shortest(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
         (LongestTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (SampledTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
-        (DeadlineTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
         (CutTail(1, 1), DiscardReason.MIDDLE, DiscardReason.TRUNCATED),
-        (FirstFinish(1), DiscardReason.LONGER_THAN_NEEDED, DiscardReason.TRUNCATED),
-        (Shadow(Shortest(1)), DiscardReason.SHADOW, DiscardReason.SHADOW),
     ],
 )
 def test_the_rule_gives_the_reason_of_a_discarded_candidate(
@@ -226,26 +177,6 @@ def test_a_sampled_candidate_is_settled_if_it_is_valid_or_enough_others_are() ->
     assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], deliver_early=True).settled == {1}
 
 
-def test_the_first_to_finish_are_settled_at_once_and_the_rest_hopeless() -> None:
-    rule, going = FirstFinish(2), [running(4, 0), running(5, 9)]
-    assert rule.assess(going, [ended(0, 9, place=1)], deliver_early=True) == Verdict(frozenset({0}))
-    done = [ended(0, 9, place=1), ended(2, 8, valid=False, place=2), ended(1, 7, place=3)]
-    longer = DiscardReason.LONGER_THAN_NEEDED
-    assert rule.assess(going, done, deliver_early=True) == Verdict(frozenset({0, 1}), {4: longer, 5: longer})
-
-
-def test_a_truncated_candidate_is_not_settled_while_others_run() -> None:
-    done = [ended(0, 9, valid=False, place=1)]
-    assert FirstFinish(1).assess([running(1, 0)], done, deliver_early=True) == Verdict(frozenset())
-    assert FirstFinish(1).assess([], done, deliver_early=True) == Verdict(frozenset({0}))
-
-
-def test_a_shadow_observes_until_nothing_runs() -> None:
-    rule, done = Shadow(Shortest(1)), [ended(0, 9), ended(1, 2)]
-    assert rule.assess([running(2, 9)], done, deliver_early=True) == Verdict(frozenset({0}), observing=True)
-    assert rule.assess([], done, deliver_early=True) == Verdict(frozenset({0}))
-
-
 def test_candidates_that_only_fill_up_are_not_cut() -> None:
     done = [ended(0, 2), ended(1, 5, valid=False), ended(2, 6, valid=False)]
     assert CutTail(2, 1).assess([], done, deliver_early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
@@ -284,22 +215,6 @@ def test_a_candidate_that_is_surely_short_is_settled_beyond_the_deadline_too() -
     assert CutTail(1, 1).assess(going, [ended(0, 9)], deliver_early=True, deadline=3).settled == {0}
 
 
-def test_a_candidate_that_reaches_the_deadline_is_stopped() -> None:
-    done = [ended(0, 2), ended(1, 5)]
-    going = [running(2, 5), running(3, 4), running(4, 7)]
-    verdict = DeadlineTail(1, 1).assess(going, done, deliver_early=False, deadline=7)
-    assert (verdict.hopeless, verdict.check_at) == ({4: DiscardReason.TAIL_PRUNED}, {2: 7, 3: 7})
-    verdict = DeadlineTail(1, 1).assess(going, done, deliver_early=False, deadline=3)
-    assert (verdict.hopeless, verdict.check_at) == (dict.fromkeys((2, 4), DiscardReason.TAIL_PRUNED), {3: 5})
-    assert not DeadlineTail(1, 1).assess(going, done, deliver_early=False).hopeless
-    assert not DeadlineTail(1, 2).assess(going, done, deliver_early=False, deadline=3).hopeless
-
-
-def test_a_deadline_tail_without_tail_places_stops_longer_candidates() -> None:
-    verdict = DeadlineTail(1, 0).assess([running(1, 2)], [ended(0, 2)], deliver_early=False, deadline=9)
-    assert verdict == Verdict(frozenset({0}), {1: DiscardReason.LONGER_THAN_NEEDED})
-
-
 States = list[tuple[str, int]]
 
 
@@ -315,47 +230,31 @@ def situations(
 
 
 def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that run and those that have finished, with random tail draws and finish positions."""
+    """Those that run and those that have finished, with random tail draws."""
     going, done = [], []
-    draws, places = random.sample(range(100), len(states)), random.sample(range(100), len(states))
-    for i, ((state, tokens), draw, place) in enumerate(zip(states, draws, places, strict=True)):
+    draws = random.sample(range(100), len(states))
+    for i, ((state, tokens), draw) in enumerate(zip(states, draws, strict=True)):
         if state == "running":
             going.append(running(i, tokens, tail_draw=draw))
         else:
-            done.append(ended(i, tokens + 1, valid=state == "stop", tail_draw=draw, place=place))
+            done.append(ended(i, tokens + 1, valid=state == "stop", tail_draw=draw))
     return going, done
 
 
 def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known, Open]:
-    ends = tuple((c.index, Fate(c.tokens, c.valid, c.tail_draw, c.finish_position)) for c in done)
+    ends = tuple((c.index, Fate(c.tokens, c.valid, c.tail_draw)) for c in done)
     return ends, tuple((c.index, c.tokens, c.tail_draw) for c in going)
 
 
 @cheap
-@given(situations(WITHOUT_DEADLINE | FIRST_FINISH), st.booleans(), RANDOMS)
+@given(situations(WITHOUT_DEADLINE), st.booleans(), RANDOMS)
 def test_hopeless_candidates_are_those_that_no_future_selects(
     situation: tuple[Rule, States], early: bool, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
     some, every = possible(rule, *known(going, done))
     verdict = rule.assess(going, done, early)
-    if not isinstance(rule, Shadow):
-        assert verdict.hopeless.keys() == {c.index for c in going} - some
-    assert verdict.settled <= every
-
-
-@cheap
-@given(situations(DEADLINE_TAILS), st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), RANDOMS)
-def test_with_a_deadline_hopeless_candidates_are_those_that_reached_it(
-    situation: tuple[DeadlineTail, States], early: bool, limit: int | None, random: Random
-) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
-    some, every = possible(rule, *known(going, done), limit)
-    verdict = rule.assess(going, done, early, limit)
-    end = deadline(dict(known(going, done)[0]), rule.size, limit)
-    late = {c.index for c in going if end is not None and c.tokens >= end}
-    assert not late & some
-    assert verdict.hopeless.keys() == (late if rule.num_longest else {c.index for c in going} - some)
+    assert verdict.hopeless.keys() == {c.index for c in going} - some
     assert verdict.settled <= every
 
 
@@ -401,4 +300,4 @@ def test_no_verdict_changes_before_its_check(
 
 def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
     settled = verdict.settled if early else len(verdict.settled) == rule.size
-    return settled, verdict.hopeless, verdict.cuts, verdict.observing
+    return settled, verdict.hopeless, verdict.cuts

@@ -35,7 +35,7 @@ def test_where_all_candidates_start_together_the_prediction_is_exact(policy: str
         assert found.returned.tolist() == returned.tolist()
         assert found.truncated.tolist() == truncated.tolist()
         deadlines += found.deadline is not None
-    assert (deadlines > 0) == (policy in ("darts_deadline", "darts_cut", "cap", "limit", *RECENT))
+    assert (deadlines > 0) == (policy in ("darts_cut", "cap", "limit", *RECENT))
 
 
 @pytest.mark.parametrize("policy", RECENT)
@@ -106,7 +106,7 @@ def test_candidates_of_earlier_rollouts_are_not_predicted() -> None:
         predict(replace(case.batch, done=np.zeros_like(case.batch.lengths)), case.plan, case.machine)
 
 
-@pytest.mark.parametrize("policy", ["darts_deadline", "darts_cut", "cap"])
+@pytest.mark.parametrize("policy", ["darts_cut", "cap"])
 def test_there_is_no_deadline_where_all_groups_are_truncated(policy: str) -> None:
     case = world(policy, 1, replicas=1, room=1000, groups=10)
     batch = replace(case.batch, lengths=np.full_like(case.batch.lengths, case.batch.max_tokens))

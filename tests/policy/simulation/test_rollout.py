@@ -7,12 +7,12 @@ import pytest
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.replay import replay
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import place_groups, simulate
 from darts_server.types import FinishReason
+from examples.tiny_rl.replay import replay
 from tests.policy.simulation.worlds import NAMED, POLICIES, token_by_token, world
 
 SECOND = StepTime(LatencyCurve((1.0,), (1.0,)))

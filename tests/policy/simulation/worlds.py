@@ -8,10 +8,9 @@ from numpy.random import Generator, default_rng
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group
+from darts_server.policy.group import Group, RecordedDraws
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.named_policies import build_policies
-from darts_server.policy.replay import RecordedDraws
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine, StepTime
@@ -23,17 +22,17 @@ POLICIES: dict[str, Shaping | None] = {
     "longest": Shaping(tail=Tail.LONGEST),
     "none": Shaping(num_longest=0),
     "limit": replace(NAMED["cap"], deadline=Deadline(tokens=30, bound=1.0)),
-    **{name: NAMED[name] for name in ("uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish")},
+    **{name: NAMED[name] for name in ("uniform", "darts", "darts_cut", "cap")},
     **{
         f"recent_{name}": replace(NAMED[name], deadline=Deadline(exploration=0.0, recent=8))
-        for name in ("darts_deadline", "darts_cut", "cap")
+        for name in ("darts_cut", "cap")
     },
 }
 RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
 """Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
 FEW = ("off", "cap", "limit", "recent_cap")
 """Policies that start no more candidates than they return."""
-WHOLE = ("off", "longest", "none", "uniform", "darts", "first_finish")
+WHOLE = ("off", "longest", "none", "uniform", "darts")
 """Policies that return trajectories whole."""
 
 

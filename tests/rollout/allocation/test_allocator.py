@@ -197,7 +197,7 @@ def test_of_a_cohorts_parts_only_the_one_that_leads_decides_to_explore(part: Coh
     assert terms_of(EXPLORING, 4, part).explored is explored
 
 
-@pytest.mark.parametrize("shaping", [DARTS, replace(DARTS, deadline=Deadline()), replace(DARTS, shadow=True)])
+@pytest.mark.parametrize("shaping", [DARTS, replace(DARTS, deadline=Deadline())])
 @pytest.mark.parametrize("budget", [None, 60])
 def test_parts_with_their_grants_are_what_the_whole_cohort_would_be(shaping: Shaping, budget: int | None) -> None:
     plan, keys = Plan("darts", shaping, SIZE), [f"p{number}" for number in range(4)]
@@ -225,7 +225,6 @@ def test_the_load_of_each_server_reduces_its_grants_but_for_those_of_a_budget() 
         assert [each.candidates for each in found] == expected
 
 
-@pytest.mark.parametrize("shaping", [DARTS, replace(EXPLORING, shadow=True)])
-def test_without_a_deadline_and_as_a_shadow_a_part_is_a_cohort_of_its_own(shaping: Shaping) -> None:
-    terms = terms_of(shaping, 4, CohortPart(99, True))
+def test_without_a_deadline_a_part_is_a_cohort_of_its_own() -> None:
+    terms = terms_of(DARTS, 4, CohortPart(99, True))
     assert (terms.part, terms.few) == (None, True)

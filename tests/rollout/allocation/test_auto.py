@@ -12,6 +12,7 @@ import pytest
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
+from darts_server.policies import AUTO
 from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose, hindsight
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
@@ -20,7 +21,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.plan import AUTO, Planner
+from darts_server.rollout.plan import Planner
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
@@ -308,7 +309,7 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     names = [f"cancelled-{number}" for number in range(GROUPS)]
     runs = await made.start_cohort(SIZE, AUTO, names)
     for run in runs:
-        run.leave()
+        run.cancel()
     await settle()
     state = made.rollouts.allocator.auto.state(SIZE)
     assert state.batches == 2
@@ -444,7 +445,7 @@ async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> No
     await cohort(made, "step0")
     made.engine.now += 7
     for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
-        run.leave()
+        run.cancel()
     made.engine.now += 1
     await cohort(made, "step1")
     [(_, seconds)] = made.rollouts.allocator.auto.state(SIZE).training

@@ -27,7 +27,6 @@ SHAPINGS = {
     "longest": Shaping(redundancy=1.5, tail=Tail.LONGEST),
     "darts": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
     "cut": Shaping(redundancy=1.5, deadline=Deadline(quantile=0.5, exploration=0.0)),
-    "shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True),
 }
 POLICIES = [*SHAPINGS, "off"]
 

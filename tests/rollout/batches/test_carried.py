@@ -13,15 +13,16 @@ import pytest
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.batches.request import BatchRequest
+from darts_server.rollout.batches.request import BatchRequest, check_resumable
 from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
 from darts_server.rollout.carried import CarriedCandidate
-from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (
@@ -464,14 +465,11 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     assert [each.group is None for each in prompts.take(None, (), others=True)] == [True, True, False, False]
 
 
-def test_a_policy_that_prunes_or_a_shadow_does_not_resume() -> None:
-    async def scenario() -> None:
-        registry = new_registry(Harness(by_text), "shadow")
-        with pytest.raises(InvalidRequest) as refused:
-            await registry.open(resumed("10"), WHOLE)
-        assert refused.value.field == "carry"
-
-    run_on_stepped_clock(scenario())
+def test_a_policy_that_prunes_does_not_resume() -> None:
+    plan = Plan("arrol", Shaping(pruning=Pruning()), SIZE)
+    with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
+        check_resumable(Harness(by_text).rollouts, plan, ["10"])
+    assert refused.value.field == "carry"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -543,15 +541,5 @@ def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopped_it(
         assert (decided(done), done.carried) == (["10"], 1)
         counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
         assert done.generated == counted > 100
-
-    run_on_stepped_clock(scenario())
-
-
-def test_tokens_of_a_shadow_count_up_to_the_answer() -> None:
-    async def scenario() -> None:
-        harness = Harness(lambda text, index: Script(int(text) + 40 * (index >= SIZE)))
-        done = await run_batch(harness, new_registry(harness, "shadow"), request("20"))
-        assert [result.record for result in done.results] == [None], "two candidates still run"
-        assert done.generated == 6 * 20
 
     run_on_stepped_clock(scenario())

@@ -43,7 +43,7 @@ from tests.rollout.helpers import Harness, lengths
 from tests.rollout.joining.joining import SteppedLoop
 
 
-def check_events_match_answer(events: Events, batch: BatchRun, shadow: bool) -> None:
+def check_events_match_answer(events: Events, batch: BatchRun) -> None:
     """Check that the events of the whole batch agree with its answer."""
     assert [number for number, _ in events] == list(range(1, len(events) + 1))
     assert isinstance(events[0][1], BatchStarted)
@@ -73,10 +73,9 @@ def check_events_match_answer(events: Events, batch: BatchRun, shadow: bool) -> 
             assert isinstance(end, TrajectorySelected)
             assert end.sample is sample
             assert end.cut or length == len(ends[index].token_ids)
-        if not shadow:
-            assert result.record is not None
-            actual = {i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, CandidateDiscarded)}
-            assert actual == discarded(result.record)
+        assert result.record is not None
+        actual = {i: (c.end.length, c.end.reason) for i, c in ends.items() if isinstance(c.end, CandidateDiscarded)}
+        assert actual == discarded(result.record)
 
 
 def discarded(record: GroupRecord) -> dict[int, tuple[int, DiscardReason]]:
@@ -109,7 +108,7 @@ def test_events_match_the_answer_and_can_be_replayed_from_any_number(
             batch_request(prompts, num_groups=num_groups), token_stream(chunk), idempotency_key()
         )
         events = await play(harness, asyncio.ensure_future(read_events(batch, pauses=pauses)))
-        check_events_match_answer(events, batch, policy == "shadow")
+        check_events_match_answer(events, batch)
         for after in range(len(events) + 1):
             check_replay(events, await read_events(batch, after), after)
         await harness.engine.run()
@@ -134,7 +133,7 @@ def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy:
                             first.append(found)
                 await harness.engine.step()
         rest = await play(harness, asyncio.ensure_future(read_events(batch, len(first))))
-        check_events_match_answer(first + rest, batch, policy == "shadow")
+        check_events_match_answer(first + rest, batch)
 
     run_on_stepped_clock(scenario())
 
@@ -187,7 +186,7 @@ async def test_concurrent_listeners_get_the_same_events() -> None:
     assert [
         one for one in events if one in again or not (isinstance(one[1], TokenDelta) and one[1].trajectory_id in gone)
     ] == again
-    check_events_match_answer(events, batch, shadow=False)
+    check_events_match_answer(events, batch)
 
 
 async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
@@ -213,7 +212,7 @@ async def test_what_groups_of_a_part_need_is_sent_once_before_they_end_and_toget
     assert all(number < ends[prompt] for number, event in reports for prompt in event.needs)
     check_replay(events, await read_events(batch), 0)
     if mode is StreamMode.TOKENS:
-        check_events_match_answer(events, batch, shadow=False)
+        check_events_match_answer(events, batch)
 
 
 async def test_a_slow_reader_gets_what_a_group_needs_before_its_end() -> None:

@@ -32,7 +32,6 @@ POLICIES = {
     "adaptive": Shaping(redundancy=1.5, adaptive=True),
     "adaptive shortest": Shaping(redundancy=1.5, num_longest=0, adaptive=True),
     "four alone": Shaping(redundancy=1.5, num_shortest=3, num_longest=1),
-    "shadow": Shaping(redundancy=1.5, num_longest=0, shadow=True),
 }
 
 

@@ -22,7 +22,6 @@ POLICIES = {
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "adaptive": Shaping(redundancy=1.5, num_longest=1, adaptive=True),
     "cut": Shaping(redundancy=1.5, num_longest=1, adaptive=True, deadline=Deadline(exploration=0.2)),
-    "shadow": Shaping(redundancy=1.5, num_longest=1, shadow=True),
 }
 PATIENCE = 400
 """Steps after which a caller that still waits is taken to wait for ever; no script takes a fifth of it."""
@@ -70,7 +69,7 @@ class Crowd:
             if self.random.random() < self.quiet_rate or (not self.coming and not self.harness.engine.running):
                 await self.harness.advance_clock(self.random.choice([1.0, WAIT]))
         assert not self.coming
-        await self.harness.engine.run()  # shadow candidates run on
+        await self.harness.engine.run()
 
     async def _step(self, step: int) -> None:
         """One decode step, in any turn of which somebody may come or go."""

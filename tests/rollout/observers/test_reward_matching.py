@@ -30,7 +30,7 @@ from darts_server.rollout.observers.reward_matching import (
 from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.rollout.helpers import SHAPINGS, Documents, Harness, collect, lengths
+from tests.rollout.helpers import Documents, Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio
 
@@ -446,9 +446,9 @@ async def test_a_large_report_does_not_block_the_event_loop() -> None:
 # --- on an engine -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["shortest", "uniform", "shadow"])
+@pytest.mark.parametrize("policy", ["shortest", "uniform"])
 async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) -> None:
-    harness = Harness(lengths(5, 9, 3, 7, 4, 20), SHAPINGS | {"shadow": replace(SHAPINGS["shortest"], shadow=True)})
+    harness = Harness(lengths(5, 9, 3, 7, 4, 20))
     trainer = Trainer()
     trainer.listen(harness)
     got = await harness.group(harness.run(4, policy, group_id="g"))

@@ -6,7 +6,7 @@ import numpy as np
 
 from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.pruning.scorer import Assessment
 
@@ -29,15 +29,13 @@ class FakeScorer:
         self.dropped: list[int] = []
 
     def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         self.scored_states.append((index, probed.tokens))
         assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.uses_logprobs else ())
         return Assessment(*map(float, probed.vector))
 
-    def score_logprobs(
-        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
-    ) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         self.scored_logprobs.append((index, len(logprobs)))
         assert logprobs == tuple(-token / 8 for token in range(len(logprobs)))
         return Assessment(0.5, self.survival)

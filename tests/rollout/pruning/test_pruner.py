@@ -1,14 +1,13 @@
 """Trajectories are scored by what rewards taught; while no score can be trusted, all are kept and a status says why."""
 
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from darts_server.engine.port import HiddenState
 from darts_server.policy.pruning.calibration import Calibration
-from darts_server.policy.pruning.roulette import GroupRoulette, PromptForecast, Roulette
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STEP_GROUPS
@@ -48,17 +47,6 @@ async def test_metrics_show_that_qualities_are_calibrated() -> None:
     assert calibrated.calibration_error is not None
     assert calibrated.calibration_error < 0.1
     assert scores == bench.head.report.metrics
-
-
-async def test_a_rule_of_its_own_group_decides_by_the_calibrated_quality() -> None:
-    bench = Bench().warm(6)
-    rule = GroupRoulette(Roulette(), PromptForecast(pass_rate=0.9))
-    for index, (hidden, _) in enumerate(bench.task.trajectories(8)):
-        q, survival = astuple(
-            bench.pruner.score_state((None, "g"), index, HiddenState(10, hidden.astype(np.float32)), (), rule)
-        )
-        value = (q * 0.01 + (1 - q) * 0.81) / 0.09
-        assert survival == pytest.approx(min(1.0, max(0.1, math.sqrt(value))))
 
 
 async def test_labels_hold_the_survival_probability_over_all_decisions() -> None:

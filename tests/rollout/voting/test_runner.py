@@ -18,7 +18,7 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
 from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import BUFFER, CalibrationStatus
-from darts_server.policy.pruning.survival import SurvivalRule
+from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.learned.blobs import BlobStore
 from darts_server.rollout.pruning.scorer import Assessment
@@ -58,13 +58,11 @@ class StateScorer:
         self.dropped: list[int] = []
 
     def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], rule: SurvivalRule
+        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Assessment:
         return Assessment(float(probed.vector[0]), 0.1)
 
-    def score_logprobs(
-        self, group: GroupKey, index: int, logprobs: tuple[float, ...], rule: SurvivalRule
-    ) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
         raise NotImplementedError
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:

@@ -1,15 +1,15 @@
 """Replay a selection rule on candidates whose lengths are known, as if they had run side by side.
 
-Shadow policies and pictures use it: the answer is exact, since the same state machine decides as on a real engine.
+The answer is exact, since the same state machine decides as on a real engine.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group
+from darts_server.policy.group import Group, RecordedDraws
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.types import FinishReason
 
@@ -69,13 +69,3 @@ def replay(
                 case Cut(index=index, tokens=tokens):
                     lengths[index] = tokens
     return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.selected_as is not None), step)
-
-
-class RecordedDraws:
-    """A generator of random numbers that were drawn before."""
-
-    def __init__(self, draws: Iterable[float]) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws)

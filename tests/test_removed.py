@@ -1,0 +1,113 @@
+"""What earlier versions had is refused with what to use instead: neither silently nor as if it had never been."""
+
+from pathlib import Path
+
+import pytest
+
+from darts_server.cli import USAGE_ERROR, main
+from darts_server.control import Control
+from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.policies import POLICIES
+from darts_server.removed import FIELDS, ROUTES, SETTINGS, VALUES
+from darts_server.settings import Settings, apply_patch, load, refuse_removed_flags
+from darts_server.simulation.policies import NAMES, parse_policy
+from darts_server.types import RequestOptions
+from tests.http.serving import client
+
+GONE = sorted(SETTINGS.keys() - Settings.model_fields.keys())
+NAMES_GONE = [name.replace("*", "darts_cut") for name in VALUES["policy"]]
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("form", ["--{} 1", "--{}=1"])
+def test_a_flag_that_is_gone_says_what_to_use_instead(name: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = form.format(name.replace("_", "-")).split()
+    for command in ("serve", "doctor"):
+        assert main([command, "model", *flag]) in (USAGE_ERROR, 1)
+        written = capsys.readouterr()
+        assert f"--{name.replace('_', '-')} is gone; {SETTINGS[name]}" in written.err + written.out
+
+
+def test_flags_of_others_pass() -> None:
+    refuse_removed_flags(["--max-model-len", "queue-prompts", "--queue-promptly", "-O3", "survival"])
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_variable_and_a_key_of_the_file_that_are_gone_say_so_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "darts.toml"
+    config.write_text(f"{name} = 1\n")
+    with pytest.raises(InvalidSetting, match=f"{name} is gone; "):
+        load({}, str(config))
+    with pytest.raises(InvalidRequest, match="is gone; ") as refused:
+        apply_patch(load({}, None), {name: 1})
+    assert refused.value.field == name
+    monkeypatch.setenv(f"darts_{name}", "")
+    load({}, None)
+    monkeypatch.setenv(f"darts_{name}", "1")
+    with pytest.raises(InvalidSetting, match=f"darts_{name} is gone; "):
+        load({}, None)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("budget", "utility"), *(("policy", name) for name in NAMES_GONE)])
+def test_a_value_that_is_gone_says_what_to_use_instead(setting: str, value: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"--{setting} = {value} is gone; use "):
+        load({setting: value}, None)
+    with pytest.raises(InvalidRequest, match=f"'{value}' is gone; use ") as refused:
+        apply_patch(load({}, None), {setting: value})
+    assert refused.value.field == setting
+
+
+@pytest.mark.parametrize("name", NAMES_GONE)
+def test_a_policy_that_is_gone_says_what_to_use_instead(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'{name}' is gone; use ") as refused:
+        Control(load({}, None)).planner.plan(8, RequestOptions(policy=name))
+    assert refused.value.field == "policy"
+    with pytest.raises(InvalidSetting, match=f"--policies: {name} is gone; use "):
+        parse_policy(f"{name},redundancy=2", 8)
+
+
+def test_the_remedies_name_policies_that_there_are() -> None:
+    assert not any(name in POLICIES for name in VALUES["policy"])
+    assert list(POLICIES) == ["off", "uniform", "darts", "darts_cut", "cap", "arrol", "darts+arrol", "auto"]
+    assert list(Control(load({}, None)).planner.names()) == list(POLICIES)
+    assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol"]
+    policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
+    assert policy["enum"] == list(POLICIES)
+    assert all(f"{name}: {one.about}." in policy["description"] for name, one in POLICIES.items())
+
+
+def test_the_page_of_policies_names_all_of_them() -> None:
+    page = Path("docs/policies.md").read_text(encoding="utf-8")
+    first_cells = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")}
+    assert {f"`{name}`" for name in POLICIES} <= {cell.removesuffix(" (default)") for cell in first_cells}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/darts/v1/queue"),
+        ("POST", "/darts/v1/queue"),
+        ("GET", "/darts/v1/queue/groups"),
+        ("POST", "/darts/v1/queue/ack"),
+        ("DELETE", "/darts/v1/queue/jobs/a/b"),
+    ],
+)
+def test_a_route_that_is_gone_is_not_found_and_says_what_to_use_instead(method: str, path: str) -> None:
+    with client() as here:
+        answer = here.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (404, "NotFoundError", 404)
+    assert error["message"].startswith("this route is gone; ")
+    assert any(error["message"].endswith(remedy) for remedy in ROUTES.values())
+
+
+def test_a_field_that_is_gone_says_what_to_use_instead() -> None:
+    batch = {"prompts": [{"text": "a"}], "group_size": 2}
+    with client() as here:
+        answer = here.post("/darts/v1/rollouts", json=batch | {"partial": True})
+        unknown = here.post("/darts/v1/rollouts", json=batch | {"partially": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "partial")
+    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['RolloutsIn', 'partial']}")
+    assert unknown.json()["error"]["message"].endswith("is unknown; remove it")
