@@ -14,7 +14,7 @@ from darts_server.policy.simulation.batch import Plan
 
 OFF = "off"
 AUTO = "auto"
-NAMES = (OFF, "uniform", "darts", "darts_deadline", "darts_cut", "cap", "first_finish", AUTO)
+NAMES = (OFF, "uniform", "darts", "darts_cut", "cap", AUTO)
 AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 DEFERRING = ("start", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)

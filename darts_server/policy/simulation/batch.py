@@ -81,8 +81,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.shaping is None and max(self.candidates, default=0) > self.size:
             raise ValueError(f"without a policy there are no more candidates than the size {self.size}")
-        if self.shaping is not None and (self.shaping.prunes or self.shaping.shadow):
-            raise ValueError("policies that prune, and shadows, are not simulated")
+        if self.shaping is not None and self.shaping.prunes:
+            raise ValueError("policies that prune are not simulated")
         if min(self.candidates, default=0) < self.size:
             raise ValueError(f"candidates must be at least the size {self.size}, got {min(self.candidates, default=0)}")
         if self.saturated and len(self.saturated) != len(self.candidates):

@@ -68,7 +68,6 @@ def test_a_batch_fits_together(changes: dict[str, Any], message: str) -> None:
         ({"enough": 0}, r"enough must be in \[1, 2\]"),
         ({"enough": 3}, r"enough must be in \[1, 2\]"),
         ({"shaping": None}, "no more candidates than the size 8"),
-        ({"shaping": Shaping(shadow=True)}, "are not simulated"),
         ({"shaping": Shaping(pruning=Pruning())}, "are not simulated"),
     ],
 )
