@@ -14,6 +14,7 @@ side: those that are ahead of others are stopped a little later than here.
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +87,7 @@ def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
         raise ValueError("candidates of earlier rollouts go on without a policy only")
     counts = np.asarray(plan.candidates)
     parts = [Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
-    ends = _merge(batch, [(part.rows, part.ends(None, None)) for part in parts])
+    ends = _merge([(part.rows, part.ends(None, None)) for part in parts])
     clocks = Clocks.of(batch, plan, machine, ends.run)
     known, rule, needs = None, plan.deadline, np.full(batch.groups, inf)
     if rule is not None:
@@ -99,20 +100,18 @@ def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
     if known is not None:
         # What is complete before the deadline is known stays as it is.
         late = known.comes_before(ends.completed)
-        ends = _merge(batch, [(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
+        ends = _merge([(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
         clocks = Clocks.of(batch, plan, machine, ends.run)
     return _timed(batch, plan, ends, clocks, known, needs)
 
 
-def _merge(batch: Batch, parts: list[tuple[Ints, Ends]]) -> Ends:
-    shape = batch.lengths.shape
-    merged = Ends(
-        np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.zeros(batch.groups), np.zeros(batch.groups, bool)
-    )
-    for rows, ends in parts:
-        for name in ("run", "returned", "truncated", "completed", "cut"):
-            getattr(merged, name)[rows] = getattr(ends, name)
-    return merged
+def _merge(parts: list[tuple[Ints, Ends]]) -> Ends:
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+
+    def in_order(name: str) -> NDArray[Any]:
+        return np.asarray(np.concatenate([getattr(ends, name) for _, ends in parts])[order])
+
+    return Ends(*map(in_order, ("run", "returned", "truncated", "completed", "cut")))
 
 
 def _by_rule(plan: Plan) -> list[Ints]:
