@@ -166,21 +166,16 @@ def seconds(steps: list[Step]) -> np.ndarray:
 
 
 def mean_length(steps: list[Step]) -> float:
-    return float(np.mean([one.tokens for step in steps for one in step.rollout.returned]))
+    return float(np.concatenate([step.rollout.lengths for step in steps]).mean())
 
 
 def cut_share(steps: list[Step]) -> float:
     """Share that is cut of the returned trajectories that would have ended."""
-    return float(
-        np.mean(
-            [
-                one.tokens < step.batch.ends[one.group, one.index]
-                for step in steps
-                for one in step.rollout.returned
-                if step.batch.valid[one.group, one.index]
-            ]
-        )
-    )
+    shares = []
+    for step in steps:
+        would_end = (step.rollout.returned > 0) & step.batch.valid
+        shares.append((step.rollout.returned < step.batch.ends)[would_end])
+    return float(np.concatenate(shares).mean())
 
 
 if __name__ == "__main__":

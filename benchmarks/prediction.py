@@ -41,7 +41,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.policy.simulation.machine import Machine, StepTime
-from darts_server.policy.simulation.prediction import predict
+from darts_server.policy.simulation.rollout import simulate
 from darts_server.settings import load
 from darts_server.store.archive import LIMIT_BYTES, unpack
 from darts_server.types import RequestOptions
@@ -105,7 +105,7 @@ class Learned:
         plan, expected = Plan.of(shaping, SIZE, stds), [each.mean_ema for each in stats]
         expectation = Expectation(expected, stds, self.ratios, max_tokens=MAX_RESPONSE_TOKENS)
         batches = [batch for _ in range(SAMPLES) for batch in expectation.sample(max(plan.candidates), rng, most=1)]
-        return fmean(predict(batch, plan, self.machine).seconds for batch in batches)
+        return fmean(simulate(batch, plan, self.machine).seconds for batch in batches)
 
     def replayed(self, groups: Sequence[Group]) -> float:
         """Return the seconds that these groups take by their tokens, those of stopped candidates too."""

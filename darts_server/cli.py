@@ -140,9 +140,9 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _trace(argv: list[str]) -> int:
-    from darts_server.trace import command
+    from darts_server import trace
 
-    return command.main(argv)
+    return trace.main(argv)
 
 
 def _ingress(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 settle what no future event can change.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from darts_server.exceptions import GroupAborted, GroupFailed, IllegalMove
@@ -48,16 +48,6 @@ class UniformGenerator(Protocol):
     """A numpy ``Generator``, or a stand-in."""
 
     def random(self) -> float: ...
-
-
-class RecordedDraws:
-    """A generator of random numbers that were drawn before."""
-
-    def __init__(self, draws: Iterable[float]) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws)
 
 
 class Group:

@@ -83,7 +83,6 @@ class AutoRun:
 
     def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt], enough: int) -> None:
         rollout, batch = step.rollout, step.batch
-        counts = np.isfinite(rollout.started_at)
         ended = batch.valid & (rollout.generated == batch.ends)
         means = []
         for row, prompt in enumerate(prompts):
@@ -93,24 +92,23 @@ class AutoRun:
                 continue
             observed = [
                 Observation(int(tokens), censored=not end)
-                for tokens, end, started in zip(rollout.generated[row], ended[row], counts[row], strict=True)
-                if started and tokens > 0
+                for tokens, end in zip(rollout.generated[row], ended[row], strict=True)
+                if tokens > 0
             ]
-            if observed:
-                self.profile.observe(ratios_to_mean(observed, earlier))
-                means.append(estimate_lengths(observed).mean)
-        returned = sum(one.tokens for one in rollout.returned)
-        cut = sum(one.truncated and one.tokens < batch.ends[one.group, one.index] for one in rollout.returned)
-        truncated = counts & (rollout.generated == batch.max_tokens)
+            self.profile.observe(ratios_to_mean(observed, earlier))
+            means.append(estimate_lengths(observed).mean)
+        lengths = rollout.lengths
+        cut = int((rollout.truncated & (rollout.returned < batch.ends)).sum())
+        returned = float(lengths.sum())
         measured = Measured(
             rollout.seconds,
             returned,
-            returned / len(rollout.returned),
-            cut / len(rollout.returned),
-            batch.max_tokens if truncated.any() else None,
+            float(lengths.mean()),
+            cut / lengths.size,
+            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
             int(rollout.generated.max()),
             means,
-            sum(one.tokens >= batch.max_tokens for one in rollout.returned) / len(rollout.returned),
+            float((lengths >= batch.max_tokens).mean()),
         )
         state, size = learn(self.state, choice, measured), self.setting.size
         if needs_hindsight(state, choice) and choose_by_size(self.auto, size, len(prompts)) is None:

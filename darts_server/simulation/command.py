@@ -10,10 +10,9 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.policies import OFF
 from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
-from darts_server.simulation.hardware import with_engines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
-from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.table import LEGEND, document, table
+from darts_server.simulation.presets import PRESETS, with_engines
+from darts_server.simulation.report import LEGEND, document, draw, table
 from darts_server.simulation.traces import Format, read_traces
 from darts_server.simulation.training import Candidates, Setting, Step, relative_to, run_policy, summarise
 from darts_server.simulation.workload import TracedWorkload, Workload
@@ -86,8 +85,6 @@ def main(argv: Sequence[str]) -> int:
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]
     if options.picture is not None:
-        from darts_server.simulation.picture import draw  # needs matplotlib, which is optional
-
         draw({policy: each[0] for policy, each in steps.items()}, options.picture)
         print(f"Picture: {options.picture}")
     if options.json is not None:

@@ -1,19 +1,21 @@
 """Simulate some steps of a training run under each policy, all on the same candidates."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
 import numpy as np
 
+from darts_server.policy.candidate import Candidate
 from darts_server.policy.lengths.estimate import Observation
 from darts_server.policy.lengths.stats import PromptStats, update_stats
 from darts_server.policy.recent_lengths import RecentCompletionLengths
 from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
-from darts_server.policy.simulation.rollout import Returned, Rollout, simulate
+from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.workload import Floats, Workload
+from darts_server.types import SelectedAs
 
 WARM_UP = 2
 """Steps before those that are measured, where prompts are carried from step to step."""
@@ -45,12 +47,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step: its ``rollout``, the ``batch`` that was rolled out, and seconds of rollout and training.
+    """One step: the ``batch`` that was rolled out, by which ``plan``, and seconds of ``rollout`` and training.
 
     ``seconds``: of the whole step, which is less than both together where they overlap.
     """
 
     batch: Batch
+    plan: Plan
     rollout: Rollout
     training_seconds: float
     seconds: float
@@ -60,7 +63,7 @@ class Step:
         """Returned tokens that an earlier step has generated."""
         if self.batch.done is None:
             return 0
-        return int(sum(self.batch.done[one.group, one.index] for one in self.rollout.returned))
+        return int(self.batch.done[self.rollout.returned > 0].sum())
 
 
 class Candidates:
@@ -176,7 +179,7 @@ def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[
         fresh += more
         step = run_step(policy, batch, setting.prompts, candidates, setting)
         steps.append(step)
-        tokens = step.rollout.generated + (0 if step.batch.done is None else step.batch.done)
+        tokens = step.rollout.generated.astype(np.int64) + (0 if step.batch.done is None else step.batch.done)
         left = np.flatnonzero(np.isinf(step.rollout.completed_at))
         waiting = [replace(batch[i], carried=tokens[i]) for i in left]
     return steps[WARM_UP:]
@@ -196,12 +199,19 @@ def run_step(
     """
     plan = policy.plan(setting.size, [candidates.std(prompt.number) for prompt in prompts], enough)
     batch = candidates.batch(prompts, max(plan.candidates))
+    _check_room(batch, setting.machine)
     rollout = simulate(batch, plan if recent is None else _with_recent(plan, recent), setting.machine)
     if recent is not None:
         for tokens in rollout.completion_lengths:
             recent.add(tokens)
-    training = setting.machine.training_seconds(trained_tokens(batch, rollout.returned))
-    return Step(batch, rollout, training, rollout.seconds + training)
+    training = setting.machine.training_seconds(trained_tokens(batch, rollout))
+    return Step(batch, plan, rollout, training, rollout.seconds + training)
+
+
+def _check_room(batch: Batch, machine: Machine) -> None:
+    tokens = int((batch.prompt_tokens[:, None] + batch.ends).max())
+    if machine.kv_blocks is not None and tokens > machine.kv_blocks * machine.block_size:
+        raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {tokens} tokens")
 
 
 def _with_recent(plan: Plan, recent: RecentCompletionLengths) -> Plan:
@@ -212,9 +222,10 @@ def _with_recent(plan: Plan, recent: RecentCompletionLengths) -> Plan:
     return replace(plan, shaping=replace(plan.shaping, deadline=deadline))
 
 
-def trained_tokens(batch: Batch, returned: Iterable[Returned]) -> int:
+def trained_tokens(batch: Batch, rollout: Rollout) -> int:
     """Return the tokens of the returned trajectories, with their prompts."""
-    return int(sum(one.tokens + batch.prompt_tokens[one.group] for one in returned))
+    is_returned = rollout.returned > 0
+    return int(rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +258,8 @@ class Summary:
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
     """Sum up steps. Seconds and token counts are means over steps, until `relative_to` divides them."""
-    returned = [one for step in steps for one in step.rollout.returned]
-    tokens = sum(one.tokens for one in returned) / len(steps)
+    lengths = np.concatenate([step.rollout.lengths for step in steps])
+    tokens = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
     stale = sum(step.stale_tokens for step in steps) / len(steps)
     return Summary(
@@ -260,9 +271,9 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
         tokens_returned=tokens,
         tokens_wasted=max(0.0, generated - tokens),
         idle_share=1 - float(np.mean([step.rollout.busy for step in steps])),
-        length_bias=float(np.mean([one.tokens for one in returned])),
+        length_bias=float(lengths.mean()),
         effective_sample_size=_effective_sample_size(steps, size),
-        truncated_share=float(np.mean([one.truncated for one in returned])),
+        truncated_share=sum(int(step.rollout.truncated.sum()) for step in steps) / lengths.size,
         stale_share=stale / tokens,
         notes=notes,
     )
@@ -286,12 +297,20 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     """Return the mean over groups; ``None`` if one has no weights."""
     sizes = []
     for step in steps:
-        weights: dict[int, list[float | None]] = {}
-        for one in step.rollout.returned:
-            weights.setdefault(one.group, []).append(one.weight)
-        for values in weights.values():
-            known = [value for value in values if value is not None]
-            if len(known) < len(values):
+        for group in np.flatnonzero(np.isfinite(step.rollout.completed_at)).tolist():
+            weights = list(_weights(step, group).values())
+            if not weights:
                 return None
-            sizes.append(sum(known) ** 2 / sum(value * value for value in known) / size)
+            sizes.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
     return float(np.mean(sizes))
+
+
+def _weights(step: Step, group: int) -> dict[int, float]:
+    """Return the weight of each returned trajectory of a group, see `SelectionRule.weights`; empty without."""
+    rule, batch, returned = step.plan.rule(group), step.batch, step.rollout.returned[group]
+    count = step.plan.candidates[group]
+    ends = batch.ends[group] if batch.done is None else batch.ends[group] - batch.done[group]
+    whole = np.flatnonzero((batch.valid[group] & (step.rollout.generated[group] == ends))[:count])
+    short = set(whole[np.argsort(batch.lengths[group][whole], kind="stable")][: rule.num_shortest].tolist())
+    places = {i: SelectedAs.SHORT if i in short else SelectedAs.LONG for i in np.flatnonzero(returned).tolist()}
+    return rule.weights([Candidate(i, 0.0, selected_as=places.get(i)) for i in range(count)]) or {}

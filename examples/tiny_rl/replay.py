@@ -4,12 +4,12 @@ The answer is exact, since the same state machine decides as on a real engine.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group, RecordedDraws
+from darts_server.policy.group import Group
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.types import FinishReason
 
@@ -37,6 +37,16 @@ class Replay:
         return sum(self.lengths[i] for i in self.selection)
 
 
+class _Draws:
+    """A generator of random numbers that were drawn before."""
+
+    def __init__(self, draws: Iterable[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
+
+
 def replay(
     rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None, bound: int | None = None
 ) -> Replay:
@@ -45,7 +55,7 @@ def replay(
     Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start. ``bound``: the
     length at which every candidate is cut.
     """
-    group = Group(rng=RecordedDraws(c.tail_draw for c in candidates), max_replacements=0)
+    group = Group(rng=_Draws(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
     step, lengths = 0, [c.tokens for c in candidates]
     by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))

@@ -5,9 +5,8 @@ import pytest
 
 from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.baselines import baselines
-from darts_server.simulation.hardware import TINY
 from darts_server.simulation.policies import parse_policy
-from darts_server.simulation.presets import PRESETS
+from darts_server.simulation.presets import PRESETS, TINY_MACHINE
 from darts_server.simulation.training import (
     Candidates,
     Setting,
@@ -18,7 +17,7 @@ from darts_server.simulation.training import (
     summarise,
 )
 
-SETTING = Setting(TINY, size=4, prompts=12, steps=2)
+SETTING = Setting(TINY_MACHINE, size=4, prompts=12, steps=2)
 
 
 def candidates(setting: Setting = SETTING) -> Candidates:
@@ -79,7 +78,7 @@ def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories
 
 
 def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
-    setting = Setting(TINY, size=4, prompts=100, steps=1)
+    setting = Setting(TINY_MACHINE, size=4, prompts=100, steps=1)
     drawn = candidates(setting)
     off = run_policy(parse_policy("off", 4), drawn, setting)
     anyway = summarise("off", off, 4).truncated_share or 0.0
@@ -119,7 +118,7 @@ def test_long_prompts_can_come_first() -> None:
     numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
     assert means == sorted(means, reverse=True)
-    new = candidates(Setting(TINY, size=4, prompts=12, steps=1, knows_prompts=False))
+    new = candidates(Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False))
     ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
     assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn, SETTING)
@@ -150,6 +149,6 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
 
 
 def test_new_prompts_have_no_known_spread() -> None:
-    setting = Setting(TINY, size=4, prompts=12, steps=1, knows_prompts=False)
+    setting = Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False)
     assert candidates(setting).std(0) is None
     assert candidates().std(0) == candidates().std(0) != candidates().std(1)

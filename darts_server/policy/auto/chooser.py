@@ -68,7 +68,8 @@ MOST_BEYOND = 1.25
 """Where a rule cuts, the mean length of a prompt is at most so many times the longest candidate of the batch: of one
 whose candidates were nearly all cut it is extrapolated, up to many times what was seen."""
 MOST_CANDIDATES = 65_536
-"""Candidates of a batch for which all options together are forecast in a few seconds."""
+"""Candidates of a batch for which all options together are forecast in a few seconds, or a quarter of a minute where
+the KV cache is full all the time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine
-from darts_server.policy.simulation.prediction import predict
+from darts_server.policy.simulation.rollout import simulate
 
 Floats = NDArray[np.float64]
 
@@ -120,7 +120,7 @@ def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast
     found = []
     for batch in batches:
         part = Batch(batch.prompt_tokens, batch.lengths[:, :most], batch.tail_draws[:, :most], batch.max_tokens)
-        outcome = predict(part, plan, machine)
+        outcome = simulate(part, plan, machine)
         is_returned = outcome.returned > 0
         cut = is_returned & (outcome.returned < part.ends) & outcome.truncated
         count = max(1, int(is_returned.sum()))

@@ -8,7 +8,7 @@ from numpy.random import Generator, default_rng
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group, RecordedDraws
+from darts_server.policy.group import Group
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
@@ -81,6 +81,16 @@ def machine(rng: Generator, replicas: int, room: int | None, longest: int) -> Ma
 # --- token by token -----------------------------------------------------------
 
 
+class Draws:
+    """A generator of random numbers that were drawn before."""
+
+    def __init__(self, draws: list[float]) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws)
+
+
 @dataclass
 class Candidate:
     group: int
@@ -100,6 +110,7 @@ class Engine:
     waiting: list[Candidate] = field(default_factory=list)
     prefill: int = 0
     admitted: int = 0
+    preemptions: int = 0
 
     def blocks(self) -> int:
         size = self.machine.block_size
@@ -110,6 +121,7 @@ class Engine:
         blocks, size = self.machine.kv_blocks, self.machine.block_size
         while blocks is not None and self.blocks() > blocks:
             self.waiting.insert(0, self.running.pop())
+            self.preemptions += 1
         while self.waiting and len(self.running) < self.machine.max_num_seqs:
             first = self.waiting[0]
             has_prompt = any(c.group == first.group for c in self.running)
@@ -142,7 +154,7 @@ class Member:
     candidates: list[Candidate]
     message: DeadlineSet | None = None
     message_at: float = 0.0
-    reported: bool = False
+    need: int | None = None
     beyond: int | None = None
 
 
@@ -150,9 +162,12 @@ class Member:
 class Outcome:
     seconds: float
     generated: list[list[int]]
-    returned: list[tuple[int, int, int]]
+    returned: list[tuple[int, int, int, bool]]
+    """Group, index, tokens, and whether truncated."""
     completed: list[float]
     deadline: int | None
+    completion_lengths: list[int]
+    preemptions: int
 
 
 def token_by_token(world: World) -> Outcome:
@@ -174,7 +189,7 @@ def token_by_token(world: World) -> Outcome:
             for i in range(count)
         ]
         rule = plan.rule(number)
-        group = Group(rng=RecordedDraws(batch.tail_draws[number].tolist()), max_replacements=0)
+        group = Group(rng=Draws(batch.tail_draws[number].tolist()), max_replacements=0)
         group.open(rule, count)
         group.handle(*(Started(i) for i in range(count)))
         engines[replica].waiting += candidates
@@ -209,7 +224,7 @@ def token_by_token(world: World) -> Outcome:
 
     def is_beyond(member: Member, replica: int) -> bool:
         limit = limit_seen[replica]
-        if limit is None or limit != cohort.waits_beyond or member.reported or member.beyond == limit:
+        if limit is None or limit != cohort.waits_beyond or member.need is not None or member.beyond == limit:
             return False
         least = minimum(member)
         return least is None or least > limit
@@ -225,9 +240,9 @@ def token_by_token(world: World) -> Outcome:
                 member.engine.remove(member.candidates[event.index])
         decisions = member.group.handle(*happened)
         need = member.group.standings.nth_shortest(member.place)
-        if rule_of_deadline is not None and not member.reported:
+        if rule_of_deadline is not None and member.need is None:
             if need is not None:
-                member.reported = True
+                member.need = need
                 cohort.report_need(member.number, need)
             elif is_beyond(member, replica):
                 member.beyond = cohort.waits_beyond
@@ -287,10 +302,18 @@ def token_by_token(world: World) -> Outcome:
             other.prefill = other.admitted = 0
             for c in other.running:
                 c.tokens += 1
+    complete = sorted((m for m in members if m.number in completed), key=lambda m: completed[m.number])
     return Outcome(
         seconds,
         [[c.tokens for c in m.candidates] for m in members],
-        [(m.number, c.index, c.tokens) for m in members for c in m.group.candidates if c.selected_as is not None],
+        [
+            (m.number, c.index, c.tokens, not c.valid)
+            for m in members
+            for c in m.group.candidates
+            if c.selected_as is not None
+        ],
         [completed.get(m.number, np.inf) for m in members],
         cohort.tokens,
+        [m.need or 0 for m in complete if m.need is not None or any(c.cut for c in m.group.candidates)],
+        sum(engine.preemptions for engine in engines),
     )

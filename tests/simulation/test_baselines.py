@@ -7,10 +7,9 @@ import pytest
 
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.simulation.batch import Batch
-from darts_server.policy.simulation.bound import rollout_bound, shortest_lengths
 from darts_server.policy.simulation.machine import Machine, StepTime
-from darts_server.policy.simulation.rollout import simulate
-from tests.policy.simulation.worlds import WHOLE, world
+from darts_server.simulation.baselines import rollout_bound, shortest_lengths
+from tests.policy.simulation.worlds import WHOLE, token_by_token, world
 
 
 @pytest.mark.parametrize("policy", WHOLE)
@@ -19,7 +18,7 @@ def test_no_policy_that_returns_whole_trajectories_is_faster(policy: str) -> Non
     for seed in range(30):
         case = world(policy, seed)
         case.plan = replace(case.plan, enough=None)
-        seconds = simulate(case.batch, case.plan, case.machine).seconds
+        seconds = token_by_token(case).seconds
         shares.append(rollout_bound(case.batch, case.plan.size, case.machine) / seconds)
     assert max(shares) <= 1 + 1e-9
     assert max(shares) > 0.5

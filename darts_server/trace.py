@@ -1,16 +1,23 @@
-"""``darts-server trace export``."""
+"""``darts-server trace export``: what a server has learned of lengths, as a trace for ``darts-server simulate``.
+
+Uses the saved state and policies, and nothing that serves.
+"""
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.trace.lengths import LearnedLengths
+from darts_server.policy.auto.state import AutoState
+from darts_server.policy.lengths.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.stats import PromptStats
+from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
 Write what a server has learned of its prompts' lengths as a trace, which darts-server simulate reads: so you can see
@@ -32,6 +39,8 @@ examples:
 """
 API_KEY = "DARTS_API_KEY"
 TIMEOUT_SECONDS = 60.0
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,3 +115,62 @@ def _download(url: str) -> bytes:
     if not answer.is_success:
         raise InvalidSetting(f"--url: {url} answered {answer.status_code}: {answer.text[:200]}")
     return answer.content
+
+
+@dataclass(slots=True)
+class LearnedLengths:
+    """What is known of lengths, in tokens.
+
+    ``profile``: of their ratios to their prompt's mean; ``None`` before a group has ended. ``max_tokens``: at which
+    trajectories were truncated; ``None`` if that is not known.
+    """
+
+    prompts: list[PromptStats] = field(default_factory=list)
+    profile: ProfileState | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def of_state(cls, data: bytes) -> "LearnedLengths":
+        """Read a saved state.
+
+        Raises:
+            InvalidSetting: it contains lengths that cannot be used.
+            StateDamaged, StateTooNew
+        """
+        found = cls()
+        for kind, key, text in unpack(data, LIMIT_BYTES):
+            try:
+                document = json.loads(text)
+                if kind == "prompt":
+                    found.prompts.append(PromptStats(**document))
+                elif kind == "profile":
+                    found.profile = ProfileState(**json.loads(document["value"]))
+                elif kind == "auto":
+                    limit = AutoState(**json.loads(document["value"])).max_tokens
+                    found.max_tokens = max(found.max_tokens or 0, limit or 0) or None
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidSetting(f"the state's {kind} {key[:64]!r} cannot be used: {error}") from error
+        return found
+
+    def trace(
+        self, samples: int, prompt_tokens: int, cap: int | None, rng: np.random.Generator
+    ) -> Iterator[dict[str, int | list[int]]]:
+        """Yield a line for each prompt, with so many lengths around its mean; ``cap``: the longest, if not as learned.
+
+        Raises:
+            InvalidSetting: nothing was learned.
+        """
+        ratios = None if self.profile is None else LengthProfile(self.profile).quantiles(RATIOS)
+        if ratios is None or not self.prompts:
+            raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
+        cap = cap or self.max_tokens
+        for prompt in self.prompts:
+            lengths = np.maximum(1, np.ceil(prompt.mean_ema * rng.choice(ratios, samples)))
+            if cap is not None:
+                lengths = np.minimum(lengths, cap)
+            line: dict[str, int | list[int]] = {
+                "step": prompt.weight_version or 0,
+                "prompt_tokens": prompt_tokens,
+                "lengths": [int(length) for length in lengths],
+            }
+            yield line if cap is None else {**line, "cap": cap}

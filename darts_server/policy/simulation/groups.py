@@ -45,30 +45,39 @@ class Known:
 
 @dataclass(slots=True, eq=False)
 class Ends:
-    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C)."""
+    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C).
+
+    ``completed``: the step in which each group is complete, shape (G,). ``cut``: whether it cut any, shape (G,).
+    """
 
     run: Floats
     returned: Floats
     truncated: Bools
     completed: Floats
-    """Shape (G,): the step in which each group is complete."""
+    cut: Bools
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C)."""
+    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C).
+
+    ``done``: tokens of earlier rollouts, which are not in ``lengths``, shape (G, C).
+    """
 
     rows: NDArray[np.int64]
     rule: SelectionRule
     lengths: Floats
     valid: Bools
     draws: Floats
+    done: Floats
 
     @staticmethod
     def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "Groups":
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
-        lengths = np.where(started, batch.ends[rows], inf)
-        return Groups(rows, plan.rule(int(rows[0])), lengths, batch.valid[rows] & started, batch.tail_draws[rows])
+        done = np.zeros(started.shape) if batch.done is None else np.where(started, batch.done[rows], 0.0)
+        lengths = np.where(started, batch.ends[rows] - done, inf)
+        valid = batch.valid[rows] & started
+        return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
 
     def needs(self, mean_candidates: float, counts: NDArray[np.int64]) -> Floats:
         """Return how many tokens each group needs, see `place_of_need`; infinite if it has too few valid ones."""
@@ -90,18 +99,21 @@ class Groups:
         is_cut = lengths < self.lengths
         ends = self._ends(Order.of(lengths, self.valid & ~is_cut), known, late)
         ends.returned = np.where(is_cut, np.minimum(ends.returned, known.bound), ends.returned)
+        ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
         return ends
 
     def _ends(self, order: "Order", known: Known | None, late: Bools | None) -> Ends:
         match self.rule:
-            case InOrder(size=size):
-                return order.whole(order.lengths, np.cumsum(np.isfinite(order.lengths), axis=1) <= size)
+            case InOrder():
+                ends = order.whole(order.lengths, np.isfinite(order.lengths))
+                ends.returned += self.done
+                return ends
             case CutTail(num_shortest=shortest, num_longest=longest):
                 return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
             case SampledTail(num_shortest=shortest, num_longest=longest):
                 return order.sampled_tail(shortest, longest, self.draws)
             case LongestTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest, None, None)
+                return order.longest_tail(shortest, longest)
         return order.shortest(self.rule.size)
 
 
@@ -135,7 +147,7 @@ class Order:
         """Build the outcome for trajectories that are returned as long as they are."""
         run = np.where(np.isfinite(self.lengths), np.minimum(run, self.lengths), 0.0)
         tokens = np.where(returned, run, 0.0)
-        return Ends(run, tokens, returned & ~self.valid, run.max(axis=1))
+        return Ends(run, tokens, returned & ~self.valid, run.max(axis=1), np.zeros(run.shape[0], dtype=bool))
 
     def shortest(self, size: int) -> Ends:
         started = np.isfinite(self.lengths)
@@ -153,17 +165,11 @@ class Order:
         others = np.minimum(self.lengths, self.nth(shortest))
         return self.whole(np.where(winners, self.lengths, others), short | winners)
 
-    def longest_tail(self, shortest: int, longest: int, known: Known | None, late: Bools | None) -> Ends:
+    def longest_tail(self, shortest: int, longest: int) -> Ends:
+        tail = (self.rank >= np.maximum(self.count - longest, shortest)) & (self.rank < self.count)
         size = shortest + longest
-        full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
-        if known is not None and late is not None:
-            own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
-            run = np.minimum(run, np.maximum(own, known.steps))
-            in_time &= self.lengths <= own
-            count = (self.valid & in_time).sum(axis=1, keepdims=True)
-        tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)
-        fill = (count < size) & (self.rank < size)
-        return self.whole(run, in_time & ((self.valid & (self.rank < shortest)) | tail | fill))
+        fill = (self.count < size) & (self.rank < size) & np.isfinite(self.lengths)
+        return self.whole(self.lengths, (self.valid & (self.rank < shortest)) | tail | fill)
 
     def cut_tail(
         self, shortest: int, longest: int, place: int, draws: Floats, known: Known | None, late: Bools | None
@@ -180,13 +186,10 @@ class Order:
         early = np.maximum(last_short, tail_end)
         is_early = (early < needed) & ((early < known_at) | (tail_end <= tokens))
         others = np.minimum(self.lengths, np.where(is_early, early, needed))
-        ends = Ends(*_whole(self, np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)))
+        run = np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)
+        ends = self.whole(run, short | winners)
         cut = winners & (self.lengths > own) & ~is_early
-        ends.returned = np.where(short | winners, np.where(cut, np.broadcast_to(own, cut.shape), ends.run), 0.0)
-        ends.truncated = (short | winners) & (~self.valid | cut)
+        ends.returned = np.where(cut, np.broadcast_to(own, cut.shape), ends.returned)
+        ends.truncated |= cut
+        ends.cut = cut.any(axis=1)
         return ends
-
-
-def _whole(order: Order, run: Floats) -> tuple[Floats, Floats, Bools, Floats]:
-    ends = order.whole(run, order.valid)
-    return ends.run, ends.returned, ends.truncated, ends.completed
