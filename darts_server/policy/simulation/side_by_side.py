@@ -101,7 +101,7 @@ class Groups:
             case SampledTail(num_shortest=shortest, num_longest=longest):
                 return order.sampled_tail(shortest, longest, self.draws)
             case LongestTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest, None, None)
+                return order.longest_tail(shortest, longest)
         return order.shortest(self.rule.size)
 
 
@@ -153,17 +153,12 @@ class Order:
         others = np.minimum(self.lengths, self.nth(shortest))
         return self.whole(np.where(winners, self.lengths, others), short | winners)
 
-    def longest_tail(self, shortest: int, longest: int, known: Known | None, late: Bools | None) -> Ends:
-        size = shortest + longest
-        full, run, count, in_time = self.nth(size), self.lengths, self.count, np.isfinite(self.lengths)
-        if known is not None and late is not None:
-            own = np.where(late & np.isfinite(full), np.maximum(known.tokens, full), inf)
-            run = np.minimum(run, np.maximum(own, known.steps))
-            in_time &= self.lengths <= own
-            count = (self.valid & in_time).sum(axis=1, keepdims=True)
+    def longest_tail(self, shortest: int, longest: int) -> Ends:
+        size, count = shortest + longest, self.count
         tail = (self.rank >= np.maximum(count - longest, shortest)) & (self.rank < count)
         fill = (count < size) & (self.rank < size)
-        return self.whole(run, in_time & ((self.valid & (self.rank < shortest)) | tail | fill))
+        is_returned = (self.valid & (self.rank < shortest)) | tail | fill
+        return self.whole(self.lengths, np.isfinite(self.lengths) & is_returned)
 
     def cut_tail(
         self, shortest: int, longest: int, place: int, draws: Floats, known: Known | None, late: Bools | None
