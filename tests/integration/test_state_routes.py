@@ -91,32 +91,3 @@ def test_groups_follow_changes_of_the_policy_route(api: httpx.Client) -> None:
     api.patch("/darts/v1/policy", json={"policy": "uniform", "redundancy": 2.5, "max_redundancy": 4}).raise_for_status()
     [group] = groups(api)
     assert (group["policy"], len(group["candidates"])) == ("uniform", 5)
-
-
-def test_a_rejected_change_names_its_key_and_changes_nothing(api: httpx.Client) -> None:
-    before = api.get("/darts/v1/policy").json()
-    refused = api.patch("/darts/v1/policy", json={"policy": "off", "redundancy": "2"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "redundancy")
-    assert api.get("/darts/v1/policy").json() == before
-
-
-@pytest.mark.parametrize(
-    ("headers", "xargs", "param"),
-    [
-        ({"X-Darts-Prompt-Key": "x" * 257}, {}, "x-darts-prompt-key"),
-        ({"X-Darts-Group": "id=a;size=many"}, {}, "x-darts-group"),
-        ({}, {"darts_group_size": 0}, "vllm_xargs.darts_group_size"),
-        ({"X-Darts-Prompt-Key": "a"}, {"darts_prompt_key": "b"}, "vllm_xargs.darts_prompt_key"),
-    ],
-)
-def test_invalid_options_get_a_400_that_names_them(
-    api: httpx.Client, headers: dict[str, str], xargs: dict[str, Any], param: str
-) -> None:
-    answer = api.post("/v1/completions", json=BODY | {"vllm_xargs": xargs}, headers=headers)
-    assert answer.status_code == 400
-    assert param in answer.json()["error"]["message"]
-
-
-def test_a_writable_store_has_no_fault(server: Server) -> None:
-    assert server.metric("darts_store_fault") == 0
-    assert "darts_store_fault" in httpx.get(f"{server.url}/metrics").text
