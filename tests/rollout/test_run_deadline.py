@@ -128,20 +128,6 @@ async def test_a_group_is_what_its_rule_selects_of_all_candidates_under_the_dead
             assert output == list(range(cuts.get(index, fates[index].length)))
 
 
-async def test_a_cut_trajectory_has_exactly_the_deadlines_tokens_and_is_marked() -> None:
-    cut = 0
-    for seed in SEEDS:
-        played = await play(long_tails(seed), "sampled")
-        for name, record in played.records():
-            for candidate in (c for c in record.candidates if c.cut):
-                cut += 1
-                assert (candidate.selected_as, candidate.finish_reason) == (SelectedAs.LONG, FinishReason.LENGTH)
-                assert candidate.tokens == record.deadline == len(played.outputs[name][candidate.index])
-                assert (candidate.weight_version_end, candidate.ended_at) == (0, candidate.tokens)
-            assert not record.mixed_versions
-    assert cut > 2 * len(SEEDS)
-
-
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_candidates_that_start_at_different_times_have_the_same_token_limit(tail: Tail, seed: int) -> None:
