@@ -1,6 +1,5 @@
 """Weight updates of the GPU benchmark, without an engine: the checkpoint, disk space and time."""
 
-import asyncio
 from math import prod
 from pathlib import Path
 
@@ -10,11 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu import checkpoint
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.models import SHAPES, TINY, Shape
 from benchmarks.gpu.parts import weights
-from benchmarks.gpu.sizes import DRY
 
 pytestmark = pytest.mark.nightly
 GB = 10**9
@@ -52,16 +48,3 @@ def test_paths_without_disk_space_are_left_out() -> None:
         "Left out for lack of space: pushed, which needs 33.8 GB where --out is; 20.0 GB are free.",
     ]
     assert weights.possible_paths(LARGE, 10 * GB, weights.table()) == []
-
-
-def test_updates_without_time_are_left_out(tmp_path: Path) -> None:
-    result, bench = weights.table(), Bench(SMALL, DRY, logprobs=False, seed=0)
-    asyncio.run(weights.measure(bench, Budget(1, lambda: 0.0), result, tmp_path))
-    assert result.notes == ["Left out for lack of time: the update, which needs about 3 s; 1 s remain."]
-    assert not result.failed
-    assert not list(tmp_path.iterdir())
-
-
-def test_larger_models_keep_more_time_for_their_weights() -> None:
-    assert weights.estimate_seconds(TINY) < 1.1 * weights.EXTRA_SECONDS
-    assert 20 < weights.estimate_seconds(LARGE) < 90

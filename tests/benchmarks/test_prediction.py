@@ -8,9 +8,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from benchmarks.prediction import LEARNING, POLICIES, SIZE, Learned, Row, main, measure, report, shaping_of
+from benchmarks.prediction import LEARNING, POLICIES, SIZE, Learned, Row, measure, report, shaping_of
 from darts_client import Client, Group, Trajectory
-from darts_client._models import Discarded
 from darts_server.policy.latency.model import LatencyModel
 from darts_server.policy.lengths.profile import LengthProfile
 from darts_server.policy.lengths.stats import PromptStats
@@ -47,14 +46,6 @@ def test_candidates_beyond_what_the_engine_runs_at_once_queue() -> None:
     assert learned.seconds(None, keys, np.random.default_rng(0)) == pytest.approx(0.80, rel=0.1)
 
 
-def test_tokens_of_stopped_candidates_take_time_too() -> None:
-    learned = Learned.of_state(saved())
-    trajectory = Trajectory(0, "", finish_reason="stop", token_ids=(1,) * 20, logprobs=None)
-    discarded = Discarded(trajectory_id="x", length=30, reason="middle")
-    group = Group("g", None, (trajectory,), discarded=(discarded,))
-    assert learned.replayed([group]) == pytest.approx(0.30)
-
-
 def test_candidates_that_start_take_time_besides_their_tokens() -> None:
     learned, free = Learned.of_state(saved(start_seconds=0.001)), Learned.of_state(saved())
     keys = [f"p{number}" for number in range(8)]
@@ -69,14 +60,6 @@ def test_candidates_that_start_take_time_besides_their_tokens() -> None:
 def test_a_state_without_lengths_or_steps_is_refused() -> None:
     with Store() as store, pytest.raises(ValueError, match="lacks lengths or step times"):
         Learned.of_state(store.export())
-
-
-def test_off_is_not_shaped_and_policies_do_not_explore() -> None:
-    assert shaping_of("off") is None
-    shaping = shaping_of("darts_cut")
-    assert shaping is not None
-    assert shaping.deadline is not None
-    assert shaping.deadline.exploration == 0
 
 
 class FakeState:
@@ -121,13 +104,6 @@ def test_every_policy_is_measured_in_every_round_from_the_state_that_predicted_i
         assert row.replayed == pytest.approx([0.4] * 2)
     assert 0 < factor < 1
     assert learned.start_seconds == 0
-
-
-@pytest.mark.parametrize("argv", [["--rounds", "0"], ["--prompts", "8", "0"]])
-def test_no_rounds_and_no_prompts_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(argv)
-    assert "must be at least 1" in capsys.readouterr().err
 
 
 def test_errors_are_against_the_mean_of_the_rounds_and_last() -> None:

@@ -1,7 +1,6 @@
 """The tables and logs of the comparison, from made-up runs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -10,8 +9,8 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks import rl
-from benchmarks.rl_methods import CARRY_OVER, OWN_SERVER, PRUNING, STARTS, caps, methods
-from benchmarks.rl_table import Difference, learning_curve, rights_at, rights_at_equal, tables
+from benchmarks.rl_methods import methods
+from benchmarks.rl_table import Difference, learning_curve, rights_at_equal, tables
 from darts_server.control import Control
 from darts_server.settings import load
 from darts_server.types import RequestOptions
@@ -55,10 +54,6 @@ def test_a_curve_has_what_was_spent_until_each_evaluation() -> None:
     ]
 
 
-def test_right_answers_at_a_budget_are_on_the_same_line() -> None:
-    assert rights_at(learning_curve(OFF), 3000, "generated") == pytest.approx([0.82, 0.78, 0.8, 0.8])
-
-
 def test_equal_budgets_are_those_of_the_cheapest_policy_with_the_same_seed() -> None:
     runs = {"off": {0: OFF, 1: OFF}, "cheap": {0: CHEAP, 1: OFF}}
     assert [each.mean() for each in rights_at_equal(runs, "off", "generated")] == pytest.approx([0.8, 0.94])
@@ -89,12 +84,6 @@ def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() ->
     assert text.startswith("wordier: what was learned")
 
 
-def test_quick_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl.main(["--quick", "--report", "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "one start, 2 seeds, 12 steps of off; off, cap 64; uniform; darts_cut" in out
-
-
 def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
     plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "--starts", "standard"]).plan
     out = tmp_path
@@ -110,56 +99,11 @@ def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
     assert rl.read_runs(shorter, "standard", out)["off"] == {0: logged(OFF[:5])}, "the first steps of longer runs"
 
 
-def test_policies_without_off_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        rl.arguments(["--policies", "uniform"])
-    assert "--policies must include off" in capsys.readouterr().err
-
-
-def test_each_start_has_three_caps_as_controls_and_the_same_policies() -> None:
-    for start in STARTS:
-        assert len(caps(start)) == 3
-        assert {"off", *caps(start), "off, overlong", "off, tail batching", "darts_cut"} <= methods(start).keys()
-    assert methods("deep")["off, cap 64"].max_tokens == 64
-    assert [name for name, method in methods("deep").items() if method.unbiased] == [
-        "off, unbiased",
-        "uniform, unbiased",
-    ]
-    assert methods("mixed").keys() - methods("deep").keys() == {"off, cap 240"}
-
-
-def test_methods_with_carry_over_are_run_only_if_they_are_named() -> None:
-    assert not rl.arguments([]).plan.methods("mixed").keys() & CARRY_OVER.keys()
-    named = rl.arguments(["--policies", "off", *CARRY_OVER]).plan.methods("mixed")
-    assert named.keys() == {"off", *CARRY_OVER}
-    assert (*PRUNING, "off, carry resume", "cap, carry resume") == OWN_SERVER
-
-
-def test_the_share_of_tokens_of_older_weights_is_over_all_that_were_trained_on() -> None:
-    whole, half = replace(step(1000, 1.0), off_policy=1.0), replace(step(3000, 1.0), off_policy=0.0)
-    entries = [Entry(0, held_out=held_out(0.5)), Entry(1, whole), Entry(2, half, held_out(0.6))]
-    row = tables("deep", {"off": {0: entries}}).splitlines()[-1]
-    assert row.split("|")[6].strip() == "25.0%"
-
-
-def test_decode_steps_are_also_given_for_the_last_third_when_prompts_are_known() -> None:
-    steps = [Entry(number, step(tokens, 1.0)) for number, tokens in enumerate([3000, 2000, 1000, 500, 400, 300], 1)]
-    entries = [Entry(0, held_out=held_out(0.5)), *steps, Entry(7, step(200, 1.0), held_out(0.6))]
-    cells = tables("deep", {"off": {0: entries}}).splitlines()[-1].split("|")
-    assert [cell.strip() for cell in cells[4:6]] == ["106", "30"]
-
-
 def test_logs_from_before_have_no_tokens_of_older_weights(tmp_path: Path) -> None:
     fields = json.loads(OFF[1].line())
     del fields["training"]["off_policy"]
     (tmp_path / "log.jsonl").write_text(json.dumps(fields))
     assert read_log(tmp_path / "log.jsonl") == [OFF[1]]
-
-
-def test_a_cap_is_run_from_the_starts_that_have_it() -> None:
-    plan = rl.arguments(["--policies", "off", "off, cap 64", "off, cap 240"]).plan
-    assert list(plan.methods("deep")) == ["off", "off, cap 64"]
-    assert list(plan.methods("mixed")) == ["off", "off, cap 240"]
 
 
 class FakeRun:
@@ -200,34 +144,6 @@ def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
         rl.train_in_turns(cast(list[rl.Run], runs), 4, 3, bar)
         assert [run.logged for run in runs] == [5, 5]
     assert order == ["a evaluates", "b takes over a0", "a3", "b3", "b4", "a4"]
-
-
-@pytest.mark.parametrize("steps", ["0", "2", "6"])
-def test_a_turn_that_an_evaluation_would_interrupt_is_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        rl.arguments(["--turn", steps])
-    assert "--turn must be 1 or 3" in capsys.readouterr().err
-
-
-def test_frozen_models_learn_nothing_and_are_evaluated_at_the_end_alone() -> None:
-    options = rl.arguments(["--frozen", "--steps", "6"])
-    recipe = options.plan.recipe
-    assert (recipe.learning_rate, str(options.out)) == (0.0, "out/rl-frozen")
-    assert not any(step % recipe.held_out_every == 0 for step in range(1, recipe.steps + 1))
-    learns = rl.arguments(["--steps", "6"]).plan.recipe
-    assert (learns.learning_rate > 0, learns.held_out_every) == (True, 3)
-
-
-def test_a_start_s_model_is_taken_from_the_repository_or_trained_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (rl.start_model("deep", tmp_path) / "model.safetensors").is_file()
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(rl, "STARTED", tmp_path / "none")
-    trained_before = tmp_path / "starts" / "deep"
-    trained_before.mkdir(parents=True)
-    (trained_before / "config.json").touch()
-    assert rl.start_model("deep", tmp_path) == trained_before
 
 
 def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:

@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 
 from darts_server.cli import main
-from darts_server.demo.command import POLICIES, methods, parse_arguments
+from darts_server.demo.command import methods, parse_arguments
 from darts_server.demo.rollouts import Method
-
-
-def test_picture_goes_into_the_folder_unless_it_has_a_path_of_its_own() -> None:
-    assert parse_arguments(["--out", "here"]).picture == Path("here/demo.png")
-    assert parse_arguments(["--out", "here", "--picture", "there.png"]).picture == Path("there.png")
 
 
 @pytest.mark.parametrize(
@@ -29,13 +24,6 @@ def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
     assert compared == {"raw": Method("off"), **limits, "uniform": Method("uniform")}
     assert "raw, max 64" in methods(parse_arguments([]))
     assert list(methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
-
-
-def test_help_explains_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["demo", "--help"])
-    out = capsys.readouterr().out
-    assert all(policy in out for policy in ("raw", *POLICIES))
 
 
 def test_demo_says_how_to_install_vllm_where_it_is_missing(

@@ -35,21 +35,6 @@ def test_table_has_raw_each_policy_and_its_ratio_to_raw() -> None:
     }
 
 
-def test_table_has_two_columns_for_every_policy() -> None:
-    rows = cells(RAW, [shaped(), shaped(8.0)])
-    assert rows["wall time, all steps (s)"] == ["4.00", "3.00", "0.75", "8.00", "2.00"]
-
-
-def test_table_leaves_out_the_ratio_to_nothing() -> None:
-    none = Run("raw", [Step([1.0], [(3, 3)], right=0, generated=6, seconds=1.0)])
-    assert cells(none, [none])["right answers"] == ["0.0%", "0.0%", "-"]
-
-
-def test_all_steps_of_a_run_count() -> None:
-    twice = Run("raw", [*RAW.steps, *RAW.steps])
-    assert (twice.seconds, twice.generated, twice.returned, twice.right) == (8.0, 680, 680, 0.5)
-
-
 @pytest.mark.parametrize(
     ("seconds", "pace"), [(3.0, "faster than raw"), (4.4, "about as fast as raw"), (5.0, "slower than raw")]
 )

@@ -49,8 +49,3 @@ def test_a_failed_group_is_an_error() -> None:
 def test_a_refused_batch_is_an_error_with_the_servers_message() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)answered 400.*no such policy"):
         request(answer(("error", {"error": {"message": "no such policy"}}), status=400))
-
-
-def test_an_answer_that_breaks_off_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="the server counted None"):
-        request(answer(("batch", {"id": "b"}), group(0, "#1", "#2")))

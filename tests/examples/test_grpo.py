@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
@@ -49,11 +48,6 @@ def total(learner: Learner, one: Sample) -> float:
 
 def test_advantages_have_mean_0_and_std_1_within_the_group() -> None:
     assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
-
-
-@pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_a_group_of_equal_rewards_has_zero_advantages(reward: float) -> None:
-    assert advantages([reward] * 8) == [0.0] * 8
 
 
 def test_log_probs_cover_the_response_alone_and_do_not_depend_on_padding(learner: Learner) -> None:
@@ -110,23 +104,6 @@ def test_a_step_raises_the_probability_of_positive_advantages_and_lowers_that_of
     assert after[1] < before[1]
     assert update.gap < 2e-5
     assert update.gradient_norm > 0
-
-
-def test_a_learning_rate_of_0_leaves_the_weights_as_they_are() -> None:
-    learner = Learner(MODEL, 0.0)
-    before = learner.weights()
-    assert learner.update([trained(learner, sample("7a-5b*4>", "#3"), 1.0)]).gradient_norm > 0
-    assert learner.weights() == before
-
-
-def test_a_step_does_not_depend_on_the_order_of_the_batch(learner: Learner) -> None:
-    texts = ["#3", "a-5=2b*4=8#8", "a-5=2b*4=7#7", "a-5=2b*4=8?a-5=2b*4=8#8", "#8"]
-    batch = [trained(learner, sample("7a-5b*4>", text), rank - 2.0) for rank, text in enumerate(texts)]
-    updates = []
-    for order in (batch, Random(0).sample(batch, len(batch))):
-        updates.append(Learner(MODEL).update(order))
-    assert updates[0].loss == pytest.approx(updates[1].loss, abs=1e-6)
-    assert updates[0].gradient_norm == pytest.approx(updates[1].gradient_norm, rel=1e-4)
 
 
 def test_samples_of_other_weights_are_rejected_and_change_nothing(learner: Learner) -> None:

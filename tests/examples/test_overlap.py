@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rich.console import Console
 
 from darts_client import Delta, Discard, Done, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
 from darts_client._models import Usage
 from darts_client.overlap import Overlap
-from examples.tiny_rl.overlap import Recording, Round, Trainer, follow, forward_after, table
+from examples.tiny_rl.overlap import Recording, Trainer, follow, forward_after
 from tests.clients.causal_lms import assert_equal, expected_logprobs, tokens
 
 FIRST, SECOND = tuple(tokens(1, 30)), tuple(tokens(2, 7))
@@ -79,27 +78,3 @@ def test_prompts_are_forwarded_before_the_first_event_comes(trainer: Trainer) ->
     assert waiting == [0]
     assert [group.number for group in groups] == [0]
     assert overlap.cached_tokens == 0
-
-
-def test_an_error_of_the_stream_is_raised(trainer: Trainer) -> None:
-    def broken() -> Iterator[Event]:
-        yield EVENTS[0]
-        raise ConnectionError("gone")
-
-    overlap = Overlap(trainer.model)
-    overlap.add_prompt(0, [1, 2])
-    with pytest.raises(ConnectionError, match="gone"):
-        follow(overlap, broken())
-
-
-def test_the_table_has_medians_of_both_variants() -> None:
-    live = [Round(3.0, 1.0, seconds, 0.1, 0.0) for seconds in (1.5, 2.0, 6.0)]
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table(live, [Round(4.0, 1.0, 2.0, 0.0, 0.0)]))
-    lines = capture.get().splitlines()
-    rows = {name.strip(): cells for _, name, *cells, _ in (line.split("│") for line in lines if line.startswith("│"))}
-    assert [cell.strip() for cell in rows["overlapped (s)"]] == ["2.000", "2.000"]
-    assert [cell.strip() for cell in rows["ratio"]] == ["1.500", "2.000"]
-    assert [cell.strip() for cell in rows["lowest .. highest"]] == ["0.50 .. 2.00", "2.00 .. 2.00"]
-    assert "replay, without the engine" in capture.get()

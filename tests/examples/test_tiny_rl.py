@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from random import Random
 from typing import cast
 
@@ -11,24 +10,19 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from darts_server.demo.problems import (
-    ANSWER,
     LOOP,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     RECHECK,
-    Difficulty,
-    Problem,
-    Step,
     reward,
     sample_problem,
 )
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
-from examples.tiny_rl.demonstrations import CLEAN, MIXED, STANDARD, VARIANTS, WORDIER, demonstration
-from examples.tiny_rl.measure import Group, Response, table
+from examples.tiny_rl.demonstrations import CLEAN, STANDARD, VARIANTS, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, VOCABULARY_SIZE, build_tokenizer
 from examples.tiny_rl.warm_start import Recipe, train
-from tests.demo.test_problems import DIFFICULTIES, EXAMPLE
+from tests.demo.test_problems import EXAMPLE
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +34,6 @@ def test_clean_demonstration_of_the_example_is_the_worked_answer() -> None:
     assert demonstration(EXAMPLE, Random(0), CLEAN) == "a-5=2b*4=8c-8=0d+7=7#7"
 
 
-def test_same_generator_state_gives_same_problems_and_demonstrations() -> None:
-    def draw(rng: Random) -> list[str]:
-        problems = [sample_problem(rng) for _ in range(20)]
-        return [problem.prompt + demonstration(problem, rng, STANDARD) for problem in problems]
-
-    assert draw(Random(2)) == draw(Random(2))
-    assert draw(Random(2)) != draw(Random(3))
-
-
 def test_clean_demonstrations_are_right_and_never_recheck() -> None:
     rng = Random(5)
     for _ in range(300):
@@ -57,56 +42,6 @@ def test_clean_demonstrations_are_right_and_never_recheck() -> None:
         assert reward(problem, text) == 1.0
         assert RECHECK not in text
         assert len(text) == 5 * len(problem.steps) + 2
-
-
-def _demonstrations(difficulty: Difficulty, wordier: bool) -> list[tuple[str, float]]:
-    rng = Random(6)
-    problems = [sample_problem(rng, difficulty) for _ in range(4000)]
-    texts = [demonstration(problem, rng, WORDIER if wordier else STANDARD) for problem in problems]
-    return [(text, reward(problem, text)) for problem, text in zip(problems, texts, strict=True)]
-
-
-def _share_right(drawn: list[tuple[str, float]]) -> float:
-    return sum(right for _, right in drawn) / len(drawn)
-
-
-def test_easy_demonstrations_with_a_recheck_are_right_less_often() -> None:
-    drawn = _demonstrations("easy", wordier=False)
-    direct = [pair for pair in drawn if RECHECK not in pair[0]]
-    rambling = [pair for pair in drawn if RECHECK in pair[0]]
-    assert len(rambling) / len(drawn) == pytest.approx(STANDARD.easy.ramble, abs=0.03)
-    assert _share_right(direct) > _share_right(rambling) + 0.2
-
-
-def test_hard_guesses_are_right_by_chance_only() -> None:
-    drawn = _demonstrations("hard", wordier=False)
-    guesses = [pair for pair in drawn if pair[0].startswith(ANSWER)]
-    chains = [pair for pair in drawn if not pair[0].startswith(ANSWER)]
-    assert len(guesses) / len(drawn) == pytest.approx(STANDARD.hard.guess, abs=0.03)
-    assert 0.07 < _share_right(guesses) < 0.13
-    assert _share_right(chains) > 0.7
-
-
-@pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_wordier_variant_is_longer_and_not_worse(difficulty: Difficulty) -> None:
-    standard, wordier = (
-        _demonstrations(difficulty, wordier=False),
-        _demonstrations(difficulty, wordier=True),
-    )
-    assert sum(len(text) for text, _ in wordier) > sum(len(text) for text, _ in standard)
-    assert _share_right(wordier) > _share_right(standard) - 0.02
-
-
-def test_looped_demonstrations_are_long_and_mostly_right_and_their_guesses_are_not() -> None:
-    rng = Random(6)
-    problems = [sample_problem(rng, "looped") for _ in range(2000)]
-    drawn = [(text, reward(problem, text)) for problem in problems for text in [demonstration(problem, rng, MIXED)]]
-    guesses = [pair for pair in drawn if pair[0].startswith(ANSWER)]
-    direct = [pair for pair in drawn if len(pair[0]) > 2 and RECHECK not in pair[0]]
-    assert len(guesses) / len(drawn) == pytest.approx(MIXED.looped.guess, abs=0.03)
-    assert _share_right(guesses) < 0.15
-    assert 0.7 < _share_right(direct) < 0.9
-    assert {len(text) for text, _ in direct} == {202, 227}
 
 
 def test_a_warm_start_draws_the_difficulties_of_its_variant_in_turns() -> None:
@@ -148,22 +83,6 @@ def test_tokenizer_is_one_character_a_token_and_decodes_to_the_same_text(
             assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
 
 
-def test_chat_template_gives_the_messages_and_nothing_else(
-    committed_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    conversation = [
-        {"role": "system", "content": "0"},
-        {"role": "user", "content": "1a+1b+1>"},
-        {"role": "assistant", "content": "#3"},
-        {"role": "user", "content": EXAMPLE.prompt},
-    ]
-    for generation_prompt in (False, True):
-        text = committed_tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=generation_prompt
-        )
-        assert text == f"01a+1b+1>#3{EXAMPLE.prompt}"
-
-
 def test_loss_falls_on_the_response_and_its_end_only() -> None:
     tokenizer = build_tokenizer()
     samples = draw_batch(Random(9), tokenizer, VARIANTS["standard"], batch_tokens=1500)
@@ -192,17 +111,6 @@ def test_committed_model_loads_in_float32_and_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.iterdir()) < 2_000_000
 
 
-def test_committed_generation_config_changes_no_sampling() -> None:
-    settings = json.loads((MODEL / "generation_config.json").read_text())
-    assert settings["eos_token_id"] == EOS_ID
-    assert set(settings) <= {
-        "_from_model_config",
-        "eos_token_id",
-        "pad_token_id",
-        "transformers_version",
-    }
-
-
 def test_committed_model_prefers_a_worked_chain_on_an_easy_problem(
     committed_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -213,19 +121,3 @@ def test_committed_model_prefers_a_worked_chain_on_an_easy_problem(
         logits = model(input_ids=torch.tensor([prompt + chain])).logits[0]
     likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert committed_tokenizer.decode(likeliest) == committed_tokenizer.decode(chain)
-
-
-def test_table_tells_the_two_patterns_apart() -> None:
-    hard = Problem("1a+1>", (Step("+", 1),), 2, "hard")
-    short_right = (Response(10, True, False), Response(50, False, False))
-    long_right = (
-        Response(50, True, False),
-        Response(10, False, False),
-        Response(10, False, False),
-    )
-    rows = table([Group(EXAMPLE, short_right), Group(hard, long_right)]).splitlines()
-    cells = {cell[0]: cell[1:] for cell in ([part.strip() for part in row.split("|")[1:-1]] for row in rows)}
-    assert cells["prompts with right shorter than wrong"] == ["50 %", "100 %", "0 %"]
-    assert cells["prompts with right longer than wrong"] == ["50 %", "0 %", "100 %"]
-    assert cells["prompts with max/median above 3"] == ["50 %", "0 %", "100 %"]
-    assert cells["length mean / median"] == ["26 / 10", "30 / 30", "23 / 10"]

@@ -18,7 +18,6 @@ from examples.tiny_rl.grpo import Learner, Trained, Update, log_probs
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import Rollouts
 from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
-from examples.tiny_rl.train_picture import picture
 
 PROBLEM = sample_problem(Random(1))
 RIGHT = f"#{PROBLEM.answer}"
@@ -67,12 +66,6 @@ def test_held_out_problems_are_not_trained_on() -> None:
     assert len({problem.prompt for problem in held_out + pool}) == 100
 
 
-def test_problems_have_their_difficulties_in_turns() -> None:
-    drawn = train.problems(1, 8, ("looped", "easy", "easy", "easy"))
-    assert [problem.difficulty for problem in drawn] == ["looped", "easy", "easy", "easy"] * 2
-    assert {problem.difficulty for problem in train.problems(1, 20)} == {"easy", "hard"}
-
-
 def test_the_same_seed_gives_the_same_order_and_each_epoch_all_problems_in_another() -> None:
     def epochs(seed: int) -> list[list[int]]:
         numbers = list(islice(train.endless(32, Random(seed)), 64))
@@ -82,16 +75,6 @@ def test_the_same_seed_gives_the_same_order_and_each_epoch_all_problems_in_anoth
     assert [first, second] == epochs(3) != epochs(4)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(32))
-
-
-def test_prompts_whose_groups_came_too_late_are_carried_over_in_their_order() -> None:
-    assert train.without([7, 3, 9, 4], places={0, 2}) == [3, 4]
-
-
-def test_a_penalty_grows_linearly_over_the_last_tokens_before_the_limit() -> None:
-    method = Method("off", max_tokens=96, overlong=48)
-    assert [method.penalty(length) for length in (3, 48, 60, 96)] == [0.0, 0.0, 0.25, 1.0]
-    assert Method("off", max_tokens=96).penalty(96) == 0.0
 
 
 def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() -> None:
@@ -122,34 +105,6 @@ def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_ste
     expected = [1.0, -1.0, 0.0, 1.0, -1.0, -3.0]  # w (r - the mean of the shortest other)
     scale = (sum(value**2 for value in expected) / 6) ** 0.5
     assert [each.advantage for each in batch] == pytest.approx([value / scale for value in expected])
-
-
-def test_a_method_with_unbiased_advantages_penalizes_before_them() -> None:
-    method = Method("uniform", max_tokens=96, overlong=96, unbiased=True)
-    [row] = train.step_advantages([weighted(truncated_long=False)], [[1.0, 0.0, 1.0]], method)
-    [without] = train.step_advantages([weighted(truncated_long=False)], [[1.0, 0.0, 1.0]], replace(method, overlong=0))
-    assert without[2] == 0.0
-    assert row[2] < 0.0
-
-
-def test_unbiased_groups_of_different_sizes_count_equally() -> None:
-    def survivors(count: int) -> Group:
-        return replace(group(*[replace(answer(RIGHT), weight=1.0)] * count), counted=count)
-
-    rewards = [[1.0, 0.0], [1.0, 0.0] * 4]
-    small, large = train.step_advantages([survivors(2), survivors(8)], rewards, Method("arrol", unbiased=True))
-    # The mean of n - 1 others differs from a reward by n / (n - 1) times as much as the mean of all does.
-    assert sum(map(abs, small)) / 2 == pytest.approx(sum(map(abs, large)) / (8 / 7))
-
-
-def test_without_rewards_that_differ_unbiased_advantages_are_zero() -> None:
-    groups = [replace(group(*[replace(answer("#"), weight=1.0)] * 2), counted=2)]
-    assert train.step_advantages(groups, [[0.0, 0.0]], Method("off", unbiased=True)) == [[0.0, 0.0]]
-
-
-def test_a_policy_without_weights_cannot_be_trained_unbiased() -> None:
-    with pytest.raises(ValueError, match="no weights"):
-        train.step_advantages([group(answer(RIGHT))], [[1.0]], Method("darts", unbiased=True))
 
 
 @pytest.mark.parametrize(("started", "expected"), [(1.0, 16), (1.5, 24), (1.26, 21)])
@@ -212,16 +167,6 @@ def test_a_learner_continues_where_another_was() -> None:
     assert torch.equal(*moments)
 
 
-def test_the_log_describes_the_groups() -> None:
-    groups = [group(answer(RIGHT, 4, version=7), answer("#", 2, version=7)), group(*[answer("x", 256, True, 7)] * 2)]
-    rewards = [[1.0, 0.0], [0.0, 0.0]]
-    summary = train.summary(Rollouts(groups, generated=900, decode_steps=40), rewards, Update(-0.1, 0.2, 1e-5), SECONDS)
-    assert (summary.right, summary.reward_variance, summary.truncated) == (0.25, 0.125, 0.5)
-    assert (summary.generated, summary.trained, summary.decode_steps, summary.length_mean) == (900, 518, 40, 129.5)
-    assert summary.weight_version == 7
-    assert summary.seconds.total == 2.25
-
-
 def test_held_out_error_counts_prompts_not_samples() -> None:
     difficulties = ["hard", "easy", "hard"]
     rewards = [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
@@ -241,28 +186,6 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert train.run(iter(entries), 2, log) == entries
     assert len(path.read_text().splitlines()) == 3
     assert read_log(path) == entries
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_picture_is_a_png_however_short_the_run_was(tmp_path: Path, steps: int) -> None:
-    entries = [Entry(0, held_out=evaluation(0.5))]
-    entries += [entry(step, 0.5 + step / 10, 0.6) for step in range(1, steps + 1)]
-    picture(entries, "darts_cut", tmp_path / "new" / "training.png")
-    data = (tmp_path / "new" / "training.png").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert len(data) > 20_000
-
-
-@pytest.mark.parametrize(
-    ("argv", "method"),
-    [
-        ([], Method("darts_cut")),
-        (["--policy", "off", "--prompts-ahead", "0.5"], Method("off", started=1.5)),
-        (["--policy", "off", "--max-staleness", "1"], Method("off", staleness=1)),
-    ],
-)
-def test_the_flags_choose_the_method(argv: Sequence[str], method: Method) -> None:
-    assert train.arguments(argv).method == method
 
 
 @pytest.mark.parametrize(

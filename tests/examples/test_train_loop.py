@@ -156,12 +156,3 @@ def test_a_run_with_staleness_that_is_interrupted_goes_on_with_the_prompts_that_
     assert [*first.prompts(), *continued.prompts()] == usual.prompts()
     assert entries[0].training is not None
     assert entries[0].training.off_policy == 0.0
-
-
-def test_prompts_are_carried_over_under_the_run_s_name(server: RunningServer) -> None:
-    run(server, Method("off", started=STARTED, carry="restart"))
-    with Client(server.url, retries=0) as client:
-        batch = client.rollouts([], group_size=2, max_tokens=256, policy="off", carried=True)
-        keys = [group.prompt_key or "" for group in batch]
-    assert len(keys) == 2
-    assert all(key.startswith("run: ") for key in keys)

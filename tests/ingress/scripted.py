@@ -19,8 +19,7 @@ from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.plan import Limits, Planner
 from tests.ingress.servers import FakeServer, RunningIngress, ingress_over
 from tests.ingress.test_batches import parse
-from tests.rollout.batches.test_submission import Texts
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
 
 PATH = "/darts/v1/rollouts"
 SIZE = 4

@@ -21,7 +21,6 @@ from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine
 PROMPT = "7a-5b*4>"
-CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ROLLOUTS = "/darts/v1/rollouts"
 TOKENS = "/inference/v1/generate"
@@ -59,22 +58,10 @@ def check_serves(server: Server) -> None:
     ("sampling", "param"),
     [
         ({"ignore_eos": None}, "ignore_eos"),
-        ({"temperature": True}, "temperature"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": 2**64 - 1}, "seed"),
         ({"seed": 2**63 - 1}, "seed"),
-        ({"seed": -(2**63) - 1}, "seed"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens"),
-        ({"max_tokens": 20.0}, "max_tokens"),
-        ({"temperature": 10**400}, "temperature"),
-        ({"logit_bias": [1]}, "logit_bias"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": "much"}}, "logit_bias"),
-        ({"stop": {"a": 1}}, "stop"),
         ({"stop": ["a", 3]}, "stop[1]"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
-        ({"structured_outputs": {"regex": "a", "_backend": "x"}}, "structured_outputs._backend"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"repetition_detection": {"max_pattern_size": 2**64, "min_count": 2}}, "repetition_detection"),
         ({"min_tokens": 314, "max_tokens": 318}, "min_tokens"),
@@ -129,9 +116,7 @@ def test_a_token_id_of_the_vocabularys_size_is_refused(
     ("messages", "param"),
     [
         ([{}], "messages[0].role"),
-        ([{"content": "7a>"}], "messages[0].role"),
         ([{"role": "user", "content": "7a>"}, {"role": 3}], "messages[1].role"),
-        ([{"role": "user", "content": [{"type": 4}]}], "messages"),
         ([{"role": "assistant", "tool_calls": [7]}], "messages"),
     ],
 )

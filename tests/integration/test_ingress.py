@@ -20,11 +20,7 @@ from darts_server.store.archive import LIMIT_BYTES, unpack
 from tests.integration.clusters import (
     START_SECONDS,
     Cluster,
-    check_groups,
     check_killed,
-    check_one_deadline,
-    check_single_requests,
-    check_weights_switch_together,
     client_of,
     prompts,
     wait_healthy,
@@ -32,7 +28,6 @@ from tests.integration.clusters import (
 from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
-NIGHTLY = pytest.mark.nightly  # test_replicas.py has the same with servers that Ray keeps
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +49,6 @@ def cluster(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         finally:
             process.terminate()
             assert process.wait(180) == 0
-
-
-@NIGHTLY
-async def test_groups_are_exact_and_on_all_servers(cluster: Cluster) -> None:
-    await check_groups(cluster)
-
-
-@NIGHTLY
-async def test_single_requests_of_a_group_meet(cluster: Cluster) -> None:
-    await check_single_requests(cluster)
 
 
 async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are_one_update(cluster: Cluster) -> None:
@@ -92,11 +77,6 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
     for server in cluster.servers:
         served = httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()
         assert (served["version"], served["staged"]) == (1, None)
-
-
-@NIGHTLY
-async def test_a_divided_batch_is_cut_at_one_deadline(cluster: Cluster) -> None:
-    await check_one_deadline(cluster)
 
 
 async def test_all_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -> None:
@@ -135,11 +115,6 @@ def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str,
     rows = unpack(httpx.get(f"{server.url}/darts/v1/state", verify=False).content, LIMIT_BYTES)
     kept = {kind: json.loads(text)["value"] for kind, key, text in rows if key.partition("/")[0] == "darts_cut"}
     return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
-
-
-@NIGHTLY
-async def test_weights_switch_together_under_load(cluster: Cluster) -> None:
-    await check_weights_switch_together(cluster)
 
 
 async def test_a_server_that_was_killed_gets_the_weights_when_it_is_back(

@@ -64,13 +64,3 @@ async def test_a_large_batch_starts_and_is_cancelled_without_holding_up_others(s
         assert await asyncio.to_thread(server.busy)
         posting.cancel()
         await asyncio.to_thread(wait_idle, server, 180)
-
-
-async def test_a_batch_of_more_candidates_than_allowed_is_refused(server: Server) -> None:
-    body = {"prompts": [{"text": "11+1="}] * 1000, "group_size": 64, "sampling": {"max_tokens": 1}}
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        answer = await client.post("/darts/v1/rollouts", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "prompts"
-    assert "needs 96000 candidates" in answer.json()["error"]["message"]
-    assert "--max-queued-candidates" in answer.json()["error"]["message"]

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save, save_file
 from vllm.platforms import current_platform
 
-from darts_client import BadRequest, Client
 from darts_server.demo.server import DARTS, Server
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
@@ -200,45 +199,15 @@ def test_a_folder_as_peft_writes_it_is_loaded(server: Server, root: Path) -> Non
     assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
 
 
-def test_the_client_pushes_folders_and_bytes(server: Server, tmp_path: Path) -> None:
-    save_file(lora(10), tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
-    with Client(server.url) as client:
-        record = client.weights.push_lora("mine", tmp_path)
-        assert lora_difference(server, merged(lora(10)), "mine:raw") < ROUNDING
-        assert record.last is not None
-        assert record.last.lora == "mine"
-        assert {one.name for one in record.loras} == {"ad", "mine"}
-        client.weights.push_lora("mine", save(lora(11)), config=CONFIG, rule="restart")
-        assert lora_difference(server, merged(lora(11)), "mine:raw") < ROUNDING
-        with pytest.raises(BadRequest, match="r is 16, and the server takes 8"):
-            client.weights.push_lora("mine", save(lora(11)), config={"r": 16, "lora_alpha": 1})
-        assert [one.name for one in client.weights.remove_lora("mine").loras] == ["ad"]
-
-
-def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, root: Path, staging: Path) -> None:
+def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, staging: Path) -> None:
     check_lora(server, push(server, lora(12)), merged(lora(12)))
     before, earlier = sample(server, "ad:raw"), status(server)
     name = f"{BASE}{LAYERS[0]}.lora_A.weight"
     whole = lora(13)
-    without = {each: tensor for each, tensor in whole.items() if each != name}
-    (root / "link").symlink_to(root)
     for answer, words in (
         (push(server, save(whole)[:-100]), "not a whole safetensors file"),
-        (push(server, {}), "has no tensor"),
-        (push(server, without), f"tensor {name} is missing"),
         (push(server, whole | {name: torch.zeros(RANK, 3)}), f"tensor {name} is F32 of shape [4, 3]"),
-        (
-            push(server, whole | {"model.norm.lora_A.weight": torch.zeros(4, 4)}),
-            "tensor model.norm.lora_A.weight is not",
-        ),
-        (push(server, perturbed(1)), "is not one of a LoRA adapter's"),
         (push(server, lora(13, rank=16), config={"r": 16, "lora_alpha": 1}), "r is 16, and the server takes 8"),
-        (push(server, whole, config="{"), "config: is no JSON"),
-        (push(server, whole, config=CONFIG | {"use_dora": True}), "'use_dora' is set"),
-        (push(server, whole, "tiny"), "is the model itself"),
-        (post(server, "../x"), "must not have '..'"),
-        (post(server, "link"), "is a symbolic link"),
         (post(server, "/etc"), "is outside"),
     ):
         assert answer.status_code == 400, answer.text

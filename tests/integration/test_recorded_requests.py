@@ -24,6 +24,16 @@ RECORDED: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "trainers" / "requests.json").read_text(encoding="utf-8")
 )
 TRAINERS = [each["trainer"] for each in RECORDED]
+MESSAGES = {
+    "trainer": "messages",
+    "path": "/v1/messages",
+    "prompt": "messages",
+    "raw": "model",
+    "headers": {},
+    "body": {"model": "MODEL", "max_tokens": 24},
+}
+STREAMED = list({each["path"]: each for each in (*RECORDED, MESSAGES)}.values())
+CASES = [*((each, False) for each in (*RECORDED, MESSAGES)), *((each, True) for each in STREAMED)]
 
 
 @dataclass
@@ -123,11 +133,14 @@ async def test_two_steps_of_every_trainer_have_its_groups_under_the_weights_of_t
                 assert seen == {version}
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=TRAINERS)
+@pytest.mark.parametrize(
+    ("recorded", "stream"), CASES, ids=[f"{each['trainer']}{', streamed' * stream}" for each, stream in CASES]
+)
 async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields(
-    server: Server, recorded: Mapping[str, Any]
+    server: Server, recorded: Mapping[str, Any], stream: bool
 ) -> None:
-    seed = 5000 + TRAINERS.index(recorded["trainer"])
+    seed = 5000 + CASES.index((dict(recorded), stream))
+    streamed = {"stream": True} if stream else {}
     one = Trajectory(recorded, f"e{seed}", 0, seed)
     _, body, _ = one.request()
     sampling = body.get("sampling_params")
@@ -139,19 +152,19 @@ async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields
         evaluation = {"sampling_params": sampling | {"temperature": 0.0}}
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         before = server.metric("darts_groups_total")
-        answer = await send(client, one, GROUP, **evaluation)
+        answer = await send(client, one, GROUP, **evaluation, **streamed)
         assert GROUP_ID not in answer.headers
         assert server.metric("darts_groups_total") == before
         raw = read_fields(answer)
 
         single = [Trajectory(recorded, f"f{seed}", rep, seed) for rep in range(SIZE)]
-        answers = await asyncio.gather(*(send(client, each, GROUP) for each in single))
+        answers = await asyncio.gather(*(send(client, each, GROUP, **streamed) for each in single))
         assert [read_fields(each) for each in answers] == [raw] * SIZE
-        if "input" not in body and recorded["prompt"] != "input":  # the Responses API has no n
+        if recorded["path"] not in ("/v1/responses", "/v1/messages"):  # they have no n
             whole = {"n": SIZE} if sampling is None else {"sampling_params": sampling | {"n": SIZE}}
-            answer = await send(client, Trajectory(recorded, f"w{seed}", 0, seed + 100), {}, **whole)
+            answer = await send(client, Trajectory(recorded, f"w{seed}", 0, seed + 100), {}, **whole, **streamed)
             assert answer.headers.get(GROUP_ID)
             assert read_fields(answer) == raw
-            off = await send(client, Trajectory(recorded, f"o{seed}", 0, seed + 200), RAW, **whole)
+            off = await send(client, Trajectory(recorded, f"o{seed}", 0, seed + 200), RAW, **whole, **streamed)
             assert GROUP_ID not in off.headers
             assert read_fields(off) == raw

@@ -1,11 +1,8 @@
-"""Rewards for trajectories of every route, named by id and by tokens, on real vLLM."""
+"""Rewards for trajectories, named by id and by tokens, on real vLLM."""
 
-import asyncio
-import json
 from collections.abc import Sequence
 from random import Random
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import numpy as np
@@ -14,7 +11,7 @@ import pytest
 from darts_server.demo.problems import Problem, reward, sample_problem
 from darts_server.demo.server import Server
 
-pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+pytestmark = pytest.mark.engine
 SIZE = 8
 Named = dict[str, Any]
 
@@ -107,81 +104,6 @@ def test_choices_are_rewarded_by_their_tokens_and_by_their_trajectory_ids(server
     assert 0 <= server.metric("darts_pass_rate") <= 1
 
 
-def test_streamed_choices_are_rewarded_by_their_tokens(server: Server) -> None:
-    [problem] = problems(1, seed=22)
-    key = f"streamed {uuid4()}"
-    choices: dict[int, dict[str, Any]] = {}
-    body = completion(problem.prompt, n=SIZE, stream=True)
-    headers = {"X-Darts-Prompt-Key": key}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=240) as answer:
-        for line in answer.iter_lines():
-            for choice in [] if line in ("", "data: [DONE]") else json.loads(line.removeprefix("data: "))["choices"]:
-                received = choices.setdefault(choice["index"], {"text": "", "token_ids": []})
-                received["text"] += choice["text"]
-                received["token_ids"] += choice["token_ids"] or []
-    prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": problem.prompt}).json()["tokens"]
-    values = [reward(problem, choice["text"]) for choice in choices.values()]
-    named = [
-        by_tokens({**choice, "prompt_token_ids": prompt}, value)
-        for choice, value in zip(choices.values(), values, strict=True)
-    ]
-    counts = report(server, named)
-    assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
-    check_statistics(server, groups_of(server, answer.headers["X-Darts-Group-Id"])[0])
-
-
-@pytest.mark.parametrize("policy", ["uniform", "darts_cut", "off"])
-def test_batches_are_rewarded_under_every_policy(server: Server, policy: str) -> None:
-    posed = problems(12, seed=23)
-    run = uuid4()
-    body = {
-        "prompts": [{"text": problem.prompt, "key": f"{run}/{i}"} for i, problem in enumerate(posed)],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 250},
-        "policy": {"name": policy} if policy == "off" else {"name": policy, "exploration": 0.0},
-    }
-    batch = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
-    assert batch.status_code == 200, batch.text
-    groups = batch.json()["groups"]
-    for number, group in enumerate(groups):
-        prompt = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": posed[number].prompt}).json()[
-            "tokens"
-        ]
-        values = [reward(posed[number], trajectory["text"]) for trajectory in group["trajectories"]]
-        named: list[Named] = []
-        for trajectory, value in zip(group["trajectories"], values, strict=True):
-            tokens = {"prompt_token_ids": prompt, "token_ids": trajectory["token_ids"]}
-            named += [{"trajectory_id": trajectory["trajectory_id"], "reward": value}, by_tokens(tokens, value)]
-        some = named[::2] if number % 2 else named[::-1]
-        counts = report(server, some)
-        assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, len(some))
-        assert report(server, named)["repeated"] == 2 * SIZE
-        check_statistics(server, groups_of(server, group["group_id"])[0])
-        discarded = [{"trajectory_id": each["trajectory_id"], "reward": 1.0} for each in group["discarded"]]
-        assert report(server, discarded)["unknown"] == len(discarded)
-    if policy == "darts_cut":
-        assert any(trajectory["cut"] for group in groups for trajectory in group["trajectories"])
-
-
-async def test_single_requests_are_rewarded_by_their_tokens(server: Server) -> None:
-    [problem] = problems(1, seed=24)
-    key = f"single {uuid4()}"
-    headers = {"X-Darts-Group": f"size={SIZE}", "X-Darts-Prompt-Key": key}
-    async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as client:
-        posts = (
-            client.post(f"{server.url}/v1/completions", json=completion(problem.prompt), headers=headers)
-            for _ in range(SIZE)
-        )
-        answers = await asyncio.gather(*posts)
-    choices = [answer.json()["choices"][0] for answer in answers]
-    values = [reward(problem, choice["text"]) for choice in choices]
-    counts = report(server, [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)])
-    assert (counts["unknown"], counts["matched"] + counts["repeated"]) == (0, SIZE)
-    [group] = groups_of(server, answers[0].headers["X-Darts-Group-Id"])
-    assert sorted(c["reward"] for c in selected(group)) == sorted(values)
-    check_statistics(server, group)
-
-
 def test_rewards_of_unshaped_trajectories_are_unknown(server: Server) -> None:
     unknown = server.metric("darts_rewards_total", matched="false")
     body = completion("7a-5b*4c-8d+7e-1f*3>", n=2, seed=77) | {
@@ -193,21 +115,3 @@ def test_rewards_of_unshaped_trajectories_are_unknown(server: Server) -> None:
     counts = report(server, [by_tokens(choice, 1.0) for choice in choices])
     assert counts == {"matched": 0, "repeated": 0, "unknown": 2, "unknown_indices": [0, 1]}
     assert server.metric("darts_rewards_total", matched="false") == unknown + 2
-
-
-def test_reward_statistics_are_restored_with_the_state(server: Server) -> None:
-    [problem] = problems(1, seed=25)
-    key = f"saved {uuid4()}"
-    headers = {"X-Darts-Prompt-Key": key}
-    for value in (1.0, 0.0):
-        answer = httpx.post(
-            f"{server.url}/v1/completions", json=completion(problem.prompt, n=2), headers=headers, timeout=240
-        )
-        [group] = groups_of(server, answer.headers["X-Darts-Group-Id"])
-        report(server, [{"trajectory_id": c["trajectory_id"], "reward": value} for c in selected(group)])
-        if value:
-            saved = httpx.get(f"{server.url}/darts/v1/state").content
-            before = rewards_of(server, key)
-    assert rewards_of(server, key)["rewarded"] == 4
-    assert httpx.put(f"{server.url}/darts/v1/state", content=saved).status_code == 200
-    assert rewards_of(server, key) == before

@@ -5,7 +5,6 @@ from contextlib import closing
 from http.client import HTTPConnection
 from itertools import islice
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
@@ -86,29 +85,6 @@ def test_a_seeded_unshaped_batch_equals_the_answer_of_vllms_route(server: Server
     assert [t["text"] for t in body["groups"][0]["trajectories"]] == [c["text"] for c in choices]
 
 
-def test_streamed_groups_equal_those_of_one_answer(server: Server) -> None:
-    body = {
-        "prompts": [{"text": t} for t in prompts(8)],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 200, "seed": 1},
-    }
-    whole = post(server, body).json()["groups"]
-    events: list[tuple[str, dict[str, Any]]] = []
-    with httpx.stream(
-        "POST", f"{server.url}/darts/v1/rollouts", json=body | {"stream": "groups"}, timeout=240
-    ) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        for line in answer.iter_lines():
-            if line.startswith("event: "):
-                events.append((line.removeprefix("event: "), {}))
-            elif line.startswith("data: "):
-                events[-1] = (events[-1][0], json.loads(line.removeprefix("data: ")))
-    assert [name for name, _ in events] == ["batch", *["group"] * 8, "done"]
-    streamed = sorted((data for name, data in events if name == "group"), key=lambda group: group["number"])
-    tokens = [[t["token_ids"] for t in group["trajectories"]] for group in streamed]
-    assert tokens == [[t["token_ids"] for t in group["trajectories"]] for group in whole]
-
-
 def test_tensors_have_exactly_the_numbers_of_the_json_answer(server: Server) -> None:
     sampling = {"max_tokens": 200, "seed": 3, "logprobs": True}
     body = {"prompts": [{"text": text} for text in prompts(6)], "group_size": SIZE, "sampling": sampling}
@@ -164,21 +140,6 @@ def test_a_prompt_has_the_same_key_as_text_as_a_chat_and_as_tokens(server: Serve
     assert other != keys[0]
 
 
-def test_a_fixed_redundancy_starts_as_many_candidates_on_every_route(server: Server) -> None:
-    [text] = prompts(1)
-    sampling = {"max_tokens": 20}
-    with httpx.Client(base_url=server.url, timeout=240) as api:
-        api.patch("/darts/v1/policy", json={"redundancy": 3.0}).raise_for_status()
-        try:
-            batch = {"prompts": [{"text": text}], "group_size": SIZE, "sampling": sampling}
-            [group] = api.post("/darts/v1/rollouts", json=batch).json()["groups"]
-            answer = api.post("/v1/completions", json={"model": "tiny", "prompt": text, "n": SIZE, **sampling})
-        finally:
-            api.patch("/darts/v1/policy", json={"redundancy": 1.5}).raise_for_status()
-        [record] = api.get(f"/darts/v1/groups/{answer.headers['X-Darts-Group-Id']}").json()["groups"]
-    assert group["candidates"] == len(record["candidates"]) == 24
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -190,15 +151,11 @@ def test_a_fixed_redundancy_starts_as_many_candidates_on_every_route(server: Ser
         ({"prompts": [{"messages": [{"role": "user"}, 3]}]}, "prompts[0].messages[1]"),
         ({"group_size": 0}, "group_size"),
         ({"group_size": "8"}, "group_size"),
-        ({"group_size": 10**6}, "n"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature"),
-        ({"sampling": {"temperature": -3}}, "sampling.temperature"),
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ({"sampling": {"n": 3}}, "sampling.n"),
-        ({"policy": {"name": "dart"}}, "policy"),
         ({"policy": {"redundancy": 99}}, "redundancy"),
         ({"policy": {"state_dir": "/"}}, "state_dir"),
-        ({"budget": 3}, "budget"),
         ({"stream": "words"}, "stream"),
         ({"chunk_tokens": 100}, "chunk_tokens"),
         ({"strean": True}, "strean"),
@@ -238,46 +195,3 @@ def test_nothing_runs_on_after_a_client_gives_up_waiting(server: Server) -> None
         wait_started(server, started + 16 * SIZE)
     wait_idle(server)
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
-
-
-def test_prompts_that_were_carried_over_go_on_with_what_was_generated(server: Server) -> None:
-    texts = [f"{i}a+2b*3c-4d+5e*6f-7g+8h*9i-1a+3b*2c>" for i in range(1, 5)]
-    prompts = [{"text": text, "key": f"carried/{text}"} for text in ["1a+2>", *texts]]
-    sampling = {"max_tokens": 250, "temperature": 0.0, "logprobs": True}
-    body = {"prompts": prompts, "group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
-    answer = post(server, body)
-    assert answer.status_code == 200, answer.text
-    wanted = {group["prompt_key"]: group for group in answer.json()["groups"]}
-    generated = server.metric("darts_tokens_total", kind="generated")
-    first = post(server, body | {"num_groups": 1, "carry": "resume"}).json()
-    assert [prompt["carry"] for prompt in first["unfinished"]] == ["resume"] * 4
-    assert first["carried"] >= 4
-    records = httpx.get(f"{server.url}/darts/v1/groups/{first['id']}").json()["groups"]
-    assert sum(c["length"] for record in records for c in record["candidates"] if c["reason"] == "carried") > 0
-    again = [prompts[prompt["number"]] for prompt in first["unfinished"]]
-    last = post(server, body | {"prompts": again, "carry": "resume"}).json()
-    assert last["carried"] == first["carried"] - 4
-    for group in last["groups"]:
-        for one, other in zip(group["trajectories"], wanted[group["prompt_key"]]["trajectories"], strict=True):
-            assert (one["token_ids"], one["text"]) == (other["token_ids"], other["text"])
-            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
-            assert one["version_spans"] == [[one["weight_version_end"], one["length"]]]
-    wait_idle(server)
-    tokens = sum(t["length"] for group in (*first["groups"], *last["groups"]) for t in group["trajectories"])
-    assert server.metric("darts_tokens_total", kind="generated") - generated == tokens, "each token counts once"
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"carry": "keep"}, "carry"),
-        ({"prompts": [], "carry": "resume"}, "prompts"),
-        ({"carry": "resume", "policy": {"name": "arrol"}}, "carry"),
-        ({"carry": "resume", "sampling": {"presence_penalty": 0.5}}, "sampling.presence_penalty"),
-        ({"carry": "resume", "sampling": {"structured_outputs": {"choice": ["1"]}}}, "sampling.structured_outputs"),
-    ],
-)
-def test_carrying_over_is_refused_where_it_cannot_work(server: Server, change: dict[str, Any], param: str) -> None:
-    answer = post(server, {"prompts": [{"text": "1a+2>"}], "group_size": 2} | change)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param

@@ -35,13 +35,6 @@ def processed(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def raw(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
-    command = (*DARTS[:-1], str(greedy_by_default))
-    with serve(command, greedy_by_default / "raw.log", "--logprobs-mode", "raw_logprobs") as running:
-        yield running
-
-
 def rollouts(server: Server, **sampling: Any) -> httpx.Response:
     body = BATCH | {"sampling": {"max_tokens": 40} | sampling}
     return httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
@@ -80,19 +73,3 @@ def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(processed: 
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "logprobs": 0}
     [choice] = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=240).json()["choices"]
     assert set(choice["logprobs"]["token_logprobs"]) == {0.0}, "also on vLLM's routes"
-
-
-def test_raw_logprobs_of_another_distribution_are_refused(raw: Server) -> None:
-    refused = [
-        rollouts(raw, top_k=5, temperature=0.7, logprobs=True),
-        httpx.post(f"{raw.url}/darts/v1/vote", json=VOTE | {"sampling": {"top_p": 0.9, "logprobs": True}}, timeout=240),
-    ]
-    for answer in refused:
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == "sampling.logprobs"
-        assert "--logprobs-mode processed_logprobs" in answer.json()["error"]["message"]
-    assert raw.metric("darts_candidates_started_total") == 0, "nothing was started"
-    assert rollouts(raw, top_k=5, temperature=0.7).status_code == 200
-    answer = rollouts(raw, logprobs=True)
-    assert answer.status_code == 200
-    assert min(answer.json()["groups"][0]["trajectories"][0]["logprobs"]) < 0

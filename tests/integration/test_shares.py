@@ -88,27 +88,6 @@ def test_requests_that_come_together_never_get_more_than_their_keys_share(
     assert call(server, "POST", path, json=body).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("request_", "needs", "field"),
-    [
-        (completion(16), 24, "n"),
-        (completion(17, vllm_xargs={"darts_policy": "off"}), 17, "n"),
-        (vote(17), 17, "n"),
-        (rollouts(3, 4), 18, "prompts"),
-    ],
-)
-def test_a_request_that_never_fits_into_the_share_is_told_so(
-    server: Server, request_: tuple[str, dict[str, Any]], needs: int, field: str
-) -> None:
-    path, body = request_
-    answer = call(server, "POST", path, json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert f"needs {needs} candidates, and a key may have {SHARE} in flight" in error["message"]
-    assert error["param"] == field
-    assert call(server, "POST", path, ADMIN, json=body).status_code == 200
-
-
 # --- what a key may see -----------------------------------------------------
 
 
@@ -169,15 +148,6 @@ def test_another_key_cannot_cancel_a_batch_and_has_idempotency_keys_of_its_own(s
     assert batch_id not in other.text
     ended = {"id": batch_id, "cancelled": False}
     assert call(server, "DELETE", f"/darts/v1/rollouts/{batch_id}", ADMIN).json() == ended
-
-
-def test_two_keys_may_use_the_same_id_and_each_finds_its_own_group(server: Server) -> None:
-    for n, key in ((3, ONE), (4, OTHER)):
-        path, body = completion(n, request_id="same", max_tokens=10)
-        assert call(server, "POST", path, key, json=body).status_code == 200
-    for n, key in ((3, ONE), (4, OTHER)):
-        [group] = call(server, "GET", "/darts/v1/groups/cmpl-same", key).json()["groups"]
-        assert group["group_size"] == n
 
 
 def test_two_keys_may_use_the_same_request_id_and_each_rewards_its_own_trajectories(server: Server) -> None:

@@ -13,7 +13,6 @@ from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8
-CANDIDATES = 12
 PROMPTS = 20
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
 NO_LIMIT = httpx.Limits(max_connections=None)
@@ -83,43 +82,6 @@ def check_selection(group: dict[str, object]) -> None:
     assert all(order[c["index"]] > bar for c in candidates if c["finish_reason"] is None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_every_generation_route_joins_groups(server: Server, stream: bool) -> None:
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "7a-5b*4>"}], "max_tokens": 60, "stream": stream}
-    routes = {
-        "v1/completions": body("7a-5b*4>") | {"stream": stream},
-        "v1/chat/completions": chat,
-        "inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 60}, "stream": stream},
-    }
-    async with httpx.AsyncClient(timeout=240, limits=NO_LIMIT) as client:
-        for path, request in routes.items():
-            before = server.metric("darts_groups_total", outcome="completed")
-            posts = (client.post(f"{server.url}/{path}", json=request, headers=GROUP) for _ in range(SIZE))
-            answers = await asyncio.gather(*posts)
-            assert {answer.status_code for answer in answers} == {200}, answers[0].text
-            assert server.metric("darts_groups_total", outcome="completed") == before + 1, path
-            if not stream:
-                assert len({answer.headers["X-Darts-Group-Id"] for answer in answers}) == 1
-
-
-async def test_group_ids_separate_groups_of_one_prompt_and_find_them_again(server: Server) -> None:
-    async with httpx.AsyncClient(timeout=240, limits=NO_LIMIT) as client:
-        names = ["red", "blue"] * 4
-        posts = (
-            client.post(
-                f"{server.url}/v1/completions",
-                json=body("1a+5b*4c-3>") | {"vllm_xargs": {"darts_group_id": name, "darts_group_size": 4}},
-            )
-            for name in names
-        )
-        answers = await asyncio.gather(*posts)
-        for name in ("red", "blue"):
-            [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
-            theirs = {a.headers["X-Darts-Group-Id"] for a, n in zip(answers, names, strict=True) if n == name}
-            assert theirs == {group["group_id"]}
-            assert (group["group_size"], len(group["candidates"])) == (4, 6)
-
-
 async def test_a_lone_request_is_answered_like_an_unshaped_one(server: Server) -> None:
     async with httpx.AsyncClient(timeout=240) as client:
         seeded = body("9a-1b*3c+8d-5e*2f+7g-1>") | {"seed": 5}
@@ -129,16 +91,3 @@ async def test_a_lone_request_is_answered_like_an_unshaped_one(server: Server) -
         name = answer.headers["X-Darts-Group-Id"]
         [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
         assert len(group["candidates"]) == 1
-
-
-async def test_a_group_without_a_size_is_rejected(server: Server) -> None:
-    async with httpx.AsyncClient(timeout=240) as client:
-        answer = await client.post(
-            f"{server.url}/v1/completions", json=body("7a-5b*4>"), headers={"X-Darts-Group": "id=x"}
-        )
-        assert answer.status_code == 400
-        assert "size=INT" in answer.json()["error"]["message"]
-        several = body("7a-5b*4>") | {"prompt": ["7a-5b*4>", "1a+5b*4c-3>"], "n": 2}
-        answer = await client.post(f"{server.url}/v1/completions", json=several, headers={"X-Darts-Prompt-Key": "mine"})
-        assert answer.status_code == 400
-        assert "one by one" in answer.json()["error"]["message"]

@@ -3,17 +3,14 @@
 import json
 from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 import httpx
-import numpy as np
 import pytest
 
 from darts_server.demo.server import Server
 from darts_server.rollout.learned import latency
 from darts_server.store.archive import LIMIT_BYTES, pack, unpack
 from darts_server.store.document import Row
-from darts_server.trace import LearnedLengths
 
 pytestmark = pytest.mark.engine
 BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}
@@ -94,51 +91,3 @@ def test_groups_follow_changes_of_the_policy_route(api: httpx.Client) -> None:
     api.patch("/darts/v1/policy", json={"policy": "uniform", "redundancy": 2.5, "max_redundancy": 4}).raise_for_status()
     [group] = groups(api)
     assert (group["policy"], len(group["candidates"])) == ("uniform", 5)
-
-
-def test_a_rejected_change_names_its_key_and_changes_nothing(api: httpx.Client) -> None:
-    before = api.get("/darts/v1/policy").json()
-    refused = api.patch("/darts/v1/policy", json={"policy": "off", "redundancy": "2"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "redundancy")
-    assert api.get("/darts/v1/policy").json() == before
-
-
-@pytest.mark.parametrize(
-    ("headers", "xargs", "param"),
-    [
-        ({"X-Darts-Prompt-Key": "x" * 257}, {}, "x-darts-prompt-key"),
-        ({"X-Darts-Group": "id=a;size=many"}, {}, "x-darts-group"),
-        ({}, {"darts_group_size": 0}, "vllm_xargs.darts_group_size"),
-        ({"X-Darts-Prompt-Key": "a"}, {"darts_prompt_key": "b"}, "vllm_xargs.darts_prompt_key"),
-    ],
-)
-def test_invalid_options_get_a_400_that_names_them(
-    api: httpx.Client, headers: dict[str, str], xargs: dict[str, Any], param: str
-) -> None:
-    answer = api.post("/v1/completions", json=BODY | {"vllm_xargs": xargs}, headers=headers)
-    assert answer.status_code == 400
-    assert param in answer.json()["error"]["message"]
-
-
-def test_a_writable_store_has_no_fault(server: Server) -> None:
-    assert server.metric("darts_store_fault") == 0
-    assert "darts_store_fault" in httpx.get(f"{server.url}/metrics").text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_under_off_lengths_are_learned_from_the_first_request_on(api: httpx.Client, stream: bool) -> None:
-    api.patch("/darts/v1/policy", json={"policy": "off"}).raise_for_status()
-    key = str(uuid4())
-    with_key = {"X-Darts-Prompt-Key": key}
-    for headers, model in ((with_key | {"X-Darts-Policy": "off"}, "tiny"), (with_key, "tiny:raw")):
-        api.post("/v1/completions", json=BODY | {"model": model}, headers=headers).raise_for_status()
-    assert api.get(f"/darts/v1/prompts/{key}").status_code == 404, "an evaluation may say itself that it is unshaped"
-    api.post("/v1/completions", json=BODY | {"n": 4, "seed": 0, "stream": stream}, headers=with_key).raise_for_status()
-    learned = api.get(f"/darts/v1/prompts/{key}").json()
-    assert (learned["groups"], learned["candidates"]) == (1, 4)
-    lengths = LearnedLengths.of_state(api.get("/darts/v1/state").content)
-    [line, *_] = lengths.trace(16, 1, None, np.random.default_rng(0))
-    assert line["lengths"]
-    whole = api.post("/v1/completions", json=BODY | {"n": 4, "seed": 0, "return_token_ids": True}).json()["choices"]
-    if all(choice["finish_reason"] == "stop" for choice in whole):
-        assert learned["mean_ema"] == pytest.approx(sum(len(choice["token_ids"]) for choice in whole) / 4)

@@ -119,16 +119,6 @@ def test_a_broken_stream_is_resumed_where_it_broke(server: Server) -> None:
     assert (late.status_code, late.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-def test_nothing_runs_on_after_a_client_closes_its_stream(server: Server) -> None:
-    cancelled = server.metric("darts_groups_total", outcome="cancelled")
-    with httpx.stream("POST", url(server), json=LONG | {"stream": "tokens"}, timeout=240) as answer:
-        events = read_events(answer)
-        assert next(events)[1] == "batch"
-        assert next(events)[1] == "delta"
-    wait_idle(server)
-    assert server.metric("darts_groups_total", outcome="cancelled") == cancelled + 16
-
-
 def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server: Server) -> None:
     body = BODY | {"sampling": {"max_tokens": 250, "ignore_eos": True, "logprobs": True}, "chunk_tokens": 1}
     with httpx.stream("POST", url(server), json=body, timeout=240) as answer:
@@ -166,29 +156,11 @@ def test_a_batch_with_a_key_continues_without_its_client(server: Server) -> None
     assert server.metric("darts_groups_total", outcome="cancelled") == cancelled
 
 
-def test_num_groups_returns_the_first_complete_groups(server: Server) -> None:
-    body = _plain(BODY) | {"num_groups": 3, "sampling": {"max_tokens": 250, "ignore_eos": False}}
-    whole = httpx.post(url(server), json=body, timeout=240).json()
-    events = stream(server, body | {"stream": "tokens"})
-    groups = check(events)
-    for decided, left in ((whole["groups"], whole["unfinished"]), (groups, events[-1][2]["unfinished"])):
-        assert len(decided) == 3
-        assert sorted([group["number"] for group in decided] + [one["number"] for one in left]) == list(range(8))
-        assert [one["metadata"]["place"] for one in left] == [one["number"] for one in left]
-        assert all(one["prompt_key"] for one in left)
-    ended = {data["trajectory_id"] for _, name, data in events if name in ("trajectory", "discard")}
-    assert {data["trajectory_id"] for _, name, data in events if name == "delta"} <= ended
-    wait_idle(server)
-
-
 @pytest.mark.parametrize(
     ("change", "headers", "status", "param"),
     [
         ({"chunk_tokens": 0}, {}, 400, "chunk_tokens"),
         ({"stream": "groups"}, {}, 400, "chunk_tokens"),
-        ({"stream": "words"}, {}, 400, "stream"),
-        ({"num_groups": 0}, {}, 400, "num_groups"),
-        ({"num_groups": 9}, {}, 400, "num_groups"),
         ({}, {"Idempotency-Key": ""}, 400, "Idempotency-Key"),
         ({}, {"Idempotency-Key": "k" * 257}, 400, "Idempotency-Key"),
     ],
@@ -200,11 +172,3 @@ def test_invalid_input_is_named_and_starts_nothing(
     answer = httpx.post(url(server), json=BODY | change, headers=headers, timeout=240)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
     assert server.metric("darts_candidates_started_total") == started
-
-
-@pytest.mark.parametrize(("method", "headers"), [("GET", {}), ("DELETE", {}), ("GET", {"Last-Event-ID": "3"})])
-def test_an_unknown_batch_is_not_found(server: Server, method: str, headers: dict[str, str]) -> None:
-    answer = httpx.request(method, url(server, "batch-none"), headers=headers)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "batch_id")
-    wrong = httpx.get(url(server, "batch-none"), headers={"Last-Event-ID": "x"})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Last-Event-ID")

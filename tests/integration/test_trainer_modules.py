@@ -132,24 +132,6 @@ async def test_slimes_partial_rollout_gets_what_was_generated_and_goes_on_from_i
 
 
 @pytest.mark.nightly
-async def test_nemo_rl_gets_its_tokens_and_skyrl_ends_its_sessions(own: Server) -> None:
-    body = {"model": "tiny", "prompt": [7, 8, 9, 10], "max_tokens": 20, "temperature": 1.0, "n": 1, "logprobs": 0}
-    wanted = {"nvext": {"extra_fields": ["completion_token_ids"]}}
-    async with httpx.AsyncClient(base_url=own.url, timeout=240) as client:
-        posts = (client.post("/v1/completions", json=body | wanted) for _ in range(SIZE))
-        answers = [answer.json() for answer in await asyncio.gather(*posts)]
-        for answer in answers:
-            [choice] = answer["choices"]
-            tokens = answer["nvext"]["completion_token_ids"]
-            assert tokens == choice["token_ids"]
-            assert len(tokens) == len(choice["logprobs"]["token_logprobs"])
-        refused = await client.post("/v1/completions", json=body | wanted | {"n": 2})
-        assert (refused.status_code, "nvext" in refused.json()["error"]["message"]) == (400, True)
-        assert "nvext" not in (await client.post("/v1/completions", json=body | {"temperature": 0})).json()
-        assert (await client.post("/finish_session?session_id=none")).json() == {"known": False}
-
-
-@pytest.mark.nightly
 def test_skyrls_full_weights_are_served(own: Server, tmp_path: Path) -> None:
     save_file(perturbed(50), tmp_path / "weights.safetensors")
     info = {"path": str(tmp_path / "weights.safetensors"), "names": sorted(ORIGINAL)}

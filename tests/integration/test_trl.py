@@ -38,21 +38,7 @@ def test_generate_gets_exactly_n_for_each_prompt_in_order(client: Any, server: S
     assert server.metric("darts_groups_total", outcome="completed") == before + 3
 
 
-def test_generate_takes_token_ids(client: Any) -> None:
-    ids = client.generate(PROMPTS, n=1, max_tokens=1)["prompt_ids"]
-    answer = client.generate(ids, n=8, max_tokens=200)
-    assert answer["prompt_ids"] == ids
-    assert len(answer["completion_ids"]) == 24
-
-
 def test_chat_gets_exactly_n_for_each_conversation_in_order(client: Any) -> None:
     answer = client.chat([[{"role": "user", "content": p}] for p in PROMPTS], n=8, max_tokens=200)
     assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
     assert len(answer["completion_ids"]) == 24
-
-
-def test_generation_kwargs_can_switch_shaping_off(client: Any, server: Server) -> None:
-    before = server.metric("darts_candidates_started_total")
-    answer = client.generate(PROMPTS, n=4, max_tokens=50, generation_kwargs={"vllm_xargs": {"darts_policy": "off"}})
-    assert len(answer["completion_ids"]) == 12
-    assert server.metric("darts_candidates_started_total") == before

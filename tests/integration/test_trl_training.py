@@ -1,7 +1,6 @@
 """TRL's GRPOTrainer trains against the server on a CPU, without NCCL."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from darts_client import BadRequest, Client
-from darts_client.advantages import unbiased_advantages
+from darts_client import Client
 from darts_server.demo.server import DARTS, Server
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
@@ -100,47 +98,6 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "ahead", [{"prompts_ahead": 0.5}, {"max_staleness": 1}, {"prompts_ahead": 0.5, "max_staleness": 1}], ids=str
-)
-def test_prompts_that_are_started_ahead_are_each_trained_on_as_often_and_with_the_weights_that_they_say(
-    own: Server, tmp_path: Path, ahead: dict[str, Any]
-) -> None:
-    before = counters(own)
-    recipe = replace(RECIPE, steps=4)
-    trainer = make_trainer(own.url, "uniform", recipe, seed=3, out=tmp_path, ahead=ahead)
-    seen: Counter[str] = Counter()
-    model: Any = trainer.model
-    inner = trainer._calculate_rewards
-
-    def counted(inputs: Any, *rest: Any) -> Any:
-        if model.training:  # not of an evaluation
-            seen.update(row["prompt"] for row in inputs)
-        return inner(inputs, *rest)
-
-    trainer._calculate_rewards = counted  # type: ignore[method-assign]  # to look in between
-    trainer.train()
-    pool: Any = trainer.train_dataset
-    assert seen == Counter({row["prompt"]: recipe.steps * recipe.group_size for row in pool})
-
-    steps = [line for line in trainer.state.log_history if "loss" in line]
-    gaps = [step["sampling/sampling_logp_difference/max"] for step in steps]
-    assert len(gaps) == recipe.steps
-    assert gaps[0] < 1e-3
-    if "max_staleness" in ahead:  # the next batch is sampled while this one is trained on
-        assert min(gaps[1:]) > 1e-3
-    else:
-        assert max(gaps) < 1e-3, "prompts that were left over start again"
-    grew = {name: value - before[name] for name, value in counters(own).items()}
-    assert grew[UNKNOWN] == 0
-    extra = grew[GROUPS] - recipe.steps * recipe.prompts
-    # A group that was complete in the same moment as the last one that was needed starts again.
-    assert 0 <= extra <= (recipe.steps if "prompts_ahead" in ahead else 0)
-    with Client(own.url) as client, pytest.raises(BadRequest):
-        list(client.rollouts([], group_size=2, max_tokens=4, carried=True))  # nothing is left over
-
-
 def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Path) -> None:
     trainer = make_trainer(own.url, "uniform", replace(RECIPE, steps=2), seed=1, out=tmp_path, lora=8)
     model: Any = trainer.model
@@ -163,27 +120,6 @@ def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Pa
         without = scored(model, trajectory.token_ids)
     served = torch.tensor(trajectory.logprobs)
     assert (served - with_adapter).abs().max() < 1e-4 < (served - without).abs().max()
-
-
-def test_unbiased_advantages_come_from_the_groups_of_the_batch(own: Server, tmp_path: Path) -> None:
-    trainer = make_trainer(
-        own.url, "uniform", RECIPE, seed=2, out=tmp_path, advantages="unbiased", scale_rewards="none"
-    )
-    model: Any = trainer.model
-    model.train()
-    pool: Any = trainer.train_dataset
-    batch = trainer._generate_and_score_completions([row for row in pool for _ in range(RECIPE.group_size)])
-    sampled = trainer._client.sampled
-    assert sampled is not None
-    with Client(own.url) as client:
-        records = client.groups.get(sampled.response_id)
-    lengths = [candidate.length for record in records for candidate in record.selected]
-    assert batch["completion_mask"].sum(1).tolist() == lengths
-    assert {c.weight for record in records for c in record.selected} == {1.0, 12 - 7}
-    rewards = [[candidate.reward or 0.0 for candidate in record.selected] for record in records]
-    expected = [a for record, row in zip(records, rewards, strict=True) for a in unbiased_advantages(record, row)]
-    assert batch["advantages"].tolist() == pytest.approx(expected)
-    assert any(expected)
 
 
 def scored(model: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
@@ -186,19 +185,6 @@ async def test_groups_across_a_pause_with_keep_record_both_versions(server: Serv
     assert max_difference(server, perturbed(3)) < 1e-5
 
 
-async def test_a_pause_with_wait_waits_for_groups(server: Server, trainer: Trainer) -> None:
-    version = status(server)["version"]
-
-    def update() -> None:
-        trainer.pause("wait")
-        waiting.wait_idle(server)
-        trainer.update(4)
-        trainer.resume()
-
-    assert versions(await run_during_group(server, update)) == {version}
-    assert max_difference(server, perturbed(4)) < 1e-5
-
-
 def check_handed_back(answer: httpx.Response, words: str, version: int) -> None:
     """Check for a batch of one group that is no group, with what its candidates had generated."""
     assert answer.status_code == 200, answer.text
@@ -251,25 +237,6 @@ def check_refused(answer: httpx.Response, words: str) -> None:
     assert answer.status_code == 409, answer.text
     assert answer.json()["error"]["type"] == "ConflictError"
     assert words in answer.json()["error"]["message"]
-
-
-def test_calls_that_contradict_an_update_are_refused(server: Server, trainer: Trainer) -> None:
-    version = status(server)["version"]
-    trainer.start()
-    for route in ("/pause?mode=wait", "/abort_requests", "/sleep", "/wake_up"):
-        check_refused(trainer.post(route), "an update by vllm is in progress; POST /finish_weight_update ends it")
-    trainer.write(9)
-    trainer.finish()
-    assert status(server)["version"] == version + 1
-    assert len(sample(server)) == 4
-
-
-async def test_aborting_all_requests_hands_groups_back_as_wholes(server: Server, trainer: Trainer) -> None:
-    answers: list[httpx.Response] = []
-    answer = await run_during_group(server, lambda: answers.append(trainer.post("/abort_requests")))
-    assert (answers[0].status_code, answers[0].json()["status"]) == (200, "aborted")
-    check_handed_back(answer, "all requests were aborted", status(server)["version"])
-    assert len(sample(server)) == 4
 
 
 ABORTED = ("/abort_requests", "/pause?mode=abort")
@@ -382,25 +349,6 @@ def texts_of_whole(answer: httpx.Response) -> list[str]:
     if "text" in (answer.json().get("choices") or [{}])[0]:
         return [choice["text"] for choice in answer.json()["choices"]]
     return list(texts(answer).values())
-
-
-async def test_aborts_at_random_moments_leave_nothing_running(server: Server, trainer: Trainer) -> None:
-    rng = Random(3)
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        for _ in range(6):
-            bodies = [body for form in ("one request", "single requests") for _, body in abortable(form, [])]
-            posts = [
-                asyncio.create_task(client.post("/v1/completions", json=body | {"stream": rng.random() < 0.5}))
-                for body in bodies
-            ]
-            await asyncio.sleep(rng.random() * 0.3)
-            while not all(post.done() for post in posts):
-                answer = await asyncio.to_thread(trainer.post, "/abort_requests")
-                assert answer.status_code == 200, answer.text
-                await asyncio.wait(posts, timeout=0.1)
-            assert {post.result().status_code for post in posts} == {200}
-    assert len(sample(server)) == 4  # vLLM's gauges may be old until the next step
-    waiting.wait_idle(server)  # also until each candidate has ended
 
 
 async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server: Server, trainer: Trainer) -> None:

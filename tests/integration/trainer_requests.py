@@ -53,18 +53,6 @@ def parts_chat(trajectory: Trajectory) -> Request:
     return path, body | {"messages": parts}, headers
 
 
-def session_chat(trajectory: Trajectory) -> Request:
-    """verifiers 0.4.0: the header names the trajectory. Its history is rewritten, as when a long one is summarised."""
-    path, body, _ = text_chat(trajectory)
-    return path, body | {"messages": trajectory.messages[-1:]}, {"X-Session-ID": f"trajectory-{trajectory.name}"}
-
-
-def routed_tokens(trajectory: Trajectory) -> Request:
-    """slime's and miles' routing key, on the token route."""
-    path, body, _ = tokens_route(trajectory)
-    return path, body, {"X-SMG-Routing-Key": trajectory.name}
-
-
 def tokens_route(trajectory: Trajectory) -> Request:
     """SkyRL main, prime-rl: token ids to the token route."""
     sampling = {"max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0}
@@ -100,18 +88,9 @@ def own_session(trajectory: Trajectory) -> Request:
 
 
 FORMS: Mapping[str, Callable[[Trajectory], Request]] = {
-    form.__name__: form
-    for form in (
-        text_chat,
-        parts_chat,
-        session_chat,
-        tokens_route,
-        routed_tokens,
-        completions,
-        streamed_completions,
-        own_session,
-    )
+    form.__name__: form for form in (parts_chat, streamed_completions, own_session)
 }
+"""Those that `tests/trainers/requests.json` has not."""
 
 
 def read_answer(response: Response) -> tuple[list[int], str]:

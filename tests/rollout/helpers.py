@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from darts_server.engine.scripted import Script, ScriptedEngine, settle
+from darts_server.engine.port import RequestTokens
+from darts_server.engine.scripted import Script, ScriptedEngine, settle, slice_from
+from darts_server.exceptions import InvalidRequest
 from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.policy.voting.answers import create_extractor
@@ -20,13 +22,39 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.answer_search import Pattern
-from darts_server.types import RequestOptions
+from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "shortest": Shaping(redundancy=1.5, num_longest=0),
 }
+
+
+class Texts:
+    """Create requests that are the prompts' texts; refuse texts with an ``x``."""
+
+    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
+        return sampling
+
+    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
+        if "x" in (prompt.text or "x"):
+            raise InvalidRequest("text", "has an x")
+        if sampling:
+            raise InvalidRequest("sampling.any", "there is none")
+        return prompt.text or ""
+
+    def prompt_key(self, request: str) -> str:
+        return f"key of {request}"
+
+    def tokens(self, request: str) -> RequestTokens:
+        return RequestTokens(max(1, len(request.split())))
+
+    def tail_seed(self, request: str) -> Sequence[int] | None:
+        return (1,)
+
+    async def to_sample(self, output: list[int]) -> Sample:
+        return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 
 class InProcessFinder:

@@ -110,11 +110,6 @@ def test_unsupported_sizes_are_refused_and_off_is_always_available(
     assert planner(group_size).plan(n, RequestOptions("off", group_size=options.group_size)) is None
 
 
-def test_an_unsupported_size_is_refused_for_single_requests_too() -> None:
-    with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
-        planner().plan(1, RequestOptions("eight", group_size=4))
-
-
 # --- groups that got fewer requests -----------------------------------------------
 
 

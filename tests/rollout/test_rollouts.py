@@ -1,52 +1,11 @@
 import asyncio
-from typing import Any
 
 import pytest
 
 from darts_server.engine.scripted import settle
-from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
+from darts_server.exceptions import GroupAborted, ServerStopping
 from darts_server.policy.reward_stats import RewardStats, single_length
-from darts_server.policy.shaping import Shaping
-from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import Limits, Planner
-from darts_server.rollout.rollouts import Rollouts
-from darts_server.types import RequestOptions
 from tests.rollout.helpers import Harness, collect, lengths
-
-
-def rollouts(limits: Limits, **shaping: Any) -> Rollouts[str, list[int]]:
-    harness = Harness(lengths(5))
-    planner = Planner({"uniform": Shaping(**shaping)}, "uniform", limits)
-    return Rollouts(harness.engine, planner, Statistics(harness.store))
-
-
-def test_the_default_policy_is_used_when_none_is_named() -> None:
-    plan = rollouts(Limits(64)).plan(8)
-    assert plan is not None
-    assert (plan.policy, plan.size, plan.shaping.candidates(8)) == ("uniform", 8, 12)
-
-
-@pytest.mark.parametrize(("size", "policy"), [(1, None), (1, "uniform"), (8, "off")])
-def test_single_requests_and_the_policy_off_are_left_to_the_engine(size: int, policy: str | None) -> None:
-    assert rollouts(Limits(64)).plan(size, RequestOptions(policy)) is None
-
-
-@pytest.mark.parametrize(
-    ("limits", "shaping", "size", "policy", "message"),
-    [
-        (Limits(64), {}, 8, "sideways", "policy: 'sideways' is unknown; choose one of off, uniform"),
-        (Limits(64), {}, 65, None, "n: at most 64, got 65"),
-        (Limits(64), {}, 65, "off", "n: at most 64, got 65"),
-        (Limits(64), {"num_shortest": 7}, 4, None, "needs n = 8, got 4"),
-        (Limits(64), {"num_longest": 4}, 4, None, "num_longest = 4"),
-        (Limits(64, group_size=8), {}, 4, None, "groups of 8"),
-    ],
-)
-def test_bad_requests_are_refused_with_field_and_remedy(
-    limits: Limits, shaping: dict[str, int], size: int, policy: str | None, message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        rollouts(limits, **shaping).plan(size, RequestOptions(policy))
 
 
 @pytest.mark.anyio

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import GroupAborted
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import DiscardReason
 from tests.rollout.helpers import Harness, collect, lengths
@@ -110,18 +109,6 @@ async def test_a_caller_that_leaves_a_suspended_group_leaves_nothing_running() -
     await settle()
     assert harness.engine.running == []
     assert harness.rollouts.running == 0
-
-
-async def test_all_groups_can_be_ended_at_once() -> None:
-    harness = Harness(lengths(5))
-    waiting = [asyncio.create_task(collect(harness.run(2, group_id=name))) for name in "ab"]
-    await settle()
-    harness.rollouts.abort_all("the engine was paused")
-    for each in waiting:
-        with pytest.raises(GroupAborted, match="the engine was paused"):
-            await each
-    await settle()
-    assert harness.engine.running == []
 
 
 async def test_single_requests_are_restarted_with_their_own_seeds() -> None:

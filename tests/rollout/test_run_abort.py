@@ -164,33 +164,6 @@ async def test_a_request_whose_candidate_finishes_as_it_is_aborted_has_generated
     await harness.assert_empty()
 
 
-async def test_a_late_caller_of_a_seat_whose_candidate_is_being_aborted_can_be_aborted_too() -> None:
-    harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
-    callers = await harness.send_all(4)
-    await harness.steps(3)
-    harness.signing.aborted.clear()
-    harness.rollouts.abort("c1")
-    callers[1].disconnect()
-    await settle()
-    late = harness.send("late")
-    await settle()
-    harness.rollouts.abort("late")
-    harness.signing.aborted.set()
-    await settle()
-    assert late.result.tokens == 3
-    await harness.steps(9)
-    await harness.assert_empty()
-
-
-async def test_the_last_caller_that_is_aborted_ends_its_group() -> None:
-    harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
-    [caller] = await harness.send_all(1)
-    harness.rollouts.abort("c0")
-    await settle()
-    assert caller.is_answered
-    await harness.assert_empty()
-
-
 @pytest.mark.parametrize("seed", MOMENTS)
 async def test_aborts_at_random_moments_answer_every_caller_once_and_leave_nothing_running(seed: int) -> None:
     rng = Random(seed)

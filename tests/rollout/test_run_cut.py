@@ -80,14 +80,6 @@ async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_trunc
     assert tail.cut
 
 
-async def test_a_running_candidate_that_is_cut_gets_an_end_time_and_a_weight_version() -> None:
-    _, recorder, _ = await play({0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}, limit=7)
-    [record] = recorder.records
-    tail = the_tail(record)
-    assert (tail.weight_version_start, tail.weight_version_end, tail.ended_at) == (0, 0, 7)
-    assert not record.mixed_versions
-
-
 # --- faults after the cut --------------------------------------------------------
 
 CUT_RUNNING = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}

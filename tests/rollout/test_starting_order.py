@@ -90,21 +90,6 @@ async def test_what_has_waited_long_goes_before_what_is_longer() -> None:
     assert started(harness) == ["60", "60", "10", "10", "100", "100"]
 
 
-async def test_a_candidate_that_replaces_one_has_the_place_of_its_group() -> None:
-    harness = new_harness({"60": 60, "50": 50}, slots=2)
-    waiting = asyncio.create_task(collect(harness.run(SIZE, "two", group_id="60")))
-    other = asyncio.create_task(collect(harness.run(SIZE, "two", group_id="50")))
-    await settle()
-    await harness.engine.step()
-    await harness.rollouts.suspend()
-    harness.rollouts.resume()
-    await settle()
-    await harness.engine.run()
-    await asyncio.gather(waiting, other)
-    assert started(harness)[-4:] == ["60", "60", "50", "50"]
-    assert len({c.order for c in harness.engine.started}) == 2
-
-
 async def test_stragglers_that_go_on_start_first() -> None:
     harness = new_harness({"90": 20, "50": 50}, slots=2)
     plan = harness.plan(SIZE, "two")

@@ -4,12 +4,10 @@ import pytest
 
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
 from darts_server.serving.admission import (
-    MIN_QUEUE,
     Admission,
     Bounds,
     Caller,
     caller,
-    default_max_waiting,
 )
 
 CAPACITY = 10
@@ -62,22 +60,6 @@ def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) 
     assert (admission.waiting, admission.requests) == (0, 0)
 
 
-def test_a_request_that_ends_before_it_starts_is_no_longer_counted(engine: Engine) -> None:
-    admission = an_admission(engine)
-    with pytest.raises(KeyError), admission.admit(50):
-        raise KeyError
-    assert admission.waiting == admission.ahead == admission.requests == 0
-
-
-def test_a_ticket_is_released_once(engine: Engine) -> None:
-    admission = an_admission(engine)
-    ticket, other = admission.admit(3), admission.admit(4)
-    ticket.release()
-    ticket.release()
-    assert (admission.ahead, admission.requests) == (4, 1)
-    other.release()
-
-
 def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
     admission = an_admission(engine, max_waiting=20)
     with pytest.raises(InvalidRequest, match=r"needs 31 candidates, and at most 30 may run and wait") as alone:
@@ -97,11 +79,6 @@ def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
         admission.admit(1)
     engine.unfinished = 0
     admission.admit(30)
-
-
-def test_without_bounds_every_request_is_admitted(engine: Engine) -> None:
-    engine.unfinished = 10**9
-    an_admission(engine).admit(10**9)
 
 
 def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None:
@@ -177,9 +154,3 @@ def test_a_caller_sees_its_own_and_admins_see_all() -> None:
     assert [Caller("one").may_see(owner) for owner in ("one", "other", None)] == [True, False, False]
     assert [Caller().may_see(owner) for owner in ("one", None)] == [False, True]
     assert all(Caller("root", is_admin=True).may_see(owner) for owner in ("one", None, "root"))
-
-
-def test_the_default_queue_is_large() -> None:
-    assert default_max_waiting(None) is None
-    assert default_max_waiting(1) == MIN_QUEUE
-    assert default_max_waiting(2048) == 131_072

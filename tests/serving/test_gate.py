@@ -43,17 +43,6 @@ async def test_an_opening_lasts_until_the_gate_is_closed() -> None:
     assert gate.opening not in (None, first)
 
 
-async def test_an_open_gate_counts_the_work_inside() -> None:
-    gate = Gate()
-    works = [Work(gate) for _ in range(3)]
-    await settle()
-    assert gate.inside == 3
-    for work in works:
-        work.finish.set()
-    await settle()
-    assert gate.inside == 0
-
-
 async def test_a_closed_gate_holds_new_work_back_and_reports_when_it_is_empty() -> None:
     gate = Gate()
     old = Work(gate)

@@ -28,11 +28,6 @@ async def together(allocator: Allocator, keys: list[str], shaping: Shaping = DAR
     return [grant.candidates for grant in allocations]
 
 
-async def test_a_uniform_policy_is_allocated_at_once() -> None:
-    allocator = new_allocator(prompts(a=900.0), window=60)
-    assert await allocator.allocate(Plan("uniform", Shaping(redundancy=1.5), SIZE), "a") == Allocation(12)
-
-
 async def test_in_a_cohort_prompts_with_more_spread_get_more_and_the_budget_is_spent_exactly() -> None:
     stds = {f"p{i}": float(i * i) for i in range(16)}
     counts = await together(new_allocator(prompts(**stds), window=0.01), list(stds))
@@ -41,10 +36,6 @@ async def test_in_a_cohort_prompts_with_more_spread_get_more_and_the_budget_is_s
     assert sum(counts) == 12 * 16
     assert min(counts) >= SIZE
     assert max(counts) <= 2 * SIZE
-
-
-async def test_new_prompts_share_evenly() -> None:
-    assert set(await together(new_allocator(prompts(), window=0.01), [f"p{i}" for i in range(16)])) == {12}
 
 
 async def test_a_fractional_budget_is_met_over_several_cohorts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
+from darts_server.engine.port import UNKNOWN_TOKENS
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policies import AUTO
@@ -259,43 +259,6 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
     assert off.more_truncated == pytest.approx(1 / SIZE - 1), "by their lengths all would have"
 
 
-@pytest.mark.parametrize(("limits", "is_bounded"), [([3], True), ([2, 3], True), ([None, 3], False)])
-async def test_no_trajectory_is_expected_to_be_longer_than_the_requests_allow(
-    limits: list[int | None], is_bounded: bool
-) -> None:
-    made = harness()
-    for step in range(MIN_OFF + 1):
-        await cohort(made, f"step{step}")
-    plan = made.plan(SIZE, AUTO)
-    assert plan.auto is not None
-    names = [f"step0-{number}" for number in range(GROUPS)]
-    tokens = [RequestTokens(1, limit) for limit in (limits * GROUPS)[:GROUPS]]
-    choice = await made.rollouts.allocator.auto.choose(plan.auto, SIZE, names, tokens, None)
-    assert choice.forecast is not None
-    assert (choice.forecast.mean_length <= 3) == is_bounded
-
-
-async def test_prompts_take_room_in_the_kv_cache_that_candidates_then_wait_for() -> None:
-    made = harness()
-    for step in range(MIN_OFF + 1):
-        await cohort(made, f"step{step}")
-    made.rollouts.statistics.latency.kv_tokens = 4000
-    plan, allocator = made.plan(SIZE, AUTO), made.rollouts.allocator
-    assert plan.auto is not None
-    seconds = []
-    for tokens in (1, 1000):
-        names = [f"step0-{number}" for number in range(GROUPS)]
-        choice = await allocator.auto.choose(plan.auto, SIZE, names, [RequestTokens(tokens)] * GROUPS, None)
-        each = await asyncio.gather(*(allocator.allocate(plan, name, RequestTokens(tokens)) for name in names))
-        [expected] = {one.cohort.terms.predicted_seconds for one in each if one.cohort is not None}
-        assert expected == choice.seconds
-        assert choice.off_seconds is not None
-        seconds.append(choice.off_seconds)
-        for allocation in each:
-            allocation.drop()
-    assert seconds[1] > 1.1 * seconds[0]
-
-
 async def test_group_sizes_are_learned_apart() -> None:
     made = harness()
     for step in range(MIN_OFF + 2):
@@ -410,16 +373,6 @@ async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivere
     assert "cannot be learned" in caplog.text
 
 
-async def test_the_time_between_batches_is_learned() -> None:
-    made = harness()
-    await cohort(made, "step0")
-    made.engine.now += 7
-    await cohort(made, "step1")
-    [(tokens, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
-    assert seconds == pytest.approx(7.0)
-    assert tokens == made.recorder.cohorts[0].returned_tokens
-
-
 async def test_what_is_no_batch_of_that_size_does_not_change_the_time_between_batches() -> None:
     made = harness()
     await cohort(made, "step0")
@@ -486,17 +439,6 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
         made.engine.now += 7
     assert auto.state(SIZE).batches == 2
     assert len(auto.state(SIZE).training) == 1
-
-
-async def test_callers_that_leave_while_it_chooses_do_not_keep_the_others() -> None:
-    made = harness()
-    plan = made.plan(SIZE, AUTO)
-    waiting = [asyncio.create_task(made.rollouts.allocator.allocate(plan, f"p{number}")) for number in range(9)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    allocations = await asyncio.gather(*waiting, return_exceptions=True)
-    assert isinstance(allocations[0], asyncio.CancelledError)
-    assert all(not isinstance(allocation, BaseException) for allocation in allocations[1:])
 
 
 async def test_it_is_known_by_name_where_it_is_configured() -> None:

@@ -132,15 +132,6 @@ async def test_the_deadline_is_between_floor_and_ceiling(floor: int, ceiling: in
     assert harness.deadlines == [[expected]]
 
 
-async def test_a_policy_without_a_deadline_sets_none() -> None:
-    harness = CohortHarness(2, None)
-    harness.join(2)
-    harness.need(3, 4)
-    await turn()
-    assert harness.deadlines == [[], []]
-    assert harness.cohort.tokens is None
-
-
 async def test_groups_that_end_without_a_report_do_not_delay_the_deadline() -> None:
     harness = CohortHarness(10)
     harness.join(10)
@@ -323,11 +314,3 @@ async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_d
     harness.now = 14.5
     harness.cohort.end_group(harness.members[2])
     assert harness.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
-
-
-async def test_a_cohort_whose_groups_were_all_dropped_has_a_record() -> None:
-    harness = CohortHarness(2)
-    harness.cohort.drop_group()
-    harness.cohort.drop_group()
-    [record] = harness.records
-    assert (record.groups, record.deadline) == (2, None)

@@ -15,10 +15,9 @@ from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
-from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
-from darts_server.types import FinishReason, Outcome
+from darts_server.types import FinishReason
 from tests.rollout.allocation.test_cohort import SURE, RecordingMember, turn
 from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
 
@@ -97,18 +96,6 @@ async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_fr
     assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
 
 
-async def test_a_caller_that_leaves_in_the_turn_its_allocation_fails_is_cancelled() -> None:
-    class BrokenDocuments(Documents):
-        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-            if kind == "prompt":
-                raise OSError("the disk is gone")
-            return None
-
-    grants, last = await leaving_when_answered(new_allocator(BrokenDocuments()), others=0)
-    assert str(grants[0]) == "the disk is gone"
-    assert last.cancelled()
-
-
 async def test_a_small_cohort_gets_its_deadline_from_earlier_groups() -> None:
     harness = Harness(lengths(5, 5, 5, 5, 1000), {"cut": DARTS_CUT})
     for task in await begun(harness):
@@ -122,17 +109,6 @@ async def test_a_small_cohort_gets_its_deadline_from_earlier_groups() -> None:
     await task
     assert harness.record("later").deadline == 5
     assert harness.recorder.cohorts[-1].deadline == 5
-
-
-async def test_a_small_cohort_without_enough_earlier_groups_has_no_deadline() -> None:
-    harness = Harness(lengths(5, 5, 5, 5, 20), {"cut": DARTS_CUT})
-    [task] = await begun(harness, ["alone"])
-    await harness.engine.run()
-    await task
-    record = harness.record("alone")
-    assert (record.outcome, record.deadline) == (Outcome.COMPLETED, None)
-    assert not any(c.cut for c in record.candidates)
-    assert harness.recorder.cohorts[-1].deadline is None
 
 
 # --- groups that gather first ----------------------------------------------------

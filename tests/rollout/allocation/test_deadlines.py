@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.deadline import MIN_RIGHT, MIN_RIGHT_GROUPS, RATIO_STEP, Answer, Deadline, GroupLosses
+from darts_server.policy.deadline import MIN_RIGHT, Answer, Deadline, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, ChosenOption, GroupRecord, applied_policy
 from darts_server.rollout.allocation.deadlines import Deadlines
@@ -104,31 +104,6 @@ def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> Non
     assert waiting.losses(POLICY).stretch(0.02) == 1
 
 
-def test_the_stretch_falls_again_where_nothing_is_cut_any_more() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    assert deadlines.losses(POLICY).stretch(0.1) > 1.7, "an eighth is beyond"
-    report(deadlines, cut(100, *[40] * 8, stretch=2.0), right=True, times=500)
-    assert deadlines.losses(POLICY).stretch(0.1) == 1
-
-
-def test_as_many_of_the_cut_answers_count_as_right_as_explored_ones_of_their_length() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    for number in range(100):
-        deadlines.learn_rewards(explored(50, *[40] * 7, 90), {**dict.fromkeys(range(7), True), 7: number < 50})
-    for _ in range(500):
-        deadlines.learn_rewards(cut(50, *[40] * 6, 70, 80), dict.fromkeys(range(6), True))
-    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(1 / 7, rel=0.05), "of two that were cut one"
-    assert deadlines.losses(POLICY).share(90 / 50 * RATIO_STEP) == pytest.approx(0, abs=0.01)
-
-
-def test_what_was_cut_is_not_lost_if_it_is_right_as_it_is() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    report(deadlines, cut(50, *[40] * 7, 90), right=True, times=500)
-    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(0, abs=0.005)
-
-
 def test_a_sampled_cut_answer_counts_by_its_weight() -> None:
     deadlines = Deadlines(Documents(), np.random.default_rng(0))
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
@@ -198,14 +173,6 @@ def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_d
     assert not deadlines.lost_share(POLICY, MaxLost())
 
 
-def test_the_configured_share_of_cohorts_explores() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    assert np.mean(
-        [deadlines.should_explore(Deadline(exploration=0.05), POLICY, 1) for _ in range(10_000)]
-    ) == pytest.approx(0.05, abs=0.01)
-    assert not any(deadlines.should_explore(Deadline(exploration=0.0), POLICY, 1) for _ in range(1000))
-
-
 def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     documents = Documents()
     deadlines, unexplored = (
@@ -222,27 +189,6 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
     assert not deadlines.should_explore(rule, POLICY, 16)
     assert deadlines.losses(POLICY).stretch(0.02) > 1
-
-
-def test_prompts_whose_answers_are_all_beyond_the_bound_move_the_deadline() -> None:
-    """They are one in a hundred, so of the right answers no more is lost than may be."""
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    usual, long = explored(50, *[40] * 8), replace(explored(50, *[350] * 8), completion_length=350)
-    for _ in range(MIN_RIGHT_GROUPS):
-        report(deadlines, usual, right=True, times=50)
-        report(deadlines, long, right=True, times=1)
-        report(deadlines, usual, right=True, times=49)
-    assert deadlines.losses(POLICY).stretch(0.02) == 1
-    assert deadlines.stretch(POLICY, MaxLost()) == pytest.approx(350 / 100, rel=0.06), "the bound is twice the deadline"
-    assert deadlines.stretch(POLICY, MaxLost(groups=0.05)) == 1
-    assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0)
-
-
-@pytest.mark.parametrize("first", [40, 99])
-def test_a_group_with_a_right_answer_before_its_bound_is_not_lost(first: int) -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    report(deadlines, replace(explored(50, first, *[350] * 7), completion_length=350), right=True)
-    assert deadlines.stretch(POLICY, MaxLost(answers=1.0)) == 1
 
 
 def lost_groups(*records: GroupRecord, right: bool | None) -> GroupLosses:
@@ -274,17 +220,3 @@ def test_a_groups_place_is_where_it_was_cut_or_where_its_longest_wrong_answer_en
 @pytest.mark.parametrize("record", [explored(50, *[40] * 8), replace(explored(50, *[40] * 8), candidates=())])
 def test_a_group_without_rewards_says_nothing(record: GroupRecord) -> None:
     assert lost_groups(record, right=None) == lost_groups(right=True)
-
-
-def test_where_few_groups_get_rewards_exploring_first_ends() -> None:
-    """One group is rewarded and no other: what is counted is what explores, not what is reported."""
-    documents = Documents()
-    report(
-        Deadlines(documents, np.random.default_rng(0)),
-        replace(explored(50, *[40] * 8), explored=False),
-        right=True,
-        times=1,
-    )
-    rule = Deadline(exploration=1e-12)
-    cohorts = [Deadlines(documents, np.random.default_rng(0)).should_explore(rule, POLICY, 64) for _ in range(20)]
-    assert cohorts == [True] * 4 + [False] * 16

@@ -16,8 +16,7 @@ from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
-from tests.rollout.batches.test_submission import Texts
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
 from tests.rollout.joining.joining import SteppedLoop
 
 Events = list[tuple[int, Event]]
@@ -32,12 +31,18 @@ POLICIES = [*SHAPINGS, "off"]
 
 
 def new_registry(
-    harness: Harness, policy: str, retention: BatchRetention | None = None
+    harness: Harness,
+    policy: str,
+    retention: BatchRetention | None = None,
+    texts: Texts | None = None,
+    **more: Any,  # of `BatchRegistry`
 ) -> BatchRegistry[str, list[int]]:
     """Create a registry whose listeners poll candidates in every turn of the event loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return BatchRegistry(harness.rollouts, Texts(), lambda _: planner, retention, interval=0, clock=clock)
+    return BatchRegistry(
+        harness.rollouts, texts or Texts(), lambda _: planner, retention, interval=0, clock=clock, **more
+    )
 
 
 def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:

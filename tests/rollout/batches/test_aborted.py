@@ -24,10 +24,11 @@ from tests.rollout.batches.streams import (
     play,
     random_script,
     read_events,
-    run_on_stepped_clock,
     token_stream,
 )
 from tests.rollout.helpers import Harness
+
+pytestmark = pytest.mark.anyio
 
 SIZE = 4
 ABORTED = "the request was aborted while its group was running"
@@ -70,70 +71,33 @@ def lengths_of(result: GroupResult) -> dict[int, int]:
     return {index: len(aborted.sample.token_ids) for index, aborted in result.aborted.items()}
 
 
-def test_groups_that_are_aborted_return_what_their_candidates_had_generated() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "10"), 11)
-        harness.rollouts.weights_change()
-        harness.engine.weight_version = 1
-        await harness.engine.step()
-        harness.rollouts.abort_all("an update")
-        done = await finish(harness, batch)
-        results = {key(result): result for result in done.results}
-        assert (results["5"].error, results["5"].aborted, len(results["5"].samples)) == (None, None, SIZE)
-        assert lengths_of(results["30"]) == dict.fromkeys(range(6), 12)
-        assert lengths_of(results["10"]) == {0: 10, 1: 11, 2: 12, 3: 12, 4: 12, 5: 12}, "three have finished"
-        for result in (results["30"], results["10"]):
-            assert isinstance(result.error, GroupAborted)
-            assert str(result.error) == "an update"
-            assert result.samples == {}
-            assert result.record is not None
-            assert (result.record.outcome, result.record.error) == (Outcome.CANCELLED, "an update")
-            assert {c.reason for c in result.record.candidates} == {DiscardReason.ABORTED}
-            assert result.record.selected == []
-        assert results["30"].aborted is not None
-        one = results["30"].aborted[2]
-        assert (list(one.sample.token_ids), one.sample.logprobs) == (list(range(12)), [-t / 8 for t in range(12)])
-        assert one.version_spans == ((0, 11), (1, 1))
-        assert done.generated == sum(record.generated_tokens for record in harness.recorder.records)
-        assert done.unfinished == []
-        assert harness.rollouts.running == len(harness.engine.running) == 0
-
-    run_on_stepped_clock(scenario())
-
-
-def test_what_a_policy_has_discarded_is_not_returned_and_what_it_has_cut_is_as_it_was_cut() -> None:
-    async def scenario() -> None:
-        harness = Harness(lambda text, index: Script([4, 6, 7, 8, 50, 60][index]))
-        batch = await begin(harness, new_registry(harness, "shortest"), request("9"), 7)
-        harness.rollouts.abort_all("now")
-        [result] = (await finish(harness, batch)).results
-        assert lengths_of(result) == {0: 4, 1: 6, 2: 7, 3: 7, 4: 7, 5: 7}
-        batch = await begin(harness, new_registry(harness, "cut"), request("9", "9"), 7)
-        for run in list(harness.rollouts._runs):
-            run.set_deadline(5)
-        await settle()
-        harness.rollouts.abort_all("now")
-        for result in (await finish(harness, batch)).results:
-            assert result.record is not None
-            alive = {c.index: c for c in result.record.candidates if c.reason is DiscardReason.ABORTED}
-            assert lengths_of(result) == {index: min(c.tokens, 7) for index, c in alive.items()}
-
-    run_on_stepped_clock(scenario())
-
-
-def test_one_group_is_aborted_by_its_id_and_the_others_go_on() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        batch = await begin(harness, new_registry(harness, "shortest"), request("20", "30"), 9)
-        harness.rollouts.abort(f"{batch.batch_id}-1")
-        harness.rollouts.abort(f"{batch.batch_id}-1")
-        done = await finish(harness, batch)
-        assert {key(r): len(r.samples) for r in done.results} == {"20": SIZE, "30": 0}
-        [aborted] = [result for result in done.results if result.error is not None]
-        assert lengths_of(aborted) == dict.fromkeys(range(6), 9)
-
-    run_on_stepped_clock(scenario())
+async def test_groups_that_are_aborted_return_what_their_candidates_had_generated() -> None:
+    harness = Harness(by_text)
+    batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "10"), 11)
+    harness.rollouts.weights_change()
+    harness.engine.weight_version = 1
+    await harness.engine.step()
+    harness.rollouts.abort_all("an update")
+    done = await finish(harness, batch)
+    results = {key(result): result for result in done.results}
+    assert (results["5"].error, results["5"].aborted, len(results["5"].samples)) == (None, None, SIZE)
+    assert lengths_of(results["30"]) == dict.fromkeys(range(6), 12)
+    assert lengths_of(results["10"]) == {0: 10, 1: 11, 2: 12, 3: 12, 4: 12, 5: 12}, "three have finished"
+    for result in (results["30"], results["10"]):
+        assert isinstance(result.error, GroupAborted)
+        assert str(result.error) == "an update"
+        assert result.samples == {}
+        assert result.record is not None
+        assert (result.record.outcome, result.record.error) == (Outcome.CANCELLED, "an update")
+        assert {c.reason for c in result.record.candidates} == {DiscardReason.ABORTED}
+        assert result.record.selected == []
+    assert results["30"].aborted is not None
+    one = results["30"].aborted[2]
+    assert (list(one.sample.token_ids), one.sample.logprobs) == (list(range(12)), [-t / 8 for t in range(12)])
+    assert one.version_spans == ((0, 11), (1, 1))
+    assert done.generated == sum(record.generated_tokens for record in harness.recorder.records)
+    assert done.unfinished == []
+    assert harness.rollouts.running == len(harness.engine.running) == 0
 
 
 class BreakingCandidate(ScriptedCandidate):
@@ -155,137 +119,117 @@ class Breaking(ScriptedEngine):
         return breaking
 
 
-def test_a_candidate_that_fails_while_its_group_is_aborted_is_missing_alone() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text, engine=Breaking)
-        batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
-        harness.rollouts.abort_all("now")
-        [result] = (await finish(harness, batch)).results
-        assert str(result.error) == "now"
-        assert lengths_of(result) == dict.fromkeys([0, 1, 3, 4, 5], 9)
-
-    run_on_stepped_clock(scenario())
+async def test_a_candidate_that_fails_while_its_group_is_aborted_is_missing_alone() -> None:
+    harness = Harness(by_text, engine=Breaking)
+    batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
+    harness.rollouts.abort_all("now")
+    [result] = (await finish(harness, batch)).results
+    assert str(result.error) == "now"
+    assert lengths_of(result) == dict.fromkeys([0, 1, 3, 4, 5], 9)
 
 
 @pytest.mark.parametrize("carry", [Carry.DROP, Carry.RESUME])
-def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_complete_before_it_has_ended(carry: Carry) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        harness.engine.stop_lag = 200
-        registry = new_registry(harness, "shortest")
-        batch = await begin(harness, registry, request("5", "30", num_groups=1, carry=carry), 6)
-        harness.rollouts.abort(f"{batch.batch_id}-1")
-        done = await finish(harness, batch)
-        assert [(key(result), result.error) for result in done.results] == [("5", None)]
-        assert [(u.number, u.carry, str(u.error)) for u in done.unfinished] == [(1, carry, ABORTED)]
-
-    run_on_stepped_clock(scenario())
-
-
-def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
-        await harness.rollouts.suspend()
-        harness.rollouts.abort_all("now")
-        harness.rollouts.resume()
-        [result] = (await finish(harness, batch)).results
-        assert isinstance(result.error, GroupAborted)
-        assert (result.aborted, result.has_tokens) == ({}, False)
-        assert result.record is not None
-        assert {c.reason for c in result.record.candidates} == {DiscardReason.RESTARTED}
-
-    run_on_stepped_clock(scenario())
+async def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_complete_before_it_has_ended(
+    carry: Carry,
+) -> None:
+    harness = Harness(by_text)
+    harness.engine.stop_lag = 200
+    registry = new_registry(harness, "shortest")
+    batch = await begin(harness, registry, request("5", "30", num_groups=1, carry=carry), 6)
+    harness.rollouts.abort(f"{batch.batch_id}-1")
+    done = await finish(harness, batch)
+    assert [(key(result), result.error) for result in done.results] == [("5", None)]
+    assert [(u.number, u.carry, str(u.error)) for u in done.unfinished] == [(1, carry, ABORTED)]
 
 
-def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_group() -> None:
+async def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> None:
+    harness = Harness(by_text)
+    batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
+    await harness.rollouts.suspend()
+    harness.rollouts.abort_all("now")
+    harness.rollouts.resume()
+    [result] = (await finish(harness, batch)).results
+    assert isinstance(result.error, GroupAborted)
+    assert (result.aborted, result.has_tokens) == ({}, False)
+    assert result.record is not None
+    assert {c.reason for c in result.record.candidates} == {DiscardReason.RESTARTED}
+
+
+async def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_group() -> None:
     """Also those that were known to belong to it."""
-
-    async def scenario() -> None:
-        harness = Harness(lambda text, index: Script([4, 6, 40, 50, 60, 70][index]))
-        batch = await new_registry(harness, "shortest").open(request("9"), token_stream(1))
-        listening = asyncio.create_task(read_events(batch))
-        await settle()
-        for _ in range(20):
-            await harness.engine.step()
-        harness.rollouts.abort_all("now")
-        candidates = by_candidate(await play(harness, listening))
-        assert isinstance(batch.end, BatchDone)
-        [result] = batch.end.results
-        assert lengths_of(result) == {0: 4, 1: 6, 2: 20, 3: 20, 4: 20, 5: 20}
-        ends = [candidates[f"{result.group_id}:{index}"].end for index in range(6)]
-        assert [isinstance(end, TrajectorySelected) for end in ends] == [True, True, False, False, False, False]
-        reasons = [end.reason for end in ends if isinstance(end, CandidateDiscarded)]
-        assert reasons == [DiscardReason.ABORTED] * 4
-        assert len(harness.recorder.returned) == 2
-
-    run_on_stepped_clock(scenario())
+    harness = Harness(lambda text, index: Script([4, 6, 40, 50, 60, 70][index]))
+    batch = await new_registry(harness, "shortest").open(request("9"), token_stream(1))
+    listening = asyncio.create_task(read_events(batch))
+    await settle()
+    for _ in range(20):
+        await harness.engine.step()
+    harness.rollouts.abort_all("now")
+    candidates = by_candidate(await play(harness, listening))
+    assert isinstance(batch.end, BatchDone)
+    [result] = batch.end.results
+    assert lengths_of(result) == {0: 4, 1: 6, 2: 20, 3: 20, 4: 20, 5: 20}
+    ends = [candidates[f"{result.group_id}:{index}"].end for index in range(6)]
+    assert [isinstance(end, TrajectorySelected) for end in ends] == [True, True, False, False, False, False]
+    reasons = [end.reason for end in ends if isinstance(end, CandidateDiscarded)]
+    assert reasons == [DiscardReason.ABORTED] * 4
+    assert len(harness.recorder.returned) == 2
 
 
 @pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
 @pytest.mark.parametrize("everything", [False, True])
-def test_prompts_that_are_carried_over_are_kept_and_say_why(carry: Carry, everything: bool) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        batch = await begin(harness, registry, request("30", "10", "31", carry=carry), 15)
-        if everything:
-            harness.rollouts.abort_all("an update")
-        else:
-            harness.rollouts.abort(f"{batch.batch_id}-0")
-        done = await finish(harness, batch)
-        aborted = [0, 2] if everything else [0]
-        assert [key(r) for r in done.results] == (["10"] if everything else ["10", "31"])
-        assert [r.error for r in done.results if r.error is not None] == []
-        assert [(u.number, u.carry) for u in done.unfinished] == [(number, carry) for number in aborted]
-        assert all(isinstance(u.error, GroupAborted) for u in done.unfinished)
-        assert done.carried == len(aborted)
-        reasons = {c.reason for r in harness.recorder.records if r.error is not None for c in r.candidates}
-        resumes = carry is Carry.RESUME
-        assert reasons == {DiscardReason.CARRIED if resumes else DiscardReason.CANCELLED}
-        counted = sum(record.generated_tokens for record in harness.recorder.records)
-        assert done.generated == counted
-        harness.engine.weight_version = 1
-        later = await finish(harness, await begin(harness, registry, request(carry=carry, carried=True), 0))
-        spans = {key(r): r.record.selected[0].version_spans for r in later.results if r.record is not None}
-        assert spans["30"] == (((0, 15), (1, 15)) if resumes else ((1, 30),))
-        assert len(later.results) == len(aborted)
-        assert all(len(result.samples) == SIZE for result in later.results)
-        total = sum(record.generated_tokens for record in harness.recorder.records)
-        assert done.generated + later.generated == total, "each token is counted once"
-
-    run_on_stepped_clock(scenario())
-
-
-def test_a_prompt_that_waits_for_its_restart_is_kept_and_starts_again() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        batch = await begin(harness, registry, request("30", carry=Carry.RESUME), 15)
-        await harness.rollouts.suspend()
-        harness.rollouts.abort_all("now")
-        harness.rollouts.resume()
-        done = await finish(harness, batch)
-        assert (done.results, done.carried) == ([], 1)
-        later = await finish(harness, await begin(harness, registry, request(carry=Carry.RESUME, carried=True), 0))
-        [result] = later.results
-        assert result.record is not None
-        assert {c.version_spans for c in result.record.selected} == {((0, c.tokens),) for c in result.record.selected}
-
-    run_on_stepped_clock(scenario())
-
-
-def test_an_aborted_group_does_not_count_for_num_groups() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "20", num_groups=1), 3)
+async def test_prompts_that_are_carried_over_are_kept_and_say_why(carry: Carry, everything: bool) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    batch = await begin(harness, registry, request("30", "10", "31", carry=carry), 15)
+    if everything:
+        harness.rollouts.abort_all("an update")
+    else:
         harness.rollouts.abort(f"{batch.batch_id}-0")
-        done = await finish(harness, batch)
-        assert [(key(r), len(r.samples)) for r in done.results] == [("5", 0), ("20", SIZE)]
-        assert [u.number for u in done.unfinished] == [1]
-        assert done.unfinished[0].error is None
+    done = await finish(harness, batch)
+    aborted = [0, 2] if everything else [0]
+    assert [key(r) for r in done.results] == (["10"] if everything else ["10", "31"])
+    assert [r.error for r in done.results if r.error is not None] == []
+    assert [(u.number, u.carry) for u in done.unfinished] == [(number, carry) for number in aborted]
+    assert all(isinstance(u.error, GroupAborted) for u in done.unfinished)
+    assert done.carried == len(aborted)
+    reasons = {c.reason for r in harness.recorder.records if r.error is not None for c in r.candidates}
+    resumes = carry is Carry.RESUME
+    assert reasons == {DiscardReason.CARRIED if resumes else DiscardReason.CANCELLED}
+    counted = sum(record.generated_tokens for record in harness.recorder.records)
+    assert done.generated == counted
+    harness.engine.weight_version = 1
+    later = await finish(harness, await begin(harness, registry, request(carry=carry, carried=True), 0))
+    spans = {key(r): r.record.selected[0].version_spans for r in later.results if r.record is not None}
+    assert spans["30"] == (((0, 15), (1, 15)) if resumes else ((1, 30),))
+    assert len(later.results) == len(aborted)
+    assert all(len(result.samples) == SIZE for result in later.results)
+    total = sum(record.generated_tokens for record in harness.recorder.records)
+    assert done.generated + later.generated == total, "each token is counted once"
 
-    run_on_stepped_clock(scenario())
+
+async def test_a_prompt_that_waits_for_its_restart_is_kept_and_starts_again() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    batch = await begin(harness, registry, request("30", carry=Carry.RESUME), 15)
+    await harness.rollouts.suspend()
+    harness.rollouts.abort_all("now")
+    harness.rollouts.resume()
+    done = await finish(harness, batch)
+    assert (done.results, done.carried) == ([], 1)
+    later = await finish(harness, await begin(harness, registry, request(carry=Carry.RESUME, carried=True), 0))
+    [result] = later.results
+    assert result.record is not None
+    assert {c.version_spans for c in result.record.selected} == {((0, c.tokens),) for c in result.record.selected}
+
+
+async def test_an_aborted_group_does_not_count_for_num_groups() -> None:
+    harness = Harness(by_text)
+    batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "20", num_groups=1), 3)
+    harness.rollouts.abort(f"{batch.batch_id}-0")
+    done = await finish(harness, batch)
+    assert [(key(r), len(r.samples)) for r in done.results] == [("5", 0), ("20", SIZE)]
+    assert [u.number for u in done.unfinished] == [1]
+    assert done.unfinished[0].error is None
 
 
 def check(result: GroupResult, policy: str) -> None:
@@ -312,7 +256,7 @@ def check(result: GroupResult, policy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=NIGHTLY) for seed in range(8, 200))])
-def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_that_is_not(seed: int) -> None:
+async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_that_is_not(seed: int) -> None:
     rng = Random(seed)
 
     async def scenario() -> None:
@@ -380,5 +324,3 @@ def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_that_is
         # What is kept of a candidate has the tokens until it answered, and its record those until it was stopped.
         late = harness.engine.stop_lag * len(kept)
         assert again <= generated <= again + sum(kept) + late
-
-    run_on_stepped_clock(scenario())

@@ -33,11 +33,11 @@ from tests.rollout.batches.streams import (
     play,
     random_script,
     read_events,
-    run_on_stepped_clock,
     token_stream,
 )
-from tests.rollout.batches.test_submission import Texts
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
+
+pytestmark = pytest.mark.anyio
 
 SIZE = 4
 WHOLE, STREAM = AnswerFormat(), AnswerFormat(StreamMode.GROUPS)
@@ -126,75 +126,63 @@ def started(harness: Harness) -> list[str]:
     return list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
 
 
-def test_undecided_prompts_start_first_in_the_next_batch_that_has_them() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        done = await run_batch(harness, registry, request("30", "10", "20", "31", num_groups=2))
-        assert decided(done) == ["10", "20"]
-        assert [(u.number, u.carry) for u in done.unfinished] == [(0, Carry.RESTART), (3, Carry.RESTART)]
-        assert done.carried == 2
-        complete = sum(r.record.generated_tokens for r in done.results if r.record is not None)
-        assert done.generated == sum(r.generated_tokens for r in harness.recorder.records) >= complete + 2 * SIZE * 20
-        harness.engine.started.clear()
-        done = await run_batch(harness, registry, request("50", "31", "11"))
-        assert started(harness)[0] == "31"
-        assert sorted(decided(done)) == ["11", "31", "50"]
-        assert done.carried == 1, "30 was not in this batch"
-
-    run_on_stepped_clock(scenario())
+async def test_undecided_prompts_start_first_in_the_next_batch_that_has_them() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    done = await run_batch(harness, registry, request("30", "10", "20", "31", num_groups=2))
+    assert decided(done) == ["10", "20"]
+    assert [(u.number, u.carry) for u in done.unfinished] == [(0, Carry.RESTART), (3, Carry.RESTART)]
+    assert done.carried == 2
+    complete = sum(r.record.generated_tokens for r in done.results if r.record is not None)
+    assert done.generated == sum(r.generated_tokens for r in harness.recorder.records) >= complete + 2 * SIZE * 20
+    harness.engine.started.clear()
+    done = await run_batch(harness, registry, request("50", "31", "11"))
+    assert started(harness)[0] == "31"
+    assert sorted(decided(done)) == ["11", "31", "50"]
+    assert done.carried == 1, "30 was not in this batch"
 
 
-def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_metadata() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-        harness.engine.started.clear()
-        done = await run_batch(harness, registry, request("12", carried=True))
-        assert started(harness)[:2] == ["30", "40"]
-        results = {result.number: result for result in done.results}
-        assert [results[n].prompt_key for n in range(3)] == ["key of 12", "key of 30", "key of 40"]
-        assert results[2].metadata == b'{"of":"40"}'
-        assert done.carried == 0
-        with pytest.raises(InvalidRequest) as refused:
-            await registry.open(request(carried=True), WHOLE)
-        assert refused.value.field == "prompts"
-
-    run_on_stepped_clock(scenario())
+async def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_metadata() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+    harness.engine.started.clear()
+    done = await run_batch(harness, registry, request("12", carried=True))
+    assert started(harness)[:2] == ["30", "40"]
+    results = {result.number: result for result in done.results}
+    assert [results[n].prompt_key for n in range(3)] == ["key of 12", "key of 30", "key of 40"]
+    assert results[2].metadata == b'{"of":"40"}'
+    assert done.carried == 0
+    with pytest.raises(InvalidRequest) as refused:
+        await registry.open(request(carried=True), WHOLE)
+    assert refused.value.field == "prompts"
 
 
-def test_only_batches_that_carry_over_take_what_was_carried_over() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("30", "10", num_groups=1))
-        done = await run_batch(harness, registry, request("30", "10", num_groups=1, carry=Carry.DROP))
-        assert (done.carried, [u.carry for u in done.unfinished]) == (1, [Carry.DROP])
-        token = caller.set(Caller("another"))
-        done = await run_batch(harness, registry, request("11"))
-        caller.reset(token)
-        assert done.carried == 0, "of another caller"
-        done = await run_batch(harness, registry, request(carry=Carry.DROP, carried=True))
-        assert (decided(done), done.carried) == (["30"], 0)
-
-    run_on_stepped_clock(scenario())
+async def test_only_batches_that_carry_over_take_what_was_carried_over() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("30", "10", num_groups=1))
+    done = await run_batch(harness, registry, request("30", "10", num_groups=1, carry=Carry.DROP))
+    assert (done.carried, [u.carry for u in done.unfinished]) == (1, [Carry.DROP])
+    token = caller.set(Caller("another"))
+    done = await run_batch(harness, registry, request("11"))
+    caller.reset(token)
+    assert done.carried == 0, "of another caller"
+    done = await run_batch(harness, registry, request(carry=Carry.DROP, carried=True))
+    assert (decided(done), done.carried) == (["30"], 0)
 
 
 @pytest.mark.parametrize(
     "wrong", [request("10", "x", carried=True), request("10", num_groups=4, carried=True), request("10", budget=1)]
 )
-def test_a_refused_batch_takes_nothing(wrong: BatchRequest) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-        with pytest.raises(InvalidRequest):
-            await registry.open(wrong, WHOLE)
-        done = await run_batch(harness, registry, request(carried=True))
-        assert sorted(decided(done)) == ["30", "40"]
-
-    run_on_stepped_clock(scenario())
+async def test_a_refused_batch_takes_nothing(wrong: BatchRequest) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+    with pytest.raises(InvalidRequest):
+        await registry.open(wrong, WHOLE)
+    done = await run_batch(harness, registry, request(carried=True))
+    assert sorted(decided(done)) == ["30", "40"]
 
 
 class Picky(Texts):
@@ -206,97 +194,84 @@ class Picky(Texts):
         return await super().make_request(prompt, {}, size, request_id)
 
 
-def test_a_carried_prompt_that_cannot_be_rendered_any_more_is_dropped_and_refuses_no_batch(
+async def test_a_carried_prompt_that_cannot_be_rendered_any_more_is_dropped_and_refuses_no_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("30", "10", "40", "50", num_groups=1))
-        registry._renderer = Picky()
-        with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
-            await registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
-        assert registry._carried.count(None) == 3
-        assert "dropped" not in caplog.text
-        done = await run_batch(harness, registry, request("11", carried=True, carry=Carry.DROP))
-        assert (decided(done), [result.number for result in done.results], done.carried) == (
-            ["11", "30", "50"],
-            [0, 1, 2],
-            0,
-        )
-        assert "1 prompts that were carried over are dropped" in caplog.text
-        assert "'key of 40': 40 is refused" in caplog.text
-
-    run_on_stepped_clock(scenario())
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("30", "10", "40", "50", num_groups=1))
+    registry._renderer = Picky()
+    with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
+        await registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
+    assert registry._carried.count(None) == 3
+    assert "dropped" not in caplog.text
+    done = await run_batch(harness, registry, request("11", carried=True, carry=Carry.DROP))
+    assert (decided(done), [result.number for result in done.results], done.carried) == (
+        ["11", "30", "50"],
+        [0, 1, 2],
+        0,
+    )
+    assert "1 prompts that were carried over are dropped" in caplog.text
+    assert "'key of 40': 40 is refused" in caplog.text
 
 
-def test_a_refused_batch_gives_back_only_what_can_be_rendered() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("10", "40", "50", num_groups=1))
-        registry._renderer = Picky()
-        with pytest.raises(InvalidRequest, match="num_groups"):
-            await registry.open(request("11", carried=True, num_groups=3), WHOLE)
-        assert names([prompt for _, prompt in registry._carried]) == ["50"]
-
-    run_on_stepped_clock(scenario())
+async def test_a_refused_batch_gives_back_only_what_can_be_rendered() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("10", "40", "50", num_groups=1))
+    registry._renderer = Picky()
+    with pytest.raises(InvalidRequest, match="num_groups"):
+        await registry.open(request("11", carried=True, num_groups=3), WHOLE)
+    assert names([prompt for _, prompt in registry._carried]) == ["50"]
 
 
 @pytest.mark.parametrize("answer", [WHOLE, STREAM])
-def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(answer: AnswerFormat) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-        batch = await registry.open(request("5", carried=True), answer)
-        with batch.listen():
-            for _ in range(34):
-                await harness.engine.step()
-            assert registry.cancel(batch.batch_id)
-        await settle()
-        done = await run_batch(harness, registry, request(carried=True))
-        assert sorted(decided(done)) == (["30", "40"] if answer is WHOLE else ["40"])
-
-    run_on_stepped_clock(scenario())
+async def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(answer: AnswerFormat) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
+    batch = await registry.open(request("5", carried=True), answer)
+    with batch.listen():
+        for _ in range(34):
+            await harness.engine.step()
+        assert registry.cancel(batch.batch_id)
+    await settle()
+    done = await run_batch(harness, registry, request(carried=True))
+    assert sorted(decided(done)) == (["30", "40"] if answer is WHOLE else ["40"])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(seed: int) -> None:
+async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_batches(seed: int) -> None:
     """Random batches, of which some are cancelled: then their caller sends its own prompts again."""
     rng = Random(seed)
-
-    async def scenario() -> None:
-        harness = Harness(random_script(seed, faults=0.05))
-        registry = new_registry(harness, rng.choice(POLICIES), BatchRetention(kept_batches=0))
-        waiting, answered, carried = [str(i) for i in range(20)], Counter[str](), 0
-        for step in range(500):
-            if not waiting and not carried:
-                break
-            count = rng.randint(0 if carried else 1, 6)
-            mine, waiting = waiting[:count], waiting[count:]
-            takes = not mine or rng.random() < 0.4
-            wanted = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
-            key = idempotency_key(f"key-{step}") if rng.random() < 0.3 else None
-            batch = await registry.open(wanted, WHOLE, key)
-            with batch.listen():
-                for _ in range(rng.choice([1000, 3, 12])):
-                    if batch.end is not None:
-                        break
-                    await harness.engine.step()
-                if batch.end is None:
-                    registry.cancel(batch.batch_id)
-            await asyncio.wait([batch.task])
-            if isinstance(batch.end, BatchDone):
-                answered.update(decided(batch.end))
-                carried = batch.end.carried
-                assert carried == registry._carried.count(None)
-            else:
-                waiting += mine
-        assert answered == Counter(str(i) for i in range(20))
-        assert harness.rollouts.running == 0
-
-    run_on_stepped_clock(scenario())
+    harness = Harness(random_script(seed, faults=0.05))
+    registry = new_registry(harness, rng.choice(POLICIES), BatchRetention(kept_batches=0))
+    waiting, answered, carried = [str(i) for i in range(20)], Counter[str](), 0
+    for step in range(500):
+        if not waiting and not carried:
+            break
+        count = rng.randint(0 if carried else 1, 6)
+        mine, waiting = waiting[:count], waiting[count:]
+        takes = not mine or rng.random() < 0.4
+        wanted = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
+        key = idempotency_key(f"key-{step}") if rng.random() < 0.3 else None
+        batch = await registry.open(wanted, WHOLE, key)
+        with batch.listen():
+            for _ in range(rng.choice([1000, 3, 12])):
+                if batch.end is not None:
+                    break
+                await harness.engine.step()
+            if batch.end is None:
+                registry.cancel(batch.batch_id)
+        await asyncio.wait([batch.task])
+        if isinstance(batch.end, BatchDone):
+            answered.update(decided(batch.end))
+            carried = batch.end.carried
+            assert carried == registry._carried.count(None)
+        else:
+            waiting += mine
+    assert answered == Counter(str(i) for i in range(20))
+    assert harness.rollouts.running == 0
 
 
 def resumed(*texts: str, **more: Any) -> BatchRequest:
@@ -311,47 +286,43 @@ def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
     }
 
 
-def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weights() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        done = await run_batch(harness, registry, resumed("30", "10", "50", num_groups=1))
-        assert decided(done) == ["10"]
-        assert done.generated == harness.recorder.records[0].generated_tokens, "others count in the next batch"
-        assert spans(done)["10"] == [((0, 10),)] * 4
-        reasons = {c.reason for r in harness.recorder.records[1:] for c in r.candidates}
-        assert reasons == {DiscardReason.CARRIED}
-        harness.engine.weight_version = 1
-        harness.engine.started.clear()
-        begun = harness.engine.now
-        done = await run_batch(harness, registry, resumed("12", carried=True))
-        generated = {text: [s[0][1] for s in found] for text, found in spans(done).items()}
-        assert generated["12"] == [12] * 4
-        [seen] = set(generated["30"])
-        assert 10 <= seen < 30
-        assert spans(done)["30"] == [((0, seen), (1, 30 - seen))] * 4
-        assert harness.engine.now - begun <= 50 - seen + 2
-        [thirty] = [result for result in done.results if result.prompt_key == "key of 30"]
-        assert [list(sample.token_ids) for sample in thirty.samples.values()] == [list(range(30))] * 4
-        assert thirty.record is not None
-        assert thirty.record.mixed_versions
-
-    run_on_stepped_clock(scenario())
+async def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weights() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    done = await run_batch(harness, registry, resumed("30", "10", "50", num_groups=1))
+    assert decided(done) == ["10"]
+    assert done.generated == harness.recorder.records[0].generated_tokens, "others count in the next batch"
+    assert spans(done)["10"] == [((0, 10),)] * 4
+    reasons = {c.reason for r in harness.recorder.records[1:] for c in r.candidates}
+    assert reasons == {DiscardReason.CARRIED}
+    harness.engine.weight_version = 1
+    harness.engine.started.clear()
+    begun = harness.engine.now
+    done = await run_batch(harness, registry, resumed("12", carried=True))
+    generated = {text: [s[0][1] for s in found] for text, found in spans(done).items()}
+    assert generated["12"] == [12] * 4
+    [seen] = set(generated["30"])
+    assert 10 <= seen < 30
+    assert spans(done)["30"] == [((0, seen), (1, 30 - seen))] * 4
+    assert harness.engine.now - begun <= 50 - seen + 2
+    [thirty] = [result for result in done.results if result.prompt_key == "key of 30"]
+    assert [list(sample.token_ids) for sample in thirty.samples.values()] == [list(range(30))] * 4
+    assert thirty.record is not None
+    assert thirty.record.mixed_versions
 
 
 @pytest.mark.parametrize("answer", [WHOLE, STREAM, token_stream()])
-def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and_counted_once(answer: AnswerFormat) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        done = await run_batch(harness, registry, resumed("10", "10", "30", num_groups=1), answer)
-        assert (decided(done), done.carried) == (["10", "10"], 1)
-        done = await run_batch(harness, registry, resumed(carried=True), answer)
-        assert decided(done) == ["30"]
-        complete = [r.prompt_key for r in harness.recorder.records if r.outcome is Outcome.COMPLETED]
-        assert complete == ["key of 10", "key of 10", "key of 30"]
-
-    run_on_stepped_clock(scenario())
+async def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and_counted_once(
+    answer: AnswerFormat,
+) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    done = await run_batch(harness, registry, resumed("10", "10", "30", num_groups=1), answer)
+    assert (decided(done), done.carried) == (["10", "10"], 1)
+    done = await run_batch(harness, registry, resumed(carried=True), answer)
+    assert decided(done) == ["30"]
+    complete = [r.prompt_key for r in harness.recorder.records if r.outcome is Outcome.COMPLETED]
+    assert complete == ["key of 10", "key of 10", "key of 30"]
 
 
 @pytest.mark.parametrize(
@@ -363,96 +334,79 @@ def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and_count
         {"version": 2},
     ],
 )
-def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-        harness.engine.weight_version = int(str(change.pop("version", 0)))
-        if "policy" in change:
-            planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
-            registry._new_planner = lambda _: planner
-        harness.engine.started.clear()
-        done = await run_batch(harness, registry, replace(resumed("30"), **change))
-        assert set(spans(done)["30"]) == {((harness.engine.weight_version, 30),)}
-
-    run_on_stepped_clock(scenario())
+async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, Any]) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    harness.engine.weight_version = int(str(change.pop("version", 0)))
+    if "policy" in change:
+        planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
+        registry._new_planner = lambda _: planner
+    harness.engine.started.clear()
+    done = await run_batch(harness, registry, replace(resumed("30"), **change))
+    assert set(spans(done)["30"]) == {((harness.engine.weight_version, 30),)}
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(suspended: bool) -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        registry._carried.limits = CarryLimits(staleness=0)
-        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-        if suspended:
-            await harness.rollouts.suspend()
-        else:
-            harness.rollouts.gate.close()
-        batch = await registry.open(resumed(carried=True), WHOLE)
-        with batch.listen():
-            await settle()
-            harness.engine.weight_version = 1
-            harness.rollouts.resume()
-            harness.rollouts.gate.open()
-            await settle()
-            await harness.engine.run()
-            assert set(spans(await batch.wait())["30"]) == {((1, 30),)}
-
-    run_on_stepped_clock(scenario())
+async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(suspended: bool) -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    registry._carried.limits = CarryLimits(staleness=0)
+    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    if suspended:
+        await harness.rollouts.suspend()
+    else:
+        harness.rollouts.gate.close()
+    batch = await registry.open(resumed(carried=True), WHOLE)
+    with batch.listen():
+        await settle()
+        harness.engine.weight_version = 1
+        harness.rollouts.resume()
+        harness.rollouts.gate.open()
+        await settle()
+        await harness.engine.run()
+        assert set(spans(await batch.wait())["30"]) == {((1, 30),)}
 
 
-def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_alone() -> None:
+async def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_alone() -> None:
     """Also to a caller that streams tokens, who gets trajectories early otherwise."""
-
-    async def scenario() -> None:
-        harness = Harness(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
-        registry = new_registry(harness, "shortest")
-        done = await run_batch(harness, registry, resumed("5", "4", num_groups=1), token_stream())
-        assert decided(done) == ["4"]
-        [stopped] = [record for record in harness.recorder.records if record.outcome is Outcome.CANCELLED]
-        assert {(c.reason, c.selected_as) for c in stopped.candidates} == {(DiscardReason.CARRIED, None)}
-        assert len(harness.recorder.returned) == SIZE
-        done = await run_batch(harness, registry, resumed(carried=True), token_stream())
-        assert len(harness.recorder.returned) == 2 * SIZE
-
-    run_on_stepped_clock(scenario())
+    harness = Harness(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
+    registry = new_registry(harness, "shortest")
+    done = await run_batch(harness, registry, resumed("5", "4", num_groups=1), token_stream())
+    assert decided(done) == ["4"]
+    [stopped] = [record for record in harness.recorder.records if record.outcome is Outcome.CANCELLED]
+    assert {(c.reason, c.selected_as) for c in stopped.candidates} == {(DiscardReason.CARRIED, None)}
+    assert len(harness.recorder.returned) == SIZE
+    done = await run_batch(harness, registry, resumed(carried=True), token_stream())
+    assert len(harness.recorder.returned) == 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", [(1,), None])
-def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
+async def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
     seed: tuple[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are counted anew without it, and would share random numbers with those that replace it."""
     monkeypatch.setattr(Texts, "tail_seed", lambda *_: seed)
     failure = CandidateFailed("broken")
-
-    async def scenario() -> None:
-        harness = Harness(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
-        registry = new_registry(harness, "shortest")
-        await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-        harness.engine.weight_version = 1
-        [found] = set(spans(await run_batch(harness, registry, resumed(carried=True)))["30"])
-        assert [version for version, _ in found] == ([0, 1] if seed is None else [1])
-
-    run_on_stepped_clock(scenario())
+    harness = Harness(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
+    registry = new_registry(harness, "shortest")
+    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    harness.engine.weight_version = 1
+    [found] = set(spans(await run_batch(harness, registry, resumed(carried=True)))["30"])
+    assert [version for version, _ in found] == ([0, 1] if seed is None else [1])
 
 
-def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None:
-    async def scenario() -> None:
-        harness = Harness(by_text)
-        registry = new_registry(harness, "shortest")
-        registry._carried.limits = CarryLimits(prompts=2)
-        await run_batch(harness, registry, resumed("40", "30", "10", num_groups=1))
-        await run_batch(harness, registry, resumed("70", "12", num_groups=1, carried=True))
-        assert names(registry._carried._kept[None]) == ["30", "70"]
-        batch = await registry.open(resumed("30"), WHOLE)
-        registry.cancel(batch.batch_id)
-        await asyncio.wait([batch.task])
-        assert names(registry._carried._kept[None]) == ["30", "70"], "as it was"
-
-    run_on_stepped_clock(scenario())
+async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None:
+    harness = Harness(by_text)
+    registry = new_registry(harness, "shortest")
+    registry._carried.limits = CarryLimits(prompts=2)
+    await run_batch(harness, registry, resumed("40", "30", "10", num_groups=1))
+    await run_batch(harness, registry, resumed("70", "12", num_groups=1, carried=True))
+    assert names(registry._carried._kept[None]) == ["30", "70"]
+    batch = await registry.open(resumed("30"), WHOLE)
+    registry.cancel(batch.batch_id)
+    await asyncio.wait([batch.task])
+    assert names(registry._carried._kept[None]) == ["30", "70"], "as it was"
 
 
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
@@ -473,73 +427,62 @@ def test_a_policy_that_prunes_does_not_resume() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> None:
-    async def scenario() -> None:
-        harness = Harness(random_script(seed, faults=0.0))
-        registry = new_registry(harness, ["shortest", "sampled", "longest"][seed % 3])
-        wanted = resumed(*map(str, range(6)), num_groups=2)
-        for _ in range(3):
-            batch = await registry.open(wanted, token_stream(3))
-            events = await play(harness, asyncio.create_task(read_events(batch)))
-            candidates = by_candidate(events)
-            assert isinstance(batch.end, BatchDone)
-            for result in batch.end.results:
-                for index, sample in result.samples.items():
-                    seen = candidates[f"{result.group_id}:{index}"]
-                    assert seen.token_ids == list(sample.token_ids) == list(range(len(sample.token_ids)))
-            assert {event.reason for _, event in events if isinstance(event, CandidateDiscarded)} <= set(DiscardReason)
-            if not batch.end.carried:
-                break
-            wanted = resumed(carried=True, num_groups=min(2, batch.end.carried))
+async def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> None:
+    harness = Harness(random_script(seed, faults=0.0))
+    registry = new_registry(harness, ["shortest", "sampled", "longest"][seed % 3])
+    wanted = resumed(*map(str, range(6)), num_groups=2)
+    for _ in range(3):
+        batch = await registry.open(wanted, token_stream(3))
+        events = await play(harness, asyncio.create_task(read_events(batch)))
+        candidates = by_candidate(events)
         assert isinstance(batch.end, BatchDone)
-        assert batch.end.carried == 0
-
-    run_on_stepped_clock(scenario())
+        for result in batch.end.results:
+            for index, sample in result.samples.items():
+                seen = candidates[f"{result.group_id}:{index}"]
+                assert seen.token_ids == list(sample.token_ids) == list(range(len(sample.token_ids)))
+        assert {event.reason for _, event in events if isinstance(event, CandidateDiscarded)} <= set(DiscardReason)
+        if not batch.end.carried:
+            break
+        wanted = resumed(carried=True, num_groups=min(2, batch.end.carried))
+    assert isinstance(batch.end, BatchDone)
+    assert batch.end.carried == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_that_were_carried_over_are_those_that_would_have_come_without(seed: int) -> None:
+async def test_groups_that_were_carried_over_are_those_that_would_have_come_without(seed: int) -> None:
     """Whatever the policy: the same trajectories, each with all of its tokens, generated once."""
     policy = ["shortest", "sampled", "longest", "darts", "off"][seed % 5]
-
-    async def scenario() -> None:
-        texts = [str(i) for i in range(8)]
-        uncut = Harness(random_script(seed, faults=0.0))
-        whole = await run_batch(uncut, new_registry(uncut, policy), resumed(*texts))
-        harness = Harness(random_script(seed, faults=0.0))
-        registry = new_registry(harness, policy)
-        answered: dict[str, GroupResult] = {}
-        done = await run_batch(harness, registry, resumed(*texts, num_groups=1))
-        while True:
-            for result in done.results:
-                assert result.prompt_key not in answered
-                answered[result.prompt_key] = result
-            if not done.carried:
-                break
-            done = await run_batch(harness, registry, resumed(num_groups=1, carried=True))
-        for result in whole.results:
-            other = answered[result.prompt_key]
-            assert {i: list(s.token_ids) for i, s in other.samples.items()} == {
-                i: list(s.token_ids) for i, s in result.samples.items()
-            }
-            assert result.record is not None
-            assert other.record is not None
-            assert [c.weight for c in other.record.selected] == [c.weight for c in result.record.selected]
-            assert [c.version_spans for c in other.record.selected] == [((0, c.tokens),) for c in other.record.selected]
-
-    run_on_stepped_clock(scenario())
+    texts = [str(i) for i in range(8)]
+    uncut = Harness(random_script(seed, faults=0.0))
+    whole = await run_batch(uncut, new_registry(uncut, policy), resumed(*texts))
+    harness = Harness(random_script(seed, faults=0.0))
+    registry = new_registry(harness, policy)
+    answered: dict[str, GroupResult] = {}
+    done = await run_batch(harness, registry, resumed(*texts, num_groups=1))
+    while True:
+        for result in done.results:
+            assert result.prompt_key not in answered
+            answered[result.prompt_key] = result
+        if not done.carried:
+            break
+        done = await run_batch(harness, registry, resumed(num_groups=1, carried=True))
+    for result in whole.results:
+        other = answered[result.prompt_key]
+        assert {i: list(s.token_ids) for i, s in other.samples.items()} == {
+            i: list(s.token_ids) for i, s in result.samples.items()
+        }
+        assert result.record is not None
+        assert other.record is not None
+        assert [c.weight for c in other.record.selected] == [c.weight for c in result.record.selected]
+        assert [c.version_spans for c in other.record.selected] == [((0, c.tokens),) for c in other.record.selected]
 
 
-def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopped_it() -> None:
+async def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopped_it() -> None:
     """With a seed, a group of which a candidate failed starts again."""
-
-    async def scenario() -> None:
-        failed = Script(3, error=CandidateFailed("no memory"))
-        harness = Harness(lambda text, index: failed if (text, index) == ("30", 0) else by_text(text, index))
-        registry = new_registry(harness, "shortest")
-        done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-        assert (decided(done), done.carried) == (["10"], 1)
-        counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
-        assert done.generated == counted > 100
-
-    run_on_stepped_clock(scenario())
+    failed = Script(3, error=CandidateFailed("no memory"))
+    harness = Harness(lambda text, index: failed if (text, index) == ("30", 0) else by_text(text, index))
+    registry = new_registry(harness, "shortest")
+    done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    assert (decided(done), done.carried) == (["10"], 1)
+    counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
+    assert done.generated == counted > 100

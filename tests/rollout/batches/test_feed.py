@@ -141,11 +141,6 @@ def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy:
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return ("asyncio", {"loop_factory": SteppedLoop})
-
-
 async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
     harness = Harness(lengths(10))
     batch = await new_registry(harness, "off").open(batch_request(1, size=1), token_stream(4))
@@ -213,18 +208,6 @@ async def test_what_groups_of_a_part_need_is_sent_once_before_they_end_and_toget
     check_replay(events, await read_events(batch), 0)
     if mode is StreamMode.TOKENS:
         check_events_match_answer(events, batch)
-
-
-async def test_a_slow_reader_gets_what_a_group_needs_before_its_end() -> None:
-    harness = Harness(lengths(5))
-    batch = await new_registry(harness, "cut").open(part_request(4), AnswerFormat(StreamMode.GROUPS))
-    with batch.listen() as listener:
-        assert await listener.next() is not None
-        await harness.engine.run()
-        await settle()
-        events = [await listener.next() for _ in range(6)]
-    types = [type(found[1]) for found in events if found is not None]
-    assert types == [NeedsReported, *[GroupEnded] * 4, BatchDone]
 
 
 async def test_what_a_group_needs_comes_before_its_end_if_both_happen_while_its_tokens_are_read() -> None:

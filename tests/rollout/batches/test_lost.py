@@ -9,23 +9,21 @@ from darts_server.rollout.batches.carried import CarriedPrompt, Carry
 from darts_server.rollout.batches.saved import WRITE_BYTES, SavedPrompts
 from darts_server.store.transactions import TransactionStore
 from darts_server.types import PromptSpec
-from tests.rollout.batches.streams import run_on_stepped_clock
 from tests.rollout.batches.test_saved import STOPPING, serving
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("fault", [None, "DROP TABLE entries"])
-def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
+async def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
     fault: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server:
-            await server.begin(15, "30", "40", carry=Carry.RESUME)
-            await server.registry.hand_back(STOPPING)
-            if fault is not None:
-                server._store._connection.execute(fault)
-            assert await server.registry.close() == (0 if fault is None else 2)
-
-    run_on_stepped_clock(scenario())
+    async with serving(tmp_path) as server:
+        await server.begin(15, "30", "40", carry=Carry.RESUME)
+        await server.registry.hand_back(STOPPING)
+        if fault is not None:
+            server._store._connection.execute(fault)
+        assert await server.registry.close() == (0 if fault is None else 2)
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     if fault is None:
         assert errors == []
@@ -34,13 +32,10 @@ def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
         assert errors[1].startswith("2 prompts that were carried over are lost")
 
 
-def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
-    async def scenario() -> None:
-        async with serving(None) as server:
-            server.registry._carried.put(None, [CarriedPrompt(PromptSpec(text="1"), ("1", "1"))])
-            assert await server.registry.close() == 0
-
-    run_on_stepped_clock(scenario())
+async def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
+    async with serving(None) as server:
+        server.registry._carried.put(None, [CarriedPrompt(PromptSpec(text="1"), ("1", "1"))])
+        assert await server.registry.close() == 0
 
 
 class FullDisk(TransactionStore):

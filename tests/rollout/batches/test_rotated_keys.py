@@ -6,16 +6,15 @@ import pytest
 
 from darts_server.engine.scripted import Script
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry
-from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.saved import SavedPrompts
-from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Caller, caller
 from darts_server.store.transactions import TransactionStore
 from darts_server.types import PromptSpec
-from tests.rollout.batches.streams import SHAPINGS, run_on_stepped_clock
+from tests.rollout.batches.streams import new_registry
 from tests.rollout.batches.test_aborted import begin, finish, request
-from tests.rollout.batches.test_submission import Texts
 from tests.rollout.helpers import Harness
+
+pytestmark = pytest.mark.anyio
 
 
 def kept(*names: str) -> list[CarriedPrompt]:
@@ -38,36 +37,26 @@ def test_prompts_of_callers_that_cannot_take_them_any_more_are_dropped_with_one_
     assert message.startswith("3 prompts that were carried over are dropped: their API key")
 
 
-def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        harness, valid = Harness(lambda text, index: Script(int(text) + index)), {"one"}
-        planner = Planner(SHAPINGS, "shortest", Limits(64))
-        registry: BatchRegistry[str, list[int]] = BatchRegistry(
-            harness.rollouts, Texts(), lambda _: planner, interval=0, may_call=lambda name: name in valid
-        )
-        token = caller.set(Caller("one"))
-        batch = await begin(harness, registry, request("30", "10", carry=Carry.RESUME, num_groups=1), 5)
-        caller.reset(token)
-        valid.clear()
-        registry.keys_changed()
-        done = await finish(harness, batch)
-        assert (len(done.results), done.carried, list(registry._carried)) == (1, 0, [])
-
-    run_on_stepped_clock(scenario())
+async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness, valid = Harness(lambda text, index: Script(int(text) + index)), {"one"}
+    registry = new_registry(harness, "shortest", may_call=lambda name: name in valid)
+    token = caller.set(Caller("one"))
+    batch = await begin(harness, registry, request("30", "10", carry=Carry.RESUME, num_groups=1), 5)
+    caller.reset(token)
+    valid.clear()
+    registry.keys_changed()
+    done = await finish(harness, batch)
+    assert (len(done.results), done.carried, list(registry._carried)) == (1, 0, [])
     assert "1 prompts that were carried over are dropped" in caplog.text
 
 
-def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with TransactionStore(tmp_path) as store:
-            saved = SavedPrompts(store, "model")
-            saved.save([("one", prompt) for prompt in kept("a", "b")] + [("two", prompt) for prompt in kept("c")])
-            harness = Harness(lambda *_: Script(1))
-            planner = Planner(SHAPINGS, "shortest", Limits(64))
-            registry: BatchRegistry[str, list[int]] = BatchRegistry(
-                harness.rollouts, Texts(), lambda _: planner, saved=saved, may_call=lambda name: name == "two"
-            )
-            registry.restore()
-            assert [owner for owner, _ in registry._carried] == ["two"]
-
-    run_on_stepped_clock(scenario())
+async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(tmp_path: Path) -> None:
+    with TransactionStore(tmp_path) as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([("one", prompt) for prompt in kept("a", "b")] + [("two", prompt) for prompt in kept("c")])
+        harness = Harness(lambda *_: Script(1))
+        registry = new_registry(harness, "shortest", saved=saved, may_call=lambda name: name == "two")
+        registry.restore()
+        assert [owner for owner, _ in registry._carried] == ["two"]

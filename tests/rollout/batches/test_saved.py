@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import logging
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,6 @@ from darts_server.exceptions import ServerStopping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.preparation import terms_of
-from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import BatchRun
 from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd
@@ -31,14 +29,16 @@ from tests.rollout.batches.streams import (
     SHAPINGS,
     by_candidate,
     idempotency_key,
+    new_registry,
     random_script,
     read_events,
     run_on_stepped_clock,
     token_stream,
 )
 from tests.rollout.batches.test_aborted import WHOLE, begin, finish, key, lengths_of, request
-from tests.rollout.batches.test_submission import Texts
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
+
+pytestmark = pytest.mark.anyio
 
 STOPPING = ServerStopping("the server is stopping", 30)
 
@@ -202,16 +202,6 @@ def test_a_document_that_is_nested_too_deeply_is_lost_alone() -> None:
         assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
 
 
-def test_damage_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with TransactionStore(tmp_path) as store:
-        SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
-        store._connection.execute("UPDATE entries SET value = x'00'")
-    with TransactionStore(tmp_path) as store:
-        assert SavedPrompts(store, "model").take(0) == []
-        assert "the checksum" in caplog.text
-        assert list(store.items(KIND)) == [], "the next start does not read it again"
-
-
 def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with TransactionStore() as store:
         SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
@@ -312,16 +302,9 @@ class Server:
     ) -> None:
         self.harness = Harness(script)  # type: ignore[arg-type]
         self._store = TransactionStore(folder)
-        planner = Planner(SHAPINGS, policy, Limits(64))
-        self.registry: BatchRegistry[str, list[int]] = BatchRegistry(
-            self.harness.rollouts,
-            texts or Texts(),
-            lambda _: planner,
-            interval=0,
-            clock=asyncio.get_running_loop().time,
-            saved=SavedPrompts(self._store, "model"),
-            has_initial_weights=lambda: has_initial_weights,
-        )
+        saved = SavedPrompts(self._store, "model")
+        more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
+        self.registry = new_registry(self.harness, policy, texts=texts, **more)
         self.registry.restore()
 
     async def begin(self, steps: int, *texts: str, **more: object) -> BatchRun:
@@ -351,64 +334,27 @@ async def serving(
         yield server
 
 
-def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
-    async def scenario() -> None:
-        async with serving(None) as server:
-            batch = await server.begin(15, "10", "30", "40")
-            await server.stop()
-            done = await batch.wait()
-            assert [(key(r), len(r.samples)) for r in done.results if r.error is None] == [("10", 4)]
-            handed_back = [result for result in done.results if result.error is not None]
-            assert [result.error for result in handed_back] == [STOPPING, STOPPING]
-            assert [lengths_of(result) for result in handed_back] == [dict.fromkeys(range(6), 15)] * 2
-            assert {r.record.error for r in handed_back if r.record is not None} == {"the server is stopping"}
-            assert done.generated == sum(r.generated_tokens for r in server.harness.recorder.records)
-
-    run_on_stepped_clock(scenario())
+async def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
+    async with serving(None) as server:
+        batch = await server.begin(15, "10", "30", "40")
+        await server.stop()
+        done = await batch.wait()
+        assert [(key(r), len(r.samples)) for r in done.results if r.error is None] == [("10", 4)]
+        handed_back = [result for result in done.results if result.error is not None]
+        assert [result.error for result in handed_back] == [STOPPING, STOPPING]
+        assert [lengths_of(result) for result in handed_back] == [dict.fromkeys(range(6), 15)] * 2
+        assert {r.record.error for r in handed_back if r.record is not None} == {"the server is stopping"}
+        assert done.generated == sum(r.generated_tokens for r in server.harness.recorder.records)
 
 
 @pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
-def test_without_a_folder_nothing_is_kept_for_later_and_callers_get_it(carry: Carry) -> None:
-    async def scenario() -> None:
-        async with serving(None) as server:
-            batch = await server.begin(15, "30", "40", carry=carry)
-            await server.stop()
-            done = await batch.wait()
-            assert (done.unfinished, done.carried) == ([], 0)
-            assert [lengths_of(result) for result in done.results] == [dict.fromkeys(range(6), 15)] * 2
-
-    run_on_stepped_clock(scenario())
-
-
-@pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
-def test_with_a_folder_the_next_server_goes_on(carry: Carry, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server:
-            first = await server.begin(15, "30", "12", "40", carry=carry)
-            await server.stop()
-            done = await first.wait()
-            assert [key(result) for result in done.results] == ["12"]
-            assert [(u.carry, u.error) for u in done.unfinished] == [(carry, STOPPING)] * 2
-            assert done.carried == 2
-            generated = sum(record.generated_tokens for record in server.harness.recorder.records)
-            assert done.generated == generated
-        async with serving(tmp_path) as server:
-            batch = await server.begin(0, carry=carry, carried=True)
-            begun = server.harness.engine.now
-            done = await finish(server.harness, batch)
-            assert sorted(map(key, done.results)) == ["30", "40"]
-            for result in done.results:
-                tokens = {index: len(sample.token_ids) for index, sample in result.samples.items()}
-                assert tokens == {index: int(key(result)) + index for index in range(4)}
-                assert result.record is not None
-                assert all(c.version_spans == ((0, c.tokens),) for c in result.record.selected)
-            steps = server.harness.engine.now - begun
-            assert steps <= 45 - (15 if carry is Carry.RESUME else 0)
-            await server.stop()
-        async with serving(tmp_path) as server:
-            assert server.registry._carried.count(None) == 0
-
-    run_on_stepped_clock(scenario())
+async def test_without_a_folder_nothing_is_kept_for_later_and_callers_get_it(carry: Carry) -> None:
+    async with serving(None) as server:
+        batch = await server.begin(15, "30", "40", carry=carry)
+        await server.stop()
+        done = await batch.wait()
+        assert (done.unfinished, done.carried) == ([], 0)
+        assert [lengths_of(result) for result in done.results] == [dict.fromkeys(range(6), 15)] * 2
 
 
 class OtherTexts(Texts):
@@ -421,39 +367,19 @@ class OtherTexts(Texts):
 @pytest.mark.parametrize(
     ("texts", "size", "has_initial_weights"), [(OtherTexts(), 4, True), (None, 5, True), (None, 4, False)]
 )
-def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_other_weights(
+async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_other_weights(
     texts: Texts | None, size: int, has_initial_weights: bool, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
-            await server.begin(15, "30", "40", carry=Carry.RESUME)
-            await server.stop()
-        async with serving(tmp_path, texts=texts) as server:
-            assert server.registry._carried.count(None) == 2
-            asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
-            done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
-            assert [result.error for result in done.results] == [None, None]
-            assert server.harness.engine.now == 40 + size - 1
-            assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
-
-    run_on_stepped_clock(scenario())
-
-
-def test_thousands_of_prompts_are_restored_in_seconds(tmp_path: Path) -> None:
-    prompts: list[Owned] = [
-        (f"owner {number % 2}", CarriedPrompt(PromptSpec(token_ids=[number]), (str(number), "")))
-        for number in range(8000)
-    ]
-    with TransactionStore(tmp_path) as store:
-        SavedPrompts(store, "model").save(prompts)
-
-    async def scenario() -> None:
-        begun = time.process_time()
-        async with serving(tmp_path) as server:
-            assert time.process_time() - begun < 5
-            assert [*server.registry._carried] == sorted(prompts, key=lambda prompt: prompt[0] or "")
-
-    run_on_stepped_clock(scenario())
+    async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
+        await server.begin(15, "30", "40", carry=Carry.RESUME)
+        await server.stop()
+    async with serving(tmp_path, texts=texts) as server:
+        assert server.registry._carried.count(None) == 2
+        asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
+        done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
+        assert [result.error for result in done.results] == [None, None]
+        assert server.harness.engine.now == 40 + size - 1
+        assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
 
 
 def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp_path: Path) -> None:
@@ -477,109 +403,67 @@ def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp
     run_on_stepped_clock(scenario())
 
 
-def test_groups_that_have_not_started_are_handed_back_too() -> None:
-    """A large batch starts its groups in several turns of the event loop."""
-
-    async def scenario() -> None:
-        async with serving(None) as server:
-            batch = await server.registry.open(request(*map(str, range(100, 400))), WHOLE)
-            batch.listen().__enter__()
-            for _ in range(4):
-                await asyncio.sleep(0)
-            assert 0 < len(server.harness.recorder.records) + server.harness.rollouts.running < 300
-            await server.stop()
-            done = await batch.wait()
-            assert len(done.results) == 300
-            assert {result.error for result in done.results} == {STOPPING}
-            assert all(result.aborted is not None for result in done.results)
-
-    run_on_stepped_clock(scenario())
-
-
-def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
+async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
     """Before they have reached the engine again, and those that had finished."""
-
-    async def scenario() -> None:
-        async with serving(None) as server:
-            await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
-            server.harness.engine.weight_version = 1
-            batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
-            batch.listen().__enter__()
-            await asyncio.sleep(0)
-            await server.stop()
-            done = await batch.wait()
-            assert [result.error for result in done.results] == [STOPPING] * 2
-            for result in done.results:
-                assert set(lengths_of(result).values()) == {12, 13} if key(result) == "12" else {13}
-                assert result.aborted is not None
-                for aborted in result.aborted.values():
-                    assert aborted.version_spans == ((0, len(aborted.sample.token_ids)),)
-
-    run_on_stepped_clock(scenario())
+    async with serving(None) as server:
+        await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
+        server.harness.engine.weight_version = 1
+        batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
+        batch.listen().__enter__()
+        await asyncio.sleep(0)
+        await server.stop()
+        done = await batch.wait()
+        assert [result.error for result in done.results] == [STOPPING] * 2
+        for result in done.results:
+            assert set(lengths_of(result).values()) == {12, 13} if key(result) == "12" else {13}
+            assert result.aborted is not None
+            for aborted in result.aborted.values():
+                assert aborted.version_spans == ((0, len(aborted.sample.token_ids)),)
 
 
-def test_streams_end_in_order_and_a_batch_without_a_caller_is_cancelled() -> None:
-    async def scenario() -> None:
-        async with serving(None) as server:
-            batch = await server.registry.open(request("30"), token_stream(1))
-            alone = await server.registry.open(request("40"), WHOLE, idempotency_key())
-            listening = asyncio.create_task(read_events(batch))
-            await settle()
-            for _ in range(9):
-                await server.harness.engine.step()
-            await server.stop()
-            by_candidate(await listening)
-            assert isinstance(batch.end, BatchDone)
-            assert lengths_of(batch.end.results[0]) == dict.fromkeys(range(6), 9)
-            assert not isinstance(alone.end, BatchDone)
-
-    run_on_stepped_clock(scenario())
-
-
-def test_what_cannot_be_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server:
-            await server.begin(15, "30", carry=Carry.RESUME)
-            server._store._connection.execute("DROP TABLE entries")
-            await server.stop()
-
-    with caplog.at_level(logging.ERROR):
-        run_on_stepped_clock(scenario())
-    assert "are lost" in caplog.text
+async def test_streams_end_in_order_and_a_batch_without_a_caller_is_cancelled() -> None:
+    async with serving(None) as server:
+        batch = await server.registry.open(request("30"), token_stream(1))
+        alone = await server.registry.open(request("40"), WHOLE, idempotency_key())
+        listening = asyncio.create_task(read_events(batch))
+        await settle()
+        for _ in range(9):
+            await server.harness.engine.step()
+        await server.stop()
+        by_candidate(await listening)
+        assert isinstance(batch.end, BatchDone)
+        assert lengths_of(batch.end.results[0]) == dict.fromkeys(range(6), 9)
+        assert not isinstance(alone.end, BatchDone)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path: Path) -> None:
+async def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path: Path) -> None:
     """The same trajectories, with every token generated once, however often the servers are restarted."""
     policy = ["shortest", "sampled", "longest", "darts", "off", "cut"][seed]
     rng = Random(seed)
     texts = [str(number) for number in range(8)]
-
-    async def scenario() -> None:
-        script = random_script(seed, faults=0.0)
-        async with serving(None, script, policy) as server:
-            whole = await finish(server.harness, await server.begin(0, *texts, carry=Carry.RESUME))
-        expected = {key(r): {i: list(s.token_ids) for i, s in r.samples.items()} for r in whole.results}
-        found: dict[str, dict[int, list[int]]] = {}
-        names, started, ended = tuple(texts), 0, 0
-        while len(found) < len(texts):
-            async with serving(tmp_path, script, policy) as server:
-                batch = await server.begin(rng.randint(0, 9), *names, carry=Carry.RESUME, carried=not names)
-                await server.stop()
-                done = await batch.wait()
-                names = ()
-                for result in done.results:
-                    assert result.error is None
-                    assert key(result) not in found
-                    found[key(result)] = {i: list(s.token_ids) for i, s in result.samples.items()}
-                records = server.harness.recorder.records
-                started += server.harness.recorder.started
-                ended += sum(len(record.candidates) for record in records)
-                assert {r.outcome for r in records} <= {Outcome.COMPLETED, Outcome.CANCELLED}
-                reasons = {c.reason for r in records if r.outcome is Outcome.CANCELLED for c in r.candidates}
-                assert reasons <= {DiscardReason.CARRIED}
-        assert started == ended
-        if policy != "cut":  # its deadline depends on which groups run together
-            assert found == expected
-
-    run_on_stepped_clock(scenario())
+    script = random_script(seed, faults=0.0)
+    async with serving(None, script, policy) as server:
+        whole = await finish(server.harness, await server.begin(0, *texts, carry=Carry.RESUME))
+    expected = {key(r): {i: list(s.token_ids) for i, s in r.samples.items()} for r in whole.results}
+    found: dict[str, dict[int, list[int]]] = {}
+    names, started, ended = tuple(texts), 0, 0
+    while len(found) < len(texts):
+        async with serving(tmp_path, script, policy) as server:
+            batch = await server.begin(rng.randint(0, 9), *names, carry=Carry.RESUME, carried=not names)
+            await server.stop()
+            done = await batch.wait()
+            names = ()
+            for result in done.results:
+                assert result.error is None
+                assert key(result) not in found
+                found[key(result)] = {i: list(s.token_ids) for i, s in result.samples.items()}
+            records = server.harness.recorder.records
+            started += server.harness.recorder.started
+            ended += sum(len(record.candidates) for record in records)
+            assert {r.outcome for r in records} <= {Outcome.COMPLETED, Outcome.CANCELLED}
+            reasons = {c.reason for r in records if r.outcome is Outcome.CANCELLED for c in r.candidates}
+            assert reasons <= {DiscardReason.CARRIED}
+    assert started == ended
+    if policy != "cut":  # its deadline depends on which groups run together
+        assert found == expected

@@ -1,14 +1,13 @@
 """Whole batches on the scripted engine."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from darts_server.engine.port import RequestTokens
-from darts_server.engine.scripted import Script, settle, slice_from
+from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
@@ -19,8 +18,8 @@ from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
-from tests.rollout.helpers import Harness
+from darts_server.types import Outcome, PromptSpec
+from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
 SIZE = 4
@@ -29,32 +28,6 @@ POLICIES = {
     "darts": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
     "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
 }
-
-
-class Texts:
-    """Create requests that are the prompts' texts; refuse texts with an ``x``."""
-
-    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        return sampling
-
-    async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
-        if "x" in (prompt.text or "x"):
-            raise InvalidRequest("text", "has an x")
-        if sampling:
-            raise InvalidRequest("sampling.any", "there is none")
-        return prompt.text or ""
-
-    def prompt_key(self, request: str) -> str:
-        return f"key of {request}"
-
-    def tokens(self, request: str) -> RequestTokens:
-        return RequestTokens(max(1, len(request.split())))
-
-    def tail_seed(self, request: str) -> Sequence[int] | None:
-        return (1,)
-
-    async def to_sample(self, output: list[int]) -> Sample:
-        return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 
 TAILED = [str(1000 + number) for number in range(12)]
@@ -163,23 +136,6 @@ def with_latency() -> Harness:
     return harness
 
 
-async def test_auto_does_the_same_with_all_groups_of_a_batch_and_learns_from_it() -> None:
-    harness = with_latency()
-    chosen = []
-    for _ in range(6):
-        texts = [*map(str, range(10, 20)), "200"]
-        results = await play(harness, await submit(harness, batch_request(*texts, num_groups=10), "auto"))
-        assert [len(result.samples) for result in results] == [SIZE] * 10
-        records = [result.record for result in results if result.record is not None]
-        assert len({(record.policy, record.chosen, len(record.candidates)) for record in records}) == 1
-        assert records[0].chosen is not None
-        chosen.append(records[0].chosen.option)
-    assert chosen[0] == "off"
-    state = harness.rollouts.allocator.auto.state(SIZE)
-    assert state.batches == 6
-    assert len(state.measured) == 6, "ten groups were enough"
-
-
 async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defer_the_others() -> None:
     harness, decided = with_latency(), []
     auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((DEFER,)))
@@ -210,19 +166,6 @@ async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: st
         submission = await submit(harness, batch, policy)
         assert len(await play(harness, submission)) == 11
         assert submission.unfinished == []
-
-
-@pytest.mark.parametrize("policy", ["auto", "shortest"])
-async def test_longer_prompts_of_a_batch_are_expected_to_fill_the_kv_cache(policy: str) -> None:
-    harness, predicted = with_latency(), []
-    harness.rollouts.statistics.latency.kv_tokens = 1000
-    for words in (*[""] * 4, *[" 1" * 400] * 2):
-        await play(harness, await submit(harness, batch_request(*(f"{text}{words}" for text in TAILED)), policy))
-        predicted.append(harness.recorder.cohorts[-1].predicted_seconds)
-    assert predicted[0] is None
-    assert predicted[3] is not None
-    assert predicted[5] is not None
-    assert predicted[5] > 1.5 * predicted[3]
 
 
 async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:

@@ -5,14 +5,14 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, ServerStopping
+from darts_server.exceptions import ServerStopping
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller as From
 from darts_server.serving.admission import caller as caller_of
-from darts_server.types import DiscardReason, Outcome
+from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
     POLICIES,
@@ -21,7 +21,6 @@ from tests.rollout.joining.joining import (
     WAIT,
     Caller,
     JoiningHarness,
-    SteppedLoop,
     by_caller,
     finish,
     same_group,
@@ -33,11 +32,6 @@ TRIALS = 80
 """Draws of one of four seats: enough that each way of falling is seen but once in ten thousand million runs."""
 LONG_TAIL = 5
 """A seed of tail_seed with which one of the last two of six candidates is the first to be drawn."""
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return "asyncio", {"loop_factory": SteppedLoop}
 
 
 def indices(callers: list[Caller]) -> list[tuple[str, int]]:
@@ -87,25 +81,6 @@ async def test_the_timeout_closes_the_group_short_and_each_request_restarts_it()
     assert harness.record("group-c0").size == 3
 
 
-async def test_candidates_that_finish_before_the_group_is_closed_count_by_length() -> None:
-    harness = by_caller(20, 3, 2, 30, 25)
-    first = await harness.send_all(3)
-    await harness.steps(10)
-    late = harness.send("c3")
-    await finish(harness, [*first, late])
-    assert sorted(c.result.tokens for c in harness.callers) == [2, 3, 20, 25]
-
-
-async def test_no_candidate_is_stopped_before_the_group_is_closed() -> None:
-    harness = by_caller(2, 3, 50, 50, 60)
-    await harness.send_all(3)
-    await harness.steps(40)
-    assert len(harness.engine.running) == 1
-    await harness.send_all(1)
-    await finish(harness, harness.callers)
-    assert {c.result.tokens for c in harness.callers} == {2, 3, 50}
-
-
 # --- missing callers -------------------------------------------------------------
 
 
@@ -132,56 +107,7 @@ async def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
     assert harness.recorder.started == 3
 
 
-async def test_a_group_closed_short_replaces_candidates_that_failed_before() -> None:
-    harness = JoiningHarness(
-        lambda request, index: Script(2, error=CandidateFailed("boom")) if index == 0 else Script(6), SAMPLED
-    )
-    callers = await harness.send_all(2)
-    await harness.steps(3)
-    assert harness.engine.running == []
-    await harness.advance_clock()
-    await finish(harness, callers)
-    assert {c.result.tokens for c in callers} == {6}
-    assert len({c.result for c in callers}) == 2
-
-
 # --- callers that hang up ----------------------------------------------------------
-
-
-async def test_a_caller_that_disconnects_before_closing_leaves_its_seat_and_candidate() -> None:
-    harness = by_caller(9, 1, 2, 8, 50)
-    gone, *rest = await harness.send_all(3)
-    gone.disconnect()
-    await settle()
-    assert len(harness.engine.running) == 3
-    rest += await harness.send_all(1)
-    assert harness.recorder.started == 6, "four seats, whoever sits in them"
-    await harness.steps(60)
-    assert all(c.is_answered for c in rest)
-    assert len({c.result for c in rest}) == 3
-    assert {c.result.tokens for c in rest} < {1, 2, 8, 9}
-    await harness.assert_empty()
-
-
-async def test_when_the_last_waiting_caller_is_answered_the_rest_is_stopped() -> None:
-    stopped = 0
-    for _ in range(TRIALS):
-        harness = by_caller(5, 6, 7, 40, 50)
-        callers = await harness.send_all()
-        callers[0].disconnect()
-        await harness.steps(7)
-        if all(c.is_answered for c in callers[1:]):
-            stopped += 1
-            record = harness.record("group-c0")
-            assert record.outcome is Outcome.CANCELLED
-            assert sorted(c.tokens for c in record.selected) == [5, 6, 7]
-            assert {c.reason for c in record.candidates if c.selected_as is None} == {DiscardReason.CANCELLED}
-            await harness.assert_empty()
-        else:
-            await harness.engine.run()
-            assert harness.record("group-c0").outcome in (Outcome.COMPLETED, Outcome.CANCELLED)
-            await harness.assert_empty()
-    assert 0 < stopped < TRIALS
 
 
 @pytest.mark.parametrize(("come", "window"), [(2, 0.0), (4, 1.0), (4, 0.0)], ids=["gathers", "allocates", "runs"])
@@ -197,16 +123,6 @@ async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, w
     [record] = harness.recorder.records
     assert record.outcome is Outcome.CANCELLED
     assert all(c.tokens <= 1 for c in record.candidates)
-
-
-async def test_a_caller_that_disconnects_in_its_first_turn_leaves_nothing_running() -> None:
-    harness = JoiningHarness(lengths(50), SAMPLED)
-    for turns in range(5):
-        caller = harness.send(f"c{turns}")
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        caller.disconnect()
-        await harness.assert_empty()
 
 
 async def test_a_caller_whose_on_join_fails_leaves_nothing_running() -> None:
@@ -243,22 +159,6 @@ async def test_a_late_caller_takes_the_vacant_seat_and_gets_its_trajectory() -> 
         assert record.request_ids == ("c0", "c1", "c2", "c3", "c4")
         assert harness.recorder.started == 6, "it starts no candidate"
     assert 0 < fell < TRIALS
-
-
-async def test_a_late_caller_that_disconnects_leaves_the_seat_to_the_next() -> None:
-    harness = by_caller(3, 10, 11, 12, 50)
-    gone, *rest = await harness.send_all()
-    gone.disconnect()
-    await settle()
-    for name in ("c4", "c5"):
-        caller = harness.send(name)
-        await settle()
-        assert caller.group_id == "group-c0"
-        caller.disconnect()
-        await settle()
-    rest += [harness.send("c6")]
-    await finish(harness, rest)
-    assert sorted(c.result.tokens for c in rest) == [3, 10, 11, 12]
 
 
 async def test_a_trajectory_whose_caller_leaves_in_that_turn_is_kept_for_a_late_caller() -> None:
@@ -345,13 +245,6 @@ async def test_requests_with_different_prompts_or_names_join_different_groups() 
     assert len(harness.recorder.records) == 6
 
 
-async def test_two_groups_of_one_prompt_fill_one_after_the_other() -> None:
-    harness = JoiningHarness(lengths(5, 6, 7), SHORTEST)
-    callers = await harness.send_all(8)
-    await finish(harness, callers)
-    assert [c.group_id for c in callers] == ["group-c0"] * 4 + ["group-c4"] * 4
-
-
 async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> None:
     harness = JoiningHarness(lengths(9), SHORTEST)
     callers = [harness.send(f"cmpl-{i}-0", name="step 3") for i in range(4)]
@@ -362,12 +255,6 @@ async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> Non
     provenance.group_ended(record)
     for name in ("step 3", "group-cmpl-0-0", "cmpl-2-0", "cmpl-2", "group-cmpl-0"):
         assert provenance.find(name, From().may_see) == [record], name
-
-
-async def test_lengths_are_recorded_under_the_prompts_key() -> None:
-    harness = JoiningHarness(lengths(9, 10, 11, 12), SHORTEST)
-    await finish(harness, await harness.send_all())
-    assert ("prompt", "p") in harness.store.kept
 
 
 async def test_groups_that_are_closed_together_are_allocated_together() -> None:

@@ -13,7 +13,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason, Outcome
 from tests.policy.oracle import chosen
-from tests.rollout.joining.joining import WAIT, Caller, JoiningHarness, SteppedLoop
+from tests.rollout.joining.joining import WAIT, Caller, JoiningHarness
 
 pytestmark = pytest.mark.anyio
 POLICIES = {
@@ -25,11 +25,6 @@ POLICIES = {
 }
 PATIENCE = 400
 """Steps after which a caller that still waits is taken to wait for ever; no script takes a fifth of it."""
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return "asyncio", {"loop_factory": SteppedLoop}
 
 
 class Crowd:

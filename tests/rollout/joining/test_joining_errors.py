@@ -2,8 +2,8 @@
 
 import pytest
 
-from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import EngineDead, EngineRefused, GroupAborted
+from darts_server.engine.scripted import settle
+from darts_server.exceptions import EngineDead, EngineRefused
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
@@ -13,17 +13,11 @@ from tests.rollout.joining.joining import (
     SHORTEST,
     JoiningHarness,
     SignedOutput,
-    SteppedLoop,
     by_caller,
     finish,
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return "asyncio", {"loop_factory": SteppedLoop}
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -36,60 +30,6 @@ async def test_a_refusing_engine_fails_every_caller_at_once(count: int, error: t
     assert [type(c.task.exception()) for c in callers] == [error] * count
     assert [r.outcome for r in harness.recorder.records] == [Outcome.FAILED]
     assert harness.engine.started == []
-
-
-@pytest.mark.parametrize("sealed", [False, True])
-async def test_a_dying_engine_fails_every_caller_at_once(sealed: bool) -> None:
-    harness = JoiningHarness(lengths(9), SAMPLED)
-    callers = await harness.send_all(4 if sealed else 3)
-    await harness.steps(2)
-    harness.engine.kill()
-    await harness.assert_empty()
-    assert [type(c.task.exception()) for c in callers] == [EngineDead] * len(callers)
-    late = harness.send("late")
-    await harness.assert_empty()
-    assert isinstance(late.task.exception(), EngineDead)
-    assert late.group_id == "group-late"
-
-
-async def test_callers_answered_before_the_engine_died_keep_their_trajectories() -> None:
-    harness = by_caller(3, 10, 11, 12, 50)
-    callers = await harness.send_all()
-    await harness.steps(4)
-    harness.engine.kill()
-    await harness.assert_empty()
-    assert sum(c.is_answered for c in callers) == 1
-    assert [type(c.task.exception()) for c in callers if not c.is_answered] == [EngineDead] * 3
-    [record] = harness.recorder.records
-    assert record.outcome is Outcome.FAILED
-    assert [c.tokens for c in record.selected] == [3]
-
-
-async def test_requests_that_are_equal_are_refused_together() -> None:
-    harness = JoiningHarness(lengths(9), SAMPLED)
-    callers = await harness.send_all(2)
-    harness.engine.start_error = EngineRefused("no")
-    callers.append(harness.send("c2"))
-    await harness.assert_empty()
-    assert [type(c.task.exception()) for c in callers] == [EngineRefused] * 3
-
-
-async def test_a_caller_that_arrives_after_a_group_failed_starts_a_new_group() -> None:
-    harness = JoiningHarness(lengths(9), SHORTEST)
-    harness.engine.start_error = EngineRefused("no")
-    harness.send("c0")
-    await settle()
-    harness.engine.start_error = None
-    callers = await harness.send_all()
-    await finish(harness, callers)
-    assert all(c.is_answered for c in callers)
-
-
-async def test_too_many_failures_fail_every_caller() -> None:
-    harness = JoiningHarness(lambda _, index: Script(2, aborted=True), SAMPLED)
-    callers = await harness.send_all()
-    for error in await finish(harness, callers):
-        assert isinstance(error, GroupAborted)
 
 
 async def test_a_failing_store_fails_every_caller() -> None:

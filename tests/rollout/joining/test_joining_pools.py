@@ -10,14 +10,9 @@ from darts_server.observers import GroupObserver
 from darts_server.rollout.plan import Limits
 from darts_server.rollout.short_groups import WINDOW, ShortGroups
 from tests.rollout.helpers import lengths
-from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness, SteppedLoop
+from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return "asyncio", {"loop_factory": SteppedLoop}
 
 
 class Sealed(GroupObserver):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.rollout.learned.blobs import MAX_PARTS, PART_BYTES, Blob, BlobStore
+from darts_server.rollout.learned.blobs import PART_BYTES, Blob, BlobStore
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.store import Store
 from tests.rollout.helpers import Documents
@@ -104,29 +104,3 @@ def test_a_manifest_that_was_made_up_is_treated_as_missing_and_replaced(wrong: d
     assert blobs.digest("a") is None
     blobs.save("a", b"y", {"steps": 2})
     assert blobs.load("a") == Blob(b"y", {"steps": 2})
-
-
-def test_only_the_parts_that_are_stored_are_read() -> None:
-    class Counting(Documents):
-        reads = 0
-
-        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-            self.reads += 1
-            return super().get(kind, key)
-
-    store = Counting()
-    blobs = BlobStore(store, "test")
-    blobs.save("a", b"x", {})
-    store.kept["test", "a"]["parts"] = MAX_PARTS
-    assert blobs.load("a") == Blob(b"x", {})
-    blobs.save("a", b"y", {})
-    assert store.reads < 10
-
-
-def test_the_parts_of_the_previous_blob_are_emptied() -> None:
-    store = Documents()
-    blobs = BlobStore(store, "test")
-    for _ in range(4):
-        blobs.save("a", b"x" * (4 * PART_BYTES), {})
-    taken = sum(len(str(document)) for document in store.kept.values())
-    assert taken < 1.5 * 4 * PART_BYTES * 4 / 3

@@ -24,10 +24,6 @@ def learned(dataset: Dataset, length: int, groups: int = 3) -> Dataset:
     return dataset
 
 
-async def test_what_was_learned_is_known_at_once() -> None:
-    assert learned(Dataset(Documents()), 100).stats.mean == pytest.approx(100)
-
-
 async def test_groups_that_ended_before_a_restore_are_not_written_into_the_restored_state() -> None:
     documents = Documents()
     learned(Dataset(documents), 100).flush()

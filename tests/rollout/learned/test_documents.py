@@ -1,7 +1,5 @@
 import asyncio
-import json
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -28,34 +26,6 @@ class Faulty(Documents):
         if self.fault is not None:
             raise StateError(self.fault)
         super().put(kind, key, document)
-
-
-@pytest.mark.parametrize("value", [0, "text", None, [1, 2.5, "x"], {"a": {"b": [None]}}])
-def test_values_are_saved_and_loaded_by_kind_and_key(value: Any) -> None:
-    documents = Documents()
-    StoredValues(documents, "price").save("a", value)
-    assert StoredValues(documents, "price").load("a") == value
-    assert StoredValues(documents, "price").load("b") is None
-    assert StoredValues(documents, "needs").load("a") is None
-
-
-def test_values_are_read_from_the_store_at_every_load() -> None:
-    documents = Documents()
-    ours, theirs = StoredValues(documents, "price"), StoredValues(documents, "price")
-    ours.save("a", 1)
-    assert ours.load("a") == 1
-    theirs.save("a", 2)
-    assert ours.load("a") == 2
-    documents.kept.clear()
-    assert ours.load("a") is None
-
-
-def test_a_loaded_value_is_parsed() -> None:
-    documents = Documents()
-    values = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
-    values.save("a", {"recent": [1.5], "debt": 2, "carry": 0})
-    assert values.load("a") == ShadowPriceState((1.5,), 2, 0)
-    assert values.load("b") is None
 
 
 @pytest.mark.parametrize(
@@ -94,16 +64,6 @@ def test_a_store_that_cannot_be_read_is_logged_once_until_it_recovers(caplog: py
         assert values.load("a") == 1
 
 
-def test_an_unreadable_value_is_logged_once_even_if_others_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    documents = Documents()
-    values = StoredValues(documents, "price")
-    values.save("good", 1)
-    documents.put("price", "bad", {"value": "{"})
-    for _ in range(5):
-        assert (values.load("good"), values.load("bad")) == (1, None)
-    assert len(caplog.records) == 1
-
-
 def test_a_failed_save_is_logged_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     documents = Faulty()
     documents.fault = "the store is closed"
@@ -115,22 +75,6 @@ def test_a_failed_save_is_logged_and_does_not_raise(caplog: pytest.LogCaptureFix
 # --- in the room ------------------------------------------------------------------
 
 POLICY = Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=0.0))
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("value", ["{", "7", "[1.5]", '"text"', '{"recent": 1}', '["12"]', "null"])
-async def test_a_restored_state_that_cannot_be_read_fails_no_rollout(
-    value: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    harness = Harness(lengths(5), {"cut": POLICY})
-    for kind, key in (("price", "cut/4"), ("deadline", "cut/4")):
-        harness.store.put(kind, key, {"value": value})
-    for name in ("a", "b"):
-        [run] = await harness.start_cohort(4, "cut", [name])
-        assert len(await harness.group(run)) == 4
-    assert json.loads(str(harness.store.kept["deadline", "cut/4"]["value"])) == [5, 5]
-    assert harness.recorder.cohorts[-1].groups == 1
-    assert len(caplog.records) <= 2
 
 
 @pytest.mark.anyio
@@ -171,19 +115,3 @@ async def test_the_price_is_restored_after_a_restart() -> None:
     assert await spread(kept, restarts=False) == await spread(restarted, restarts=True)
     assert kept.kept["price", "darts/8"] == restarted.kept["price", "darts/8"]
     assert len(set(await spread(restarted, restarts=True))) > 1
-
-
-@pytest.mark.anyio
-async def test_the_deadline_is_restored_after_a_restart() -> None:
-    script = lengths(*range(3, 20))
-    first = Harness(script, {"cut": POLICY})
-    for number in range(10):
-        [run] = await first.start_cohort(4, "cut", [f"p{number}"])
-        await first.group(run)
-    second = Harness(script, {"cut": POLICY}, store=first.store)
-    for harness in (first, second):
-        harness.engine.now = 0
-        [run] = await harness.start_cohort(4, "cut", ["next"])
-        await harness.group(run)
-    assert second.record("next").deadline == first.record("next").deadline == 6
-    assert first.recorder.cohorts[-1].deadline == second.recorder.cohorts[-1].deadline == 6

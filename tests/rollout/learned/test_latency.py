@@ -27,11 +27,6 @@ async def test_step_times_and_starts_are_known_after_a_restart() -> None:
     assert latency.start_seconds == pytest.approx(0.002)
 
 
-async def test_nothing_is_known_at_first() -> None:
-    latency = Latency(Documents())
-    assert (latency.curve, latency.step_seconds(8), latency.start_seconds) == (None, None, None)
-
-
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten(*, reads: bool) -> None:
     documents = Documents()
@@ -49,15 +44,6 @@ async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten
     latency.flush()
     assert documents.kept != saved
     assert latency.step_seconds(16) == pytest.approx(0.01)
-
-
-async def test_a_restored_state_without_step_times_leaves_none() -> None:
-    documents = Documents()
-    latency = taught(Latency(documents), 0.01)
-    documents.restore({})
-    assert latency.curve is None
-    latency.flush()
-    assert Latency(documents).curve is None
 
 
 async def test_a_store_that_cannot_be_read_changes_nothing() -> None:

@@ -1,6 +1,5 @@
 """Updates of the monitor's viewers, on the scripted engine."""
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -11,10 +10,8 @@ from darts_server.rollout.observers.monitor import (
     MAX_CANDIDATES_PER_GROUP,
     Monitor,
     MonitorUpdate,
-    RunningGroups,
     Viewer,
 )
-from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Caller
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Harness, lengths
@@ -117,19 +114,6 @@ async def test_an_update_has_only_changed_fields() -> None:
     assert viewer.next_update().groups == []
 
 
-async def test_running_groups_and_candidates_are_counted() -> None:
-    harness = Harness(lengths(3))
-    monitor = new_monitor(harness)
-    for name in "ab":
-        harness.run(4, group_id=name)
-    await settle()
-    update = Viewer(monitor, EVERYTHING).next_update()
-    assert (update.running, update.candidates) == (2, 12)
-    await harness.engine.run()
-    update = Viewer(monitor, EVERYTHING).next_update()
-    assert (update.running, update.candidates) == (0, 0)
-
-
 async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_named() -> None:
     harness = Harness(lengths(50))
     monitor = new_monitor(harness, max_groups=8, max_candidates=20)
@@ -169,26 +153,3 @@ async def test_a_group_that_reuses_an_id_is_sent_in_full() -> None:
         merge(state, viewer.next_update())
         await harness.engine.run()
     assert merge(state, viewer.next_update())["same"]["began"] == 4
-
-
-async def test_without_viewers_running_groups_are_not_read() -> None:
-    harness = Harness(lengths(3))
-
-    class UnreadGroups:
-        @property
-        def running(self) -> int:
-            raise AssertionError
-
-        @property
-        def newest(self) -> Iterator[GroupRun[Any, Any]]:
-            raise AssertionError
-
-    unread: RunningGroups = UnreadGroups()
-    monitor = Monitor(unread, max_groups=5)
-    harness.rollouts.observe(monitor)
-    for number in range(20):
-        harness.run(2, group_id=f"g{number}")
-    await settle()
-    await harness.engine.run()
-    assert monitor.ended == 20
-    assert [kept.group_id for kept in monitor.ended_after(0)] == [f"g{n}" for n in range(15, 20)]

@@ -1,9 +1,7 @@
 from dataclasses import replace
 
-import pytest
-
 from darts_server.records import GroupRecord
-from darts_server.rollout.observers.provenance import Provenance, response_id
+from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller
 from tests.rollout.learned.test_prompts import FINISHED, record
 
@@ -25,17 +23,6 @@ def test_a_group_is_found_by_its_id_and_by_its_responses_id() -> None:
     assert names(provenance, "cmpl-a") == ["cmpl-a-2", "cmpl-a-10"]
     assert names(provenance, "chatcmpl-c") == ["chatcmpl-c"]
     assert names(provenance, "cmpl") == []
-
-
-def test_only_the_newest_groups_are_kept() -> None:
-    provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-b-0", limit=2)
-    assert names(provenance, "cmpl-a") == ["cmpl-a-1"]
-    assert names(kept("cmpl-a-0", "cmpl-b-0", limit=1), "cmpl-a") == []
-
-
-def test_a_reused_request_id_finds_the_newer_group() -> None:
-    provenance = kept("cmpl-a-0", "cmpl-a-1", "cmpl-a-0", limit=2)
-    assert names(provenance, "cmpl-a") == ["cmpl-a-0", "cmpl-a-1"]
 
 
 def of_members(provenance: Provenance, group_id: str, *members: str) -> None:
@@ -78,14 +65,6 @@ def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
     for name in ("group-cmpl-a-0", "cmpl-a-0", "cmpl-a-1", "cmpl-a"):
         assert names(provenance, name) == []
     assert provenance._by_name.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b-0", "group-cmpl-b"}
-
-
-@pytest.mark.parametrize(
-    ("group_id", "response"),
-    [("cmpl-ab12-3", "cmpl-ab12"), ("chatcmpl-8562169114280583", "chatcmpl-8562169114280583"), ("mine", "mine")],
-)
-def test_the_response_id_is_the_group_id_without_the_prompts_number(group_id: str, response: str) -> None:
-    assert response_id(group_id) == response
 
 
 def of_owner(owner: str | None, group_id: str, members: int = 1) -> GroupRecord:

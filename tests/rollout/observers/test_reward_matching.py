@@ -1,7 +1,6 @@
 """Rewards for groups on the scripted engine."""
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.scripted import Script, settle
 from darts_server.observers import RewardObserver
-from darts_server.policy.deadline import MEMORY, Deadline
-from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats, single_length
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
-from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.learned.rewards import DATASET_KIND, KEY, PROMPT_KIND, Rewards, summarize
-from darts_server.rollout.observers.returned_groups import fingerprint
+from darts_server.rollout.learned.rewards import DATASET_KIND, Rewards
 from darts_server.rollout.observers.reward_matching import (
     MAX_UNKNOWN_INDICES,
     REWARDS_PER_TURN,
@@ -30,7 +24,7 @@ from darts_server.rollout.observers.reward_matching import (
 from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.rollout.helpers import Documents, Harness, collect, lengths
+from tests.rollout.helpers import Documents, Harness, lengths
 
 pytestmark = pytest.mark.anyio
 
@@ -119,18 +113,6 @@ class Made:
 TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
 
 
-@pytest.mark.parametrize("first", [by_id("g:0", 1.0), by_tokens([112], [1, 2], 1.0)])
-@pytest.mark.parametrize("second", [by_id("g:0", 1.0), by_id("g:0", -3.0), by_tokens([112], [1, 2], 0.0)])
-def test_a_trajectory_keeps_its_first_reward(first: Reward, second: Reward) -> None:
-    trainer = Trainer()
-    TWO.happens(trainer.reward_matcher)
-    assert trainer.report(first) == RewardReport(matched=1)
-    assert trainer.report(second, first) == RewardReport(repeated=2)
-    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(right=single_length(2))
-    assert trainer.reward_matcher.group_rewards(TWO.record()).by_index == {0: (1.0, True)}
-    assert trainer.counted == [1, 0]
-
-
 @pytest.mark.parametrize(
     "unknown",
     [
@@ -156,52 +138,6 @@ def test_a_reward_for_an_unknown_trajectory_changes_nothing(unknown: Reward) -> 
 def test_only_the_first_hundred_unknown_indices_are_reported() -> None:
     report = Trainer().report(*[by_id("g:0", 1.0)] * 150)
     assert (report.unknown, report.unknown_indices) == (150, list(range(MAX_UNKNOWN_INDICES)))
-
-
-def test_all_trajectories_with_the_same_tokens_get_the_reward() -> None:
-    trainer = Trainer()
-    TWO.happens(trainer.reward_matcher)
-    Made("h", "p", ((9,), (1, 2), (1, 2))).happens(trainer.reward_matcher)
-    assert trainer.report(by_id("h:1", 1.0), by_tokens([112], [1, 2], 1.0)) == RewardReport(matched=2)
-    assert trainer.prompt("p").right == Moments(3, 2.0, 0.0, 3, 3)
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_fully_rewarded_group_is_reported_once(late: bool) -> None:
-    trainer = Trainer()
-    group = replace(TWO, late=late)
-    group.happens(trainer.reward_matcher)
-    trainer.report(by_id("g:1", 0.25))
-    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
-    assert (trainer.rewarded_groups, trainer.variances) == ([], [])
-    trainer.report(by_id("g:0", 0.0), by_id("g:0", 0.0), by_id("g:1", 0.25))
-    assert trainer.rewarded_groups == [("g", {0: False, 1: True})]
-    assert trainer.variances == [False]
-    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is False
-    assert trainer.prompt("p") == RewardStats(single_length(3), single_length(2), groups=1)
-
-
-def test_rewards_may_arrive_before_their_group_ends() -> None:
-    trainer = Trainer()
-    for index, tokens in enumerate(TWO.trajectories):
-        trainer.reward_matcher.trajectory_returned(TrajectoryRecord("g", "p", 0.0, index, [112], tokens))
-        assert trainer.report(by_id(f"g:{index}", 1.0)) == RewardReport(matched=1)
-    assert trainer.rewarded_groups == []
-    trainer.reward_matcher.group_ended(TWO.record())
-    assert trainer.rewarded_groups == [("g", {0: True, 1: True})]
-    assert trainer.reward_matcher.group_rewards(TWO.record()).zero_variance is True
-    assert (trainer.prompt("p").groups, trainer.prompt("p").zero_variance) == (1, 1)
-
-
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
-def test_trajectories_of_an_incomplete_group_count_but_the_group_does_not(outcome: Outcome) -> None:
-    trainer = Trainer()
-    group = replace(TWO, outcome=outcome, late=False)
-    group.happens(trainer.reward_matcher)
-    assert trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0)) == RewardReport(matched=2)
-    assert trainer.prompt("p") == RewardStats(right=Moments(2, 2.5, 0.5, 2, 2))
-    assert trainer.reward_matcher.group_rewards(group.record()).zero_variance is None
-    assert trainer.rewarded_groups == []
 
 
 def test_only_the_newest_groups_are_kept_and_others_are_dropped_completely() -> None:
@@ -276,18 +212,6 @@ def test_an_id_of_several_callers_is_forgotten_with_their_groups() -> None:
     assert report_as("one", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])
     groups = trainer.reward_matcher._groups
     assert len(groups._owners) == len(groups._groups) == 2
-
-
-def test_the_fingerprint_depends_on_both_lists_and_their_order() -> None:
-    pairs: list[tuple[list[int], list[int]]] = [
-        ([1], [2, 3]),
-        ([1, 2], [3]),
-        ([], [1, 2, 3]),
-        ([1], [3, 2]),
-        ([2], [3]),
-    ]
-    assert len({fingerprint(*pair) for pair in pairs}) == len(pairs)
-    assert fingerprint((1,), np.array([2, 3])) == fingerprint([1], [2, 3])  # type: ignore[arg-type]  # an array
 
 
 # --- any order, repetition and mixture of names -------------------------------
@@ -433,16 +357,6 @@ def test_one_large_report_equals_many_small_ones() -> None:
     assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
 
 
-async def test_a_large_report_does_not_block_the_event_loop() -> None:
-    trainer = Trainer()
-    reporting = asyncio.create_task(trainer.reward_matcher.report([by_id("g:0", 1.0)] * (3 * REWARDS_PER_TURN)))
-    turns = 0
-    while not reporting.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns >= 3
-
-
 # --- on an engine -------------------------------------------------------------
 
 
@@ -459,32 +373,6 @@ async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) 
     assert trainer.rewarded_groups == [("g", {t.index: bool(t.index % 2) for t in got})]
     discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.selected_as is None]
     assert (await trainer.reward_matcher.report(discarded)).unknown == len(discarded) == 2
-
-
-async def test_streamed_trajectories_can_be_rewarded_while_their_group_runs() -> None:
-    harness = Harness(lengths(3, 4, 50, 50))
-    trainer = Trainer()
-    trainer.listen(harness)
-    waiting = asyncio.create_task(collect(harness.run(3, "uniform", group_id="g", early=True)))
-    for _ in range(10):
-        await harness.engine.step()
-    assert await trainer.reward_matcher.report([by_id("g:0", 1.0), by_id("g:1", 1.0)]) == RewardReport(matched=2)
-    await harness.engine.run()
-    last = {t.index for t in await waiting} - {0, 1}
-    assert await trainer.reward_matcher.report([by_id(f"g:{index}", 1.0) for index in last]) == RewardReport(matched=1)
-    assert trainer.variances == [True]
-
-
-async def test_a_group_that_failed_has_nothing_to_reward() -> None:
-    harness = Harness(lambda _, index: Script(5))
-    trainer = Trainer()
-    trainer.listen(harness)
-    waiting = asyncio.create_task(collect(harness.run(2, group_id="g")))
-    await settle()
-    harness.engine.kill()
-    with pytest.raises(Exception, match="killed"):
-        await waiting
-    assert (await trainer.reward_matcher.report([by_id("g:0", 1.0)])).unknown == 1
 
 
 # --- what is kept of it -------------------------------------------------------
@@ -507,28 +395,6 @@ def test_statistics_are_stored_and_shared_between_processes(tmp_path: Any) -> No
         assert second.prompt("p").rewarded == 2
 
 
-JUNK: list[Any] = [None, 3, "x", [], {}, [[1], [2], [3]], [[1, 2.0, 3.0]] * 3, [[1, -2.0, 0.0], [0, 0, 0], [0, 0]]]
-DOCUMENTS: list[dict[str, Scalar]] = [{}, {"value": None}, {"value": "{"}, {"value": "[" * 60_000}, {"value": "NaN"}]
-
-
-@pytest.mark.parametrize(
-    "junk", [*({"value": json.dumps(junk)} for junk in JUNK), *DOCUMENTS], ids=lambda junk: repr(junk)[:40]
-)
-def test_invalid_statistics_count_as_missing_and_are_overwritten(junk: dict[str, Scalar]) -> None:
-    store = Documents()
-    store.put(PROMPT_KIND, "p", junk)
-    store.put(DATASET_KIND, KEY, junk)
-    trainer = Trainer(store)
-    assert trainer.rewards.dataset == RewardStats()
-    assert summarize(trainer.rewards.of_prompt("p")) is None
-    assert trainer.rewards.mean_length("right") is None
-    TWO.happens(trainer.reward_matcher)
-    trainer.report(by_id("g:0", 1.0), by_id("g:1", 0.0))
-    assert trainer.prompt("p") == trainer.rewards.dataset == RewardStats(single_length(2), single_length(3), 1, 0)
-    assert trainer.rewards.mean_length("wrong") == 3
-    assert restore_stats(json.loads(str((store.get(PROMPT_KIND, "p") or {})["value"]))) == trainer.prompt("p")
-
-
 def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     trainer = Trainer()
     record = replace(TWO.record(), prompt_key=None)
@@ -538,38 +404,3 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     assert trainer.rewards.dataset.rewarded == 1
     assert isinstance(trainer.store, Documents)
     assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}
-
-
-def test_a_summary_of_reward_statistics() -> None:
-    trainer = Trainer()
-    TWO.happens(trainer.reward_matcher)
-    Made("h", "p", ((9,), (1, 2, 3, 4))).happens(trainer.reward_matcher)
-    trainer.report(by_id("g:0", 1.0), by_id("g:1", 1.0), by_id("h:0", 0.0))
-    summary = summarize(trainer.rewards.of_prompt("p"))
-    assert summary is not None
-    assert (summary.rewarded, summary.right, summary.pass_rate) == (3, 2, 2 / 3)
-    assert (summary.rewarded_groups, summary.zero_variance_groups) == (1, 1)
-    assert summary.length_right is not None
-    assert summary.length_wrong is not None
-    assert (summary.length_right.mean, summary.length_right.se, summary.length_right.count) == (2.5, 0.5, 2)
-    assert (summary.length_wrong.mean, summary.length_wrong.se, summary.length_wrong.count) == (1, None, 1)
-    assert (summary.pattern, summary.difference, summary.difference_se) == ("unclear", 1.5, None)
-
-
-async def test_rewards_of_explored_groups_give_the_share_lost_to_deadlines() -> None:
-    cut = Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0))
-    harness = Harness(lengths(5, 6, 7, 30, 40, 50), {"cut": cut})
-    trainer = Trainer()
-    trainer.listen(harness)
-    trainer.reward_matcher._on_group_rewarded = harness.rollouts.group_rewarded
-    names = [f"g{i}" for i in range(10)]
-    waiting = [asyncio.create_task(collect(run)) for run in await harness.start_cohort(4, "cut", names)]
-    await settle()
-    await harness.engine.run()
-    for name, got in zip(names, await asyncio.gather(*waiting), strict=True):
-        assert harness.record(name).explored
-        await trainer.reward_matcher.report([by_id(f"{name}:{t.index}", 1.0) for t in got])
-    assert trainer.variances == [True] * 10
-    losses = harness.rollouts.allocator.deadlines.losses("cut")
-    assert losses.explored == pytest.approx(sum(4 * (1 - 4 / MEMORY) ** before for before in range(10)))
-    assert sum(losses.right[1:]) > 0

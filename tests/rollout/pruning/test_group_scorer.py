@@ -24,8 +24,8 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import DiscardReason, PromptSpec, RequestOptions, SelectedAs
-from tests.rollout.batches.test_submission import Texts, play
-from tests.rollout.helpers import Harness, lengths
+from tests.rollout.batches.test_submission import play
+from tests.rollout.helpers import Harness, Texts, lengths
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
 
 pytestmark = pytest.mark.anyio
@@ -84,14 +84,6 @@ async def test_no_more_are_pruned_than_the_group_can_spare_and_the_others_are_ke
     assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
     assert scorer.kept == [(3, 1.0), (4, 1.0), (5, 1.0)]
     assert sorted(scorer.dropped) == [0, 1, 2]
-
-
-async def test_a_candidate_that_ends_before_the_detection_point_is_not_scored() -> None:
-    scorer = FakeScorer(4)
-    candidates = await run_group(create_house(scorer, [3, 20], dict.fromkeys(range(4), (0.5, PRUNED))))
-    assert candidates[0].quality is None
-    assert 0 not in {index for index, _ in scorer.scored_states}
-    assert candidates[0].reason is not DiscardReason.PRUNED
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
@@ -245,13 +237,6 @@ async def test_log_probs_are_scored_once_per_point_for_exactly_the_tokens_up_to_
     assert sorted(scorer.scored_logprobs) == [(i, n) for i in range(4) for n in (4, 6)]
     assert all(c.probe is not None and c.probe.logprobs and not c.probe.detect_at for c in harness.engine.started)
     assert sorted(scorer.kept) == [(i, 1.0) for i in range(4) for _ in (4, 6)]
-
-
-async def test_candidates_are_pruned_by_log_probs_too() -> None:
-    scorer = FakeScorer(4, **LOGPROBS_ONLY)
-    candidates = await run_group(Harness(lengths(20), SHAPINGS, scorer=scorer))
-    assert [c.reason for c in candidates] == [DiscardReason.PRUNED, DiscardReason.PRUNED, None, None]
-    assert sorted(scorer.dropped) == [0, 1]
 
 
 async def test_a_late_poll_scores_all_points_that_were_passed() -> None:

@@ -14,7 +14,7 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
+from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.types import DiscardReason
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents, Harness
@@ -65,34 +65,6 @@ class RewardedGroups:
         ]
         assert (await self.reward_matcher.report(rewards)).matched == SIZE
         return sum(c.reason is DiscardReason.PRUNED for c in self.harness.record(name).candidates)
-
-
-class ShortOnesAreRight(RewardedGroups):
-    """Nothing is pruned."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__(policy, replace(FAST, calibration=replace(FAST.calibration, cold_steps=10_000)))
-        self.lengths: list[int] = []
-
-    def _script(self, group: str, index: int) -> Script:
-        script = super()._script(group, index)
-        self.correct[group, index] = script.length < 8
-        self.lengths.append(script.length)
-        return script
-
-
-async def test_the_prior_is_that_of_all_candidates_although_few_long_ones_are_returned() -> None:
-    groups = ShortOnesAreRight("darts+arrol")
-    for _ in range(100):
-        await groups.run_group()
-    [point] = groups.bench.pruner._points[ScoreKind.HEAD].values()
-    scored = [length for length in groups.lengths if length >= POINT]
-    true = sum(length < 8 for length in scored) / len(scored)
-    labels = point.calibrator.state.labels
-    plain = sum(target for _, target, _ in labels) / len(labels)
-    assert plain - true > 0.1
-    assert point.calibrator.prior == pytest.approx(true, abs=0.05)
-    assert {survival for _, _, survival in labels} == {1.0, 1 / 3}
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])

@@ -15,7 +15,7 @@ from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.pruning.scorer import Assessment
 from darts_server.rollout.pruning.status import STATUS_REASONS
 from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
-from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
+from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 from tests.rollout.pruning.bench import FAST, Bench
 
@@ -148,12 +148,6 @@ async def test_all_are_kept_with_labels_of_one_class(caplog: pytest.LogCaptureFi
     assert bench.group()[0][0].quality > 0.9, "it is the prior"
 
 
-async def test_all_are_kept_after_a_divergence(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(settings=replace(QUICK, learning_rate=1e30)).warm(2)
-    assert_all_are_kept(bench, PruningStatus.DIVERGED)
-    assert is_logged(caplog, PruningStatus.DIVERGED)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_learned(bad: float) -> None:
     bench = Bench().warm(4)
@@ -223,13 +217,6 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKi
     assert auc > 0.95
 
 
-@pytest.mark.parametrize("logprobs", [(), (math.nan,), (-math.inf, -1.0)])
-async def test_log_probs_that_are_not_finite_are_counted(logprobs: tuple[float, ...]) -> None:
-    bench = Bench(replace(FAST, kind=ScoreKind.LOGPROB))
-    assert bench.pruner.score_logprobs((None, "g"), 0, logprobs, bench.pruning) == Assessment(0.5, 1.0)
-    assert bench.counter.counts == {"unusable": 1}
-
-
 # --- targets, steps, memory -----------------------------------------------------
 
 
@@ -283,18 +270,6 @@ async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
     assert point.calibrator.state.steps == 3
 
 
-async def test_pending_labels_beyond_the_memory_limit_are_dropped_and_counted() -> None:
-    bench = Bench(replace(FAST, max_bytes=10_000))
-    for number in range(100):
-        bench.scored(f"g{number}", 0, np.ones(WIDTH))
-    kept = len(bench.pruner._pending)
-    assert bench.counter.counts["dropped"] == 100 - kept
-    bench.pruner.learn_reward((None, "g0"), 0, 1.0, True)
-    assert "labels" not in bench.counter.counts
-    bench.pruner.learn_reward((None, "g99"), 0, 1.0, True)
-    assert bench.counter.counts["labels"] == 1
-
-
 async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     bench = Bench()
     bench.scored("g", 0, np.zeros(WIDTH))
@@ -345,22 +320,6 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     one, other = (b.pruner.score_state((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
-
-
-async def test_a_restart_continues_the_cold_start(caplog: pytest.LogCaptureFixture) -> None:
-    store = Documents()
-    scoring = replace(FAST, calibration=Calibration(cold_steps=3, cold_labels=64, bins=16))
-    bench = Bench(scoring, store).warm(2)
-    bench.group()
-    bench.pruner.close()
-    restarted = Bench(scoring, store, task=SyntheticTask(seed=0))
-    assert_all_are_kept(restarted, PruningStatus.COLD)
-    assert is_logged(caplog, PruningStatus.COLD)
-    for point in restarted.pruner._points[ScoreKind.HEAD].values():
-        assert point.calibrator.state.steps == 2
-    restarted.version += 1
-    restarted.group()
-    assert restarted.group()[0][0].survival < 1
 
 
 async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:

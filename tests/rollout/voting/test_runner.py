@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import HiddenState, RequestTokens
+from darts_server.engine.port import HiddenState
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, InvalidRequest, Overloaded
+from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.observers import VoteObserver
-from darts_server.policy.pruning.calibration import BUFFER, CalibrationStatus
+from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.learned.blobs import BlobStore
@@ -27,10 +27,9 @@ from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.rollout.voting.ballots import BallotBox, create_weighting
 from darts_server.rollout.voting.confidence import KINDS, Confidence
 from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunner
-from darts_server.serving.admission import Admission, Bounds
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
-from tests.rollout.helpers import Documents, Harness, InProcessFinder
+from tests.rollout.helpers import Documents, Harness, InProcessFinder, Texts
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
@@ -72,7 +71,7 @@ class StateScorer:
         self.dropped.append(index)
 
 
-class Election(VoteObserver):
+class Election(VoteObserver, Texts):
     """Runs votes in which candidate i is the i-th voter. The renderer recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
@@ -86,23 +85,11 @@ class Election(VoteObserver):
         self.votes = self._runner()
         self._voters = {voter.length: voter for voter in voters}
 
-    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        return sampling
-
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         if prompt.text == "bad":
             raise InvalidRequest("text", "is bad")
         self.sampling = sampling
         return prompt.text or ""
-
-    def prompt_key(self, request: str) -> str:
-        return f"key of {request}"
-
-    def tokens(self, request: str) -> RequestTokens:
-        return RequestTokens(max(1, len(request.split())))
-
-    def tail_seed(self, request: str) -> Sequence[int] | None:
-        return None
 
     async def to_sample(self, output: list[int]) -> Sample:
         voter = self._voters[len(output)]
@@ -160,22 +147,6 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None
     assert election.harness.rollouts.gate.inside == 0
 
 
-async def test_a_close_vote_waits_for_all_candidates() -> None:
-    election = Election(*voters("abba"))
-    result = await election.run(create_vote(4))
-    assert (result.count.tally.winner, result.decided_early) == ("a", False)
-    assert len(result.ballots) == 4
-    assert result.record.outcome is Outcome.COMPLETED
-    assert election.outcomes == [(VoteOutcome.COUNTED, 0)]
-
-
-async def test_trajectories_without_an_answer_have_no_vote() -> None:
-    election = Election(*voters("--a"))
-    result = await election.run(create_vote(3))
-    assert (result.count.tally.winner, result.count.weights) == ("a", {2: 1.0})
-    assert [ballot.answer for ballot in result.ballots] == [None, None, "a"]
-
-
 async def test_without_any_answer_the_vote_has_none() -> None:
     election = Election(*voters("---"))
     result = await election.run(create_vote(3))
@@ -192,14 +163,6 @@ async def test_candidates_that_finish_in_the_deciding_step_count_too() -> None:
     result = await election.run(create_vote(5))
     assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3]
     assert [c.reason for c in result.record.candidates] == [None] * 4 + [DiscardReason.DECIDED]
-
-
-async def test_a_failed_candidate_is_replaced() -> None:
-    broken = Voter(5, script=Script(5, error=CandidateFailed("broken")))
-    election = Election(broken, *voters("ab"), Voter(35, "b"))
-    result = await election.run(create_vote(3))
-    assert dict(result.count.tally.votes) == {"b": 2, "a": 1}
-    assert [ballot.index for ballot in result.ballots] == [1, 2, 3]
 
 
 async def test_a_vote_fails_with_its_group() -> None:
@@ -255,13 +218,6 @@ async def test_a_vote_without_a_score_gets_the_mean_of_the_others() -> None:
     result = await election.run(create_vote(3, weights="rank", score="logprob"))
     assert result.count.weights == {0: 1.0, 1: 0.5, 2: 0.0}
     assert result.ballots[1].score is None
-
-
-async def test_without_any_score_all_votes_weigh_the_same_and_nothing_is_decided_early() -> None:
-    election = Election(*voters("aaab", logprob=float("-inf")))
-    result = await election.run(create_vote(4, weights="rank", score="lowest_logprob"))
-    assert (result.count.tally.winner, result.decided_early) == ("a", False)
-    assert set(result.count.weights.values()) == {0.5}
 
 
 def calibrated_confidence() -> Confidence:
@@ -323,17 +279,6 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
-async def test_a_full_buffer_of_labels_survives_a_restart() -> None:
-    with Store() as store:
-        confidence, rng = Confidence(store), Random(0)
-        for number in range(BUFFER):
-            confidence.remember((None, "vote"), {number: {kind: rng.random() for kind in KINDS}})
-            confidence.learn_reward((None, "vote"), number, 1.0, True)
-        confidence._save_soon.run_pending()
-        for kind in KINDS:
-            assert len(Confidence(store)._points[kind].calibrator.state.labels) == BUFFER
-
-
 async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     confidence = Confidence(store)
@@ -381,12 +326,6 @@ async def test_candidates_that_a_decided_vote_stops_are_dropped_from_the_scorer(
     ]
 
 
-async def test_candidates_of_a_majority_vote_are_not_scored() -> None:
-    election = Election(scored_voter(10, "a", 0.25), scored_voter(20, "b", 0.75)).with_scorer()
-    await election.run(create_vote(2, score="head"))
-    assert election.scorer.kept == []
-
-
 async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
     election = Election(scored_voter(6, "a", 0.25, lag=9), scored_voter(30, "b", 0.5)).with_scorer()
     result = await election.run(create_vote(2, weights="rank", score="head"))
@@ -432,13 +371,6 @@ async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
     assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (0, 2)
     await election.harness.engine.run()
     assert (await waiting).count.tally.winner == "a"
-
-
-async def test_a_vote_is_refused_when_too_many_wait() -> None:
-    election = Election(*voters("aa"))
-    election.harness.rollouts.admission = Admission(lambda: 9, 1, Bounds(max_waiting=1))
-    with pytest.raises(Overloaded):
-        await election.votes.run(create_vote(2))
 
 
 # --- whatever happens -------------------------------------------------------
