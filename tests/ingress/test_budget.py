@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from darts_server.engine.scripted import Script
@@ -76,15 +75,6 @@ async def test_prompts_get_the_candidates_that_one_server_would_give_them(
         assert [got.query for got in plans(running)] == [f"servers={count}"]
 
 
-async def test_a_batch_with_fewer_prompts_than_servers_is_divided_among_so_many() -> None:
-    async with cluster(3, script) as running:
-        answer = asyncio.create_task(running.post(2, policy={"name": "darts"}))
-        while not answer.done():
-            await asyncio.gather(*(each.harness.engine.step() for each in running.servers), asyncio.sleep(0.01))
-        assert answer.result().status_code == 200
-        assert [got.query for got in plans(running)] == ["servers=2"]
-
-
 async def test_where_prompts_are_not_weighed_against_each_other_no_server_is_asked_again() -> None:
     async with cluster(2, script) as running:
         for _ in range(2):
@@ -94,35 +84,6 @@ async def test_where_prompts_are_not_weighed_against_each_other_no_server_is_ask
         assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 1
         await allocated(running, policy={"name": "darts"})
         assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 2
-
-
-async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MAX_REMEMBERED", 1)
-    async with cluster(2, script) as running:
-        for name in ("uniform", "cap", "uniform"):
-            await allocated(running, policy={"name": name})
-        assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 3
-
-
-def without_plans(app: ASGIApp, status: int) -> ASGIApp:
-    """Let an app refuse to plan."""
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = JSONResponse({"error": {"message": "no plan"}}, status)
-        await (refusal if scope["path"] == PLAN else app)(scope, receive, send)
-
-    return refuse
-
-
-@pytest.mark.parametrize("status", [404, 503])
-async def test_without_a_plan_each_server_decides_for_its_part(status: int) -> None:
-    async with cluster(2, script) as running:
-        learn_on(running)
-        for each in running.servers:
-            assert each.server.app is not None
-            each.server.app = without_plans(each.server.app, status)
-        assert await allocated(running, policy={"name": "darts"}) != on_one_server("darts")
-        assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == (1 if status == 404 else 2)
 
 
 async def test_all_servers_together_have_one_timeout_to_plan_a_batch(

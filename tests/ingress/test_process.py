@@ -12,9 +12,7 @@ import pytest
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.demo.server import bind
-from darts_server.ingress.command import parse_arguments, read_settings
 from darts_server.ingress.process import raise_file_limit
-from darts_server.ingress.settings import read_server_list
 
 HEAVY = ("torch", "vllm", "ray")
 
@@ -26,14 +24,6 @@ def test_it_imports_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_help_teaches_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["ingress", "--help"])
-    out = capsys.readouterr().out
-    assert "--server-list http://127.0.0.1:8001,http://127.0.0.1:8002" in out
-    assert "Authorization" in out
 
 
 @pytest.mark.parametrize(
@@ -56,15 +46,6 @@ def test_an_invalid_flag_is_a_usage_error_that_names_it(
 ) -> None:
     assert main(["ingress", *flags]) == USAGE_ERROR
     assert named in capsys.readouterr().err
-
-
-def test_flags_become_settings() -> None:
-    flags = ["--server-list", "http://a:1, https://b", "--group-pattern", "(.+)_[0-9]+", "--allowed-hosts", "x,*.y"]
-    settings = read_settings(parse_arguments(flags))
-    assert settings.server_list == ["http://a:1", "https://b"] == read_server_list("http://a:1/,https://b")
-    assert settings.group_pattern is not None
-    assert settings.group_pattern.fullmatch("g_1")
-    assert settings.allowed_hosts == ["x", "*.y"]
 
 
 def test_it_may_open_as_many_files_as_the_process_is_allowed() -> None:
