@@ -15,7 +15,7 @@ from darts_server.http.resources import observations
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.learned.statistics import Statistics
-from tests.http.serving import HERE, client
+from tests.http.serving import client
 from tests.rollout.helpers import Documents
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
@@ -107,19 +107,6 @@ def test_what_is_wrong_is_named_with_its_place_and_changes_nothing(opened: TestC
 def test_there_are_at_most_so_many_at_once(opened: TestClient) -> None:
     answer = opened.post(URL, json={"observations": [EXPLORATION] * 4097})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "observations")
-
-
-def test_only_admins_may_read_and_send_them() -> None:
-    for method in ("GET", "POST"):
-        with client("one", admin_keys=["root"]) as opened:
-            for key, status in (("one", 403), ("root", 200)):
-                headers = {"Authorization": f"Bearer {key}"}
-                assert opened.request(method, URL, headers=headers, json={"observations": []}).status_code == status
-            assert opened.request(method, URL).status_code == 401
-        with client(host="192.0.2.1") as opened:
-            assert opened.request(method, URL, json={"observations": []}).status_code == 403
-        with client(host=HERE) as opened:
-            assert opened.request(method, URL, json={"observations": []}).status_code == 200
 
 
 def test_they_come_in_pages() -> None:

@@ -69,17 +69,6 @@ def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(patch: Any, para
         assert caller.get(URL).json() == before
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff", b'{"redundancy": NaN}', b'{"\\ud800": 1}', b"[" * 9000, b'{"redundancy": %s}' % (b"9" * 5000)],
-    ids=lambda body: str(body[:20]),
-)
-def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with client() as caller:
-        answer = caller.patch(URL, content=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
-
-
 def test_a_huge_body_is_refused() -> None:
     with client() as caller:
         assert caller.patch(URL, content=b" " * 20_000 + b"{}").status_code == 413
