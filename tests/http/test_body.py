@@ -85,16 +85,13 @@ UNKNOWN = {f"name{i}": 1 for i in range(1000)}
     ("model", "body", "field"),
     [
         (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 20, "group_size": 1}, "prompts[0].token_ids[0]"),
-        (RolloutsIn, {"prompts": [{"text": "a"} | UNKNOWN] * 20, "group_size": 1}, "prompts[0].name0"),
         (RolloutsIn, {"prompts": [{"messages": WRONG}], "group_size": 1}, "prompts[0].messages[0]"),
         (RolloutsIn, {"prompts": [{"text": "a"}], "group_size": 1} | UNKNOWN, "name0"),
-        (RewardsIn, {"rewards": WRONG}, "rewards[0]"),
         (
             RewardsIn,
             {"rewards": [{"prompt_token_ids": WRONG, "completion_token_ids": WRONG, "reward": 1}]},
             "rewards[0].prompt_token_ids[0]",
         ),
-        (VoteIn, {"prompt": WRONG, "n": 1, "pattern": "boxed"}, "prompt[0]"),
         (VoteIn, {"prompt": "a", "n": 1, "pattern": {"choices": [1] * 1000}}, "pattern.choices[0]"),
     ],
 )

@@ -1,9 +1,6 @@
 """The deadline of a batch that is divided among servers: of all, one."""
 
 import asyncio
-import json
-from contextlib import aclosing
-from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -14,15 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
-from darts_server.ingress.batches.deadline import BatchDeadline
-from darts_server.ingress.batches.request import read_batch
-from darts_server.ingress.batches.run import DividedBatch
-from darts_server.ingress.everyone.hold import Hold
-from darts_server.ingress.replicas.replica import Outgoing
-from darts_server.ingress.routing.router import Router
-from darts_server.policy.deadline import Deadline
-from darts_server.rollout.allocation.shared import SharedDeadline
-from tests.ingress.scripted import EXPLORING, PATH, SIZE, Scripts, batch, cluster
+from tests.ingress.scripted import EXPLORING, SIZE, Scripts, cluster
 from tests.ingress.servers import until
 from tests.ingress.test_batches import parse
 
@@ -164,43 +153,4 @@ async def test_a_server_that_refuses_its_deadline_runs_its_groups_to_their_ends(
         assert "gets no deadline" in caplog.text
 
 
-@pytest.mark.parametrize("stream", [{"stream": "groups"}, {"stream": "tokens", "chunk_tokens": 1}])
-async def test_a_caller_that_reads_nothing_does_not_delay_the_deadline(stream: dict[str, Any]) -> None:
-    def script(prompt: str, index: int) -> Script:
-        """Half of the groups end before the others need anything."""
-        return Script(3, error=CandidateFailed("broken")) if int(prompt) % 4 < 2 else with_tails(prompt, index)
-
-    async with cluster(2, script) as running:
-        body, fleet = read_batch(json.dumps(batch(40, **stream)).encode()), running.ingress.fleet
-        assert body is not None
-        divided = DividedBatch(body, Outgoing("POST", PATH), "", fleet, Router(fleet), Hold())
-        async with aclosing(divided.events()) as events:
-            await anext(events)
-            await until(lambda: all(each.deadlines and each.deadlines[-1]["tokens"] for each in running.servers))
-            assert sum([event.name == "group" async for event in events]) == 40
-
-
-async def test_what_ingresses_add_is_refused_from_callers() -> None:
-    async with cluster(2, with_tails) as running:
-        answer = await running.post(16, stream="groups", cohort={"groups": 99})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cohort")
-        answer = await running.ingress.client.put(f"{PATH}/batch-1/deadline", json={"bound": 2})
-        assert answer.status_code == 501
-
-
 # --- what is computed ------------------------------------------------------------
-
-TERMS = {"rule": asdict(Deadline(stretch=1.5)), "few": False, "tokens": None, "explored": False}
-"""What a part says of its cohort."""
-
-
-@pytest.mark.parametrize("starts_first", [True, False])
-def test_if_the_part_that_leads_is_lost_before_it_starts_the_terms_of_another_count(starts_first: bool) -> None:
-    deadline = BatchDeadline(10)
-    assert deadline.choose_leader()
-    if starts_first:
-        deadline.start_part(TERMS, leads=False)
-    deadline.lose_leader()
-    deadline.start_part({**TERMS, "rule": asdict(Deadline(stretch=9))} if starts_first else TERMS, leads=False)
-    deadline.report([(number, 10) for number in range(9)], [])
-    assert deadline.known == SharedDeadline(15, None, explored=False, stretch=1.5, bound=2.0)

@@ -14,13 +14,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from darts_server.http import page
 from darts_server.http.resources.monitor import MonitorAnswer
 from darts_server.http.sse import MEDIA_TYPE, encode
-from darts_server.ingress.live.merged import MergedFeeds
 from tests.http.at_work import at_work
 from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 LIVE = "/darts/v1/live"
-REWARDS = {"rewarded": 8, "pass_rate": 0.5, "rewarded_groups": 2, "zero_variance_groups": 1}
 
 
 def event(now: float, *groups: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -178,20 +176,3 @@ async def test_callers_see_what_their_own_key_shows_and_without_one_what_servers
         assert answer.status_code == 200
         sent = [got for each in servers for got in each.server.received if got.path == LIVE]
         assert {got.headers["authorization"] for got in sent} == {"Bearer mine"}
-
-
-async def test_health_is_that_of_the_servers_together() -> None:
-    feeds = MergedFeeds(lambda: 50.0)
-    assert not feeds.has_news
-    feeds.add("a", event(0.0, version=4, rewards=REWARDS, fault="disk full"), is_whole=True)
-    feeds.add("b", event(0.0, version=3, rewards={**REWARDS, "rewarded": 9}), is_whole=True)
-    feeds.add("c", event(0.0, version=3, state="updating"), is_whole=True)
-    health = feeds.take()["health"]
-    assert health == {
-        "weights": {"version": 3, "state": "updating", "last": None},
-        "rewards": {**REWARDS, "rewarded": 9},
-        "store_fault": "a: disk full",
-    }
-    assert not feeds.has_news
-    feeds.add("c", event(1.0, version=4), is_whole=False)
-    assert feeds.has_news

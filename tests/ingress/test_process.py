@@ -1,6 +1,5 @@
 """The process of an ingress: what it imports, its flags, its end."""
 
-import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.demo.server import bind
-from darts_server.ingress.process import raise_file_limit
 
 HEAVY = ("torch", "vllm", "ray")
 
@@ -46,16 +44,6 @@ def test_an_invalid_flag_is_a_usage_error_that_names_it(
 ) -> None:
     assert main(["ingress", *flags]) == USAGE_ERROR
     assert named in capsys.readouterr().err
-
-
-def test_it_may_open_as_many_files_as_the_process_is_allowed() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
-    try:
-        raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_signal_ends_it_in_order() -> None:

@@ -1,9 +1,7 @@
 """Replicas that are lost, unhealthy or misconfigured, and what callers see of it."""
 
 import asyncio
-import os
 import random
-import resource
 from collections.abc import AsyncIterator
 
 import httpx
@@ -104,33 +102,6 @@ async def test_a_request_that_stopping_servers_refused_or_that_found_closed_port
             server.on("POST", PATH, refuse)
         await servers[2].kill()
         assert (await running.post(PATH, {"prompt": "p"})).json() == {"server": last.name}
-
-
-async def test_without_file_descriptors_servers_are_not_lost_and_callers_read_the_remedy() -> None:
-    async with ingress_over(2, poll_interval=3600.0) as (running, _):
-        warm = httpx.AsyncClient(base_url=running.url, verify=False)
-        await warm.get("/health")  # this connection stays open
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), before[1]))
-        try:
-            for member in running.fleet.members:
-                for _ in range(20):
-                    await running.fleet.check(member)
-            answers = [await warm.post(PATH, json={"prompt": "p"}) for _ in range(20)]
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            await warm.aclose()
-        assert [member.state for member in running.fleet.members] == [State.SERVING] * 2
-        refused = [answer for answer in answers if answer.status_code != 200]  # others have used open connections
-        assert refused
-        assert {answer.status_code for answer in refused} == {503}
-        assert all("ulimit -n" in answer.json()["error"]["message"] for answer in refused)
-        assert all(answer.headers["retry-after"] for answer in refused)
-
-
-def lowest_free_descriptor() -> int:
-    with open(os.devnull) as file:
-        return file.fileno()
 
 
 async def test_a_connection_that_is_not_made_in_time_is_one_missed_poll_and_a_refused_one_a_lost_server() -> None:

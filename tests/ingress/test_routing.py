@@ -9,7 +9,6 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from darts_server.ingress.routing.affinity import Affinity
 from tests.ingress.servers import RunningIngress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
@@ -134,16 +133,3 @@ async def test_lengths_are_learned_from_answers() -> None:
         assert running.fleet.members[0].load == 40
         go_on.set()
         await call
-
-
-def test_an_affinity_is_bounded_and_expires() -> None:
-    now = 0.0
-    table = Affinity(kept=2, idle=10, clock=lambda: now)
-    table.put("a", "x")
-    table.put("b", "y")
-    table.put("c", "z")
-    assert (table.find("a"), table.find("c"), len(table)) == (None, "z", 2)
-    now = 5.0
-    table.put("c", "z")
-    now = 11.0
-    assert (table.find("b"), table.find("c")) == (None, "z")

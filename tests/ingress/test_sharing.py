@@ -180,31 +180,6 @@ async def test_another_ingress_repeats_nothing() -> None:
             assert await counted(second, "missed") == 0
 
 
-async def test_older_observations_that_nobody_has_any_more_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster(2) as (running, servers):
-        servers[0].play(0, 3)
-        await until(lambda: are_equal(servers))
-        servers[1].server.frozen = True
-        servers[0].learner.exchange.log._max_kept = 2
-        before = servers[0].learner.exchange.log.last
-        servers[0].server.frozen = True
-        servers[0].play(1)
-        lost = servers[0].learner.exchange.log.last - before - 2
-        for each in servers:
-            each.server.frozen = False
-        await until(lambda: servers[1].learner.exchange.positions.of(servers[0].learner.exchange.log.life) > before)
-        assert await counted(running, "missed") == lost
-
-
-async def test_a_server_of_another_version_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    async with fake_servers(3) as fakes:
-        servers = [LearningServer(fake) for fake in fakes[:2]]
-        async with ingress(fakes):
-            servers[0].play(0)
-            await until(lambda: are_equal(servers))
-    assert caplog.text.count("does not learn from the others, nor they from it") == 1
-
-
 @pytest.mark.parametrize("status", [400, 413])
 async def test_of_many_observations_only_those_that_are_wrong_are_refused(
     status: int, caplog: pytest.LogCaptureFixture
@@ -244,25 +219,3 @@ async def test_observations_go_with_the_ingresss_own_key() -> None:
         await until(lambda: are_equal(servers))
         sent = [each for server in servers for each in server.server.received if each.path == OBSERVATIONS]
         assert {each.headers.get("authorization") for each in sent} == {"Bearer secret"}
-
-
-async def test_without_a_key_that_it_needs_an_ingress_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async with cluster(2) as (running, servers):
-        for each in servers:
-            each.server.needs_key = True
-        await until(lambda: "set DARTS_ADMIN_API_KEY" in caplog.text)
-        await asyncio.sleep(0.2)
-        assert caplog.text.count("set DARTS_ADMIN_API_KEY") == len(servers)
-        refused = await running.client.get(OBSERVATIONS)
-        assert refused.status_code == 501
-
-
-async def test_more_servers_than_can_keep_positions_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sharing, "MAX_SERVERS", 2)
-    async with cluster(3) as (_, servers):
-        servers[0].play(0)
-        await until(lambda: are_equal(servers[:2]))
-        assert not servers[2].learned
-    assert caplog.text.count("only the first 2 of 3 replicas learn") == 1

@@ -244,6 +244,7 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
         assert len(head._unsent) <= head.settings.capacity
     finally:
         head.close()
+    assert head.pid is None, "it was killed"
 
 
 def test_the_process_ends_with_its_parent() -> None:

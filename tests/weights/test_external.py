@@ -81,6 +81,7 @@ async def test_a_failed_pause_leaves_the_gate_open(harness: Harness) -> None:
     harness.model.fail["trainer's pause keep"] = [RuntimeError("no")]
     with pytest.raises(RuntimeError):
         await harness.trainer.pause("keep")
+    assert harness.model.calls[-1] == "resume", "it may have failed half way"
     await enter(harness.gate)
     assert not harness.updates.coordinator.paused_by_trainer
 

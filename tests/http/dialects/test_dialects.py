@@ -178,18 +178,12 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
     ("path", "body", "status", "field"),
     [
         ("/update_weights", {}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": None}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": 1}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": "../x"}, 400, "weight_dir"),
         ("/update_weights", {"weight_dir": "/etc"}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": "nowhere"}, 400, "weight_dir"),
         ("/update_weights", {"weight_dir": "x", "rule": "keep"}, 400, "rule"),
-        ("/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
         ("/load_lora_adapter", {"lora_name": "a:raw", "lora_path": "x"}, 400, "lora_name"),
         ("/skyrl/v1/load_lora_adapter", {"lora_name": "model", "lora_path": "x"}, 400, "lora_name"),
         ("/areal_update_weights", {"model_path": "../x"}, 400, "model_path"),
-        ("/areal_update_weights", {"path": "x"}, 400, "model_path"),
         ("/areal_update_weights_lora", {"lora_name": "a", "lora_model_path": "/etc"}, 400, "lora_model_path"),
         (
             "/collective_rpc",

@@ -50,14 +50,10 @@ def test_before_any_update_there_is_none(here: TestClient) -> None:
     ("body", "field"),
     [
         ({}, "path"),
-        ({"path": 1}, "path"),
         ({"path": "x", "rule": "hurry"}, "rule"),
-        ({"path": "x", "version": -1}, "version"),
         ({"path": "x", "version": 0}, "version"),
-        ({"path": "x", "partial": "perhaps"}, "partial"),
         ({"path": "x", "pth": "y"}, "pth"),
         ({"path": "../x"}, "path"),
-        ({"path": "nowhere"}, "path"),
     ],
 )
 def test_what_is_wrong_is_named(here: TestClient, body: dict[str, object], field: str) -> None:
