@@ -63,7 +63,8 @@ class WorkerExtension:
             _pack_heads(model)
             # What finish_weight_update would reset.
             worker._weight_update_active = False
-            worker.weight_transfer_engine.reset_weight_update_target()
+            if worker.weight_transfer_engine is not None:
+                worker.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
