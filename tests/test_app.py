@@ -27,11 +27,6 @@ from darts_server.weights.staging import Staging
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def own_metrics() -> Iterator[None]:
     """Unregister the metrics of the test: a process can have those of one server."""

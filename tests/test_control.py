@@ -55,16 +55,6 @@ def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
     assert (uniform.redundancy, uniform.num_longest, room.planner.default_policy) == (3, 2, "off")
 
 
-def test_a_refused_change_changes_nothing() -> None:
-    control = Control(load({}, None))
-    room = Room(control)
-    before, planner = control.current(), control.planner
-    with pytest.raises(InvalidRequest):
-        control.change({"redundancy": 3.0, "num_longest": -1})
-    assert room.planner is planner
-    assert control.current() == before
-
-
 def test_a_change_before_rollouts_exist_is_kept() -> None:
     control = Control(load({}, None))
     control.change({"policy": "off"})

@@ -9,12 +9,7 @@ from tests.weights.fixtures import model, updates
 
 from .servers import listening
 
-__all__ = ["anyio_backend", "model", "updates", "url"]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+__all__ = ["model", "updates", "url"]
 
 
 @pytest.fixture

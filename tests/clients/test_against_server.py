@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import aclosing, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -223,24 +223,6 @@ def test_a_failed_group_does_not_affect_the_others(client: Client) -> None:
         list(client.rollouts("broken", **SIZES))
 
 
-def test_a_failed_group_is_an_event_of_the_token_stream(client: Client) -> None:
-    events = list(client.stream_tokens(["broken", "5"], chunk_tokens=1, **SIZES))
-    errors = {e.group.number: e.group.error for e in events if isinstance(e, GroupEvent)}
-    assert errors[1] is None
-    assert "broken" in str(errors[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [({"prompts": ["5", "x"]}, "prompts[1].text"), ({"policy": "sideways"}, "policy"), ({"budget": 1}, "budget")],
-)
-def test_the_error_of_an_invalid_request_names_the_field(client: Client, changes: dict[str, Any], param: str) -> None:
-    prompts = changes.pop("prompts", ["5"])
-    with pytest.raises(BadRequest) as caught:
-        list(client.rollouts(prompts, **changes, **SIZES))
-    assert caught.value.param == param
-
-
 def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
     [group] = client.rollouts(PromptSpec("5", key="rewarded"), **SIZES)
     values = [1.0, 0.0, 0.0, 1.0]
@@ -362,9 +344,3 @@ def test_a_stream_has_no_option_that_leaves_prompts_out(
 ) -> None:
     with pytest.raises(error):
         next(client.stream(["20"], **SIZES, **options))
-
-
-@pytest.mark.anyio
-async def test_a_stream_of_the_async_client_is_the_same(server: RunningServer) -> None:
-    async with AsyncClient(server.url) as client, aclosing(client.stream(["20", "30"], ahead=1, **SIZES)) as groups:
-        assert [group.lengths[0] async for group in groups] == [20, 30]

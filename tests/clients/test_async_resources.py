@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_client import AsyncClient, Client, NotFound, ProtocolError
+from darts_client import Client, ProtocolError
 
 from .vllm_answers import URL
 
@@ -106,15 +106,6 @@ def test_a_prompt_key_is_escaped_in_the_path(key: str) -> None:
     assert (prompt.rewards.pass_rate, prompt.rewards.pattern) == (0.25, "II")
 
 
-def test_settings_are_read_and_changed() -> None:
-    server = FakeServer(GET={"policy": "uniform"}, PATCH={"policy": "darts", "redundancy": None})
-    with Client(URL, transport=server.transport) as client:
-        assert client.policy.get() == {"policy": "uniform"}
-        assert client.policy.change(policy="darts", redundancy=None)["policy"] == "darts"
-    assert server.last_route == ("PATCH", "/darts/v1/policy")
-    assert json.loads(server.requests[-1].content) == {"policy": "darts", "redundancy": None}
-
-
 def test_the_state_is_saved_atomically_and_loaded(tmp_path: Path) -> None:
     server = FakeServer(GET=b"\x00learned", PUT={"prompts": 7})
     path = tmp_path / "state"
@@ -125,13 +116,6 @@ def test_the_state_is_saved_atomically_and_loaded(tmp_path: Path) -> None:
         assert client.state.load(str(path)) == 7
     assert server.requests[-1].content == b"\x00learned"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_batch_is_cancelled_by_its_id() -> None:
-    server = FakeServer(DELETE={"id": "roll-1", "cancelled": False})
-    with Client(URL, transport=server.transport) as client:
-        assert client.cancel("roll-1") is False
-    assert server.last_route == ("DELETE", "/darts/v1/rollouts/roll-1")
 
 
 def test_many_rewards_are_split_into_requests_and_counted_together() -> None:
@@ -166,32 +150,3 @@ def test_the_error_of_a_malformed_answer_names_the_field(
 ) -> None:
     with Client(URL, transport=FakeServer(GET=answer).transport) as client, pytest.raises(ProtocolError, match=field):
         call(client)
-
-
-@pytest.mark.anyio
-async def test_the_async_client_does_the_same(tmp_path: Path) -> None:
-    async with AsyncClient(
-        URL, transport=FakeServer(GET={"groups": [GROUP]}, DELETE={"cancelled": True}).transport
-    ) as client:
-        assert (await client.groups.get("g"))[0].group_id == "g"
-        assert await client.cancel("roll-1") is True
-    async with AsyncClient(URL, transport=FakeServer(GET=PROMPT).transport) as client:
-        assert (await client.prompts.get("key")).groups == 1
-    async with AsyncClient(URL, transport=FakeServer(GET={"a": 1}, PATCH={"a": 2}).transport) as client:
-        assert await client.policy.get() == {"a": 1}
-        assert await client.policy.change(a=2) == {"a": 2}
-    async with AsyncClient(URL, transport=FakeServer(GET=b"state", PUT={"prompts": 2}).transport) as client:
-        await client.state.save(tmp_path / "state")
-        assert await client.state.load(tmp_path / "state") == 2
-    counts = {"matched": 1, "repeated": 0, "unknown": 0, "unknown_indices": []}
-    async with AsyncClient(URL, transport=FakeServer(POST=counts).transport) as client:
-        assert (await client.rewards({"g:0": 1.0})).matched == 1
-
-
-def test_an_unknown_group_is_an_error() -> None:
-    missing = httpx.Response(404, json={"error": {"message": "no group", "param": "group_id"}})
-    with (
-        Client(URL, transport=httpx.MockTransport(lambda request: missing)) as client,
-        pytest.raises(NotFound, match="no group"),
-    ):
-        client.groups.get("g")

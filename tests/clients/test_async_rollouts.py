@@ -1,4 +1,4 @@
-"""Both iterators, against event streams of a fake server."""
+"""The iterators of both clients (one is made of the other), against event streams of a fake server."""
 
 import asyncio
 import gc
@@ -11,7 +11,6 @@ import pytest
 from darts_client import (
     AsyncClient,
     Client,
-    ConnectionFailed,
     Delta,
     Discard,
     Done,
@@ -19,9 +18,7 @@ from darts_client import (
     Group,
     GroupEvent,
     NotFound,
-    Overloaded,
     ProtocolError,
-    TimedOut,
     TrajectoryEvent,
 )
 
@@ -33,7 +30,6 @@ from .transcripts import (
     FakeServer,
     done,
     encode,
-    error,
     failed_group,
     group,
     lose_connection,
@@ -44,40 +40,23 @@ from .vllm_answers import URL
 POST, GET, DELETE = (
     ("POST", "/darts/v1/rollouts"),
     ("GET", f"/darts/v1/rollouts/{BATCH}"),
-    (
-        "DELETE",
-        f"/darts/v1/rollouts/{BATCH}",
-    ),
+    ("DELETE", f"/darts/v1/rollouts/{BATCH}"),
 )
 SIZES: dict[str, Any] = {"group_size": 2, "max_tokens": 16}
 
 
-def sync_groups(server: FakeServer, **options: Any) -> list[Group]:
+def read_groups(server: FakeServer, **options: Any) -> list[Group]:
     with Client(URL, transport=server.transport) as client:
         return list(client.rollouts(["a", "b"], **SIZES, **options))
 
 
-def async_groups(server: FakeServer, **options: Any) -> list[Group]:
-    async def collect() -> list[Group]:
-        async with AsyncClient(URL, transport=server.transport) as client:
-            return [group async for group in client.rollouts(["a", "b"], **SIZES, **options)]
-
-    return asyncio.run(collect())
-
-
-ReadGroups = Callable[..., list[Group]]
-both_clients = pytest.mark.parametrize("read_groups", [sync_groups, async_groups])
-
-
-@both_clients
-def test_groups_come_in_the_order_of_their_completion(read_groups: ReadGroups) -> None:
+def test_groups_come_in_the_order_of_their_completion() -> None:
     server = FakeServer(Body(*GROUPS))
     assert [group.number for group in read_groups(server)] == [1, 0]
     assert server.routes == [POST]
 
 
-@both_clients
-def test_split_lines_comments_and_unknown_fields_change_nothing(read_groups: ReadGroups) -> None:
+def test_split_lines_comments_and_unknown_fields_change_nothing() -> None:
     stream = [b": ping\n\n", *GROUPS[:2], b": ping\n\n", b"retry: 5\n\n", *GROUPS[2:]]
     single_bytes = [bytes([byte]) for byte in b"".join(stream)]
     assert [group.number for group in read_groups(FakeServer(Body(*single_bytes)))] == [1, 0]
@@ -85,12 +64,9 @@ def test_split_lines_comments_and_unknown_fields_change_nothing(read_groups: Rea
     assert [group.number for group in read_groups(FakeServer(Body(with_crlf)))] == [1, 0]
 
 
-@both_clients
 @pytest.mark.parametrize("ending", [lose_connection, lambda: None])
 @pytest.mark.parametrize("cut", range(1, 5))
-def test_a_lost_connection_is_resumed_without_duplicates(
-    read_groups: ReadGroups, ending: Callable[[], None], cut: int
-) -> None:
+def test_a_lost_connection_is_resumed_without_duplicates(ending: Callable[[], None], cut: int) -> None:
     half = GROUPS[cut - 1][:20]  # of an event that is incomplete, and sent again
     server = FakeServer(Body(*GROUPS[: cut - 1], half, then=ending), Body(*GROUPS[max(0, cut - 2) :]))
     assert [group.number for group in read_groups(server)] == [1, 0]
@@ -103,8 +79,7 @@ def test_a_lost_connection_is_resumed_without_duplicates(
         assert second.headers["Last-Event-ID"] == str(cut - 1)
 
 
-@both_clients
-def test_a_read_timeout_is_a_lost_connection(read_groups: ReadGroups) -> None:
+def test_a_read_timeout_is_a_lost_connection() -> None:
     def time_out() -> None:
         raise httpx.ReadTimeout("silent")
 
@@ -112,62 +87,29 @@ def test_a_read_timeout_is_a_lost_connection(read_groups: ReadGroups) -> None:
     assert [group.number for group in read_groups(server)] == [1, 0]
 
 
-@both_clients
-def test_a_batch_that_is_not_durable_ends_with_its_connection(read_groups: ReadGroups) -> None:
-    server = FakeServer(Body(*GROUPS[:2], then=lose_connection))
-    with pytest.raises(ConnectionFailed):
-        read_groups(server, durable=False)
-    assert server.routes == [POST]
-    assert "Idempotency-Key" not in server.requests[0].headers
-
-
-@both_clients
-def test_an_unknown_batch_is_an_error(read_groups: ReadGroups) -> None:
+def test_an_unknown_batch_is_an_error() -> None:
     not_found = httpx.Response(404, json={"error": {"message": "no batch is kept", "param": "batch_id"}})
     with pytest.raises(NotFound, match="no batch"):
         read_groups(FakeServer(Body(*GROUPS[:2], then=lose_connection), not_found))
 
 
-@both_clients
-def test_a_request_that_was_not_accepted_is_retried(read_groups: ReadGroups) -> None:
+def test_a_request_that_was_not_accepted_is_retried() -> None:
     busy = httpx.Response(503, headers={"Retry-After": "0"}, json={"error": {"message": "busy"}})
     server = FakeServer(httpx.ConnectError("refused"), busy, Body(*GROUPS))
     assert len(read_groups(server, durable=False)) == 2
     assert server.routes == [POST] * 3
 
 
-@both_clients
-def test_an_error_event_is_raised_without_a_retry(read_groups: ReadGroups) -> None:
-    server = FakeServer(Body(*GROUPS[:2], *encode(error("aborted"), first=3)))
-    with pytest.raises(Overloaded, match="aborted"):
-        read_groups(server)
-    assert server.routes == [POST]
-
-
-@both_clients
-def test_an_answer_without_event_stream_is_rejected(read_groups: ReadGroups) -> None:
+def test_an_answer_without_event_stream_is_rejected() -> None:
     with pytest.raises(ProtocolError, match="text/event-stream"):
         read_groups(FakeServer(*(httpx.Response(200, json={"groups": []}) for _ in range(2))))
 
 
-@both_clients
-def test_an_invalid_event_cancels_the_batch(read_groups: ReadGroups) -> None:
+def test_an_invalid_event_cancels_the_batch() -> None:
     server = FakeServer(Body(*GROUPS[:2], b"id: 3\nevent: group\ndata: {}\n\n"))
     with pytest.raises(ProtocolError, match=r"event 3 \(group\)"):
         read_groups(server)
     assert server.routes == [POST, DELETE]
-
-
-@both_clients
-def test_failed_groups_are_not_yielded(read_groups: ReadGroups) -> None:
-    stream = encode(started(), ("group", failed_group(0)), ("group", group(1)), done())
-    assert [group.number for group in read_groups(FakeServer(Body(*stream)))] == [1]
-
-
-@both_clients
-def test_the_timeout_bounds_the_whole_batch(read_groups: ReadGroups) -> None:
-    with pytest.raises(TimedOut, match="after 0 s"):
-        read_groups(FakeServer(Body(*GROUPS), Body(*GROUPS)), timeout=0)
 
 
 def test_the_iterator_has_the_results_of_the_batch_at_its_end() -> None:
@@ -227,19 +169,6 @@ def test_an_iterator_that_is_not_read_sends_nothing() -> None:
     assert server.routes == []
 
 
-@pytest.mark.anyio
-async def test_leaving_early_closes_the_connection_and_cancels_the_batch_async() -> None:
-    body = Body(*GROUPS)
-    server = FakeServer(body)
-    async with AsyncClient(URL, transport=server.transport) as client:
-        async with client.rollouts(["a", "b"], **SIZES) as groups:
-            async for _ in groups:
-                break
-            assert not body.closed
-        assert body.closed
-        assert server.routes == [POST, DELETE]
-
-
 class Endless(Body):
     """Sends its chunks, then stays open."""
 
@@ -272,21 +201,13 @@ async def test_cancelling_the_reader_cancels_the_batch() -> None:
         assert server.routes == [POST, DELETE]
 
 
-def read_events(server: FakeServer, client_kind: str = "sync") -> list[Event]:
-    if client_kind == "sync":
-        with Client(URL, transport=server.transport) as client:
-            return list(client.stream_tokens("a", chunk_tokens=1, **SIZES))
-
-    async def collect() -> list[Event]:
-        async with AsyncClient(URL, transport=server.transport) as client:
-            return [event async for event in client.stream_tokens("a", chunk_tokens=1, **SIZES)]
-
-    return asyncio.run(collect())
+def read_events(server: FakeServer) -> list[Event]:
+    with Client(URL, transport=server.transport) as client:
+        return list(client.stream_tokens("a", chunk_tokens=1, **SIZES))
 
 
-@pytest.mark.parametrize("client_kind", ["sync", "async"])
-def test_tokens_are_typed_events_and_the_group_is_complete(client_kind: str) -> None:
-    events = read_events(FakeServer(Body(*TOKENS)), client_kind)
+def test_tokens_are_typed_events_and_the_group_is_complete() -> None:
+    events = read_events(FakeServer(Body(*TOKENS)))
     kinds = [Delta, Delta, Delta, TrajectoryEvent, Discard, Delta, TrajectoryEvent, GroupEvent, Done]
     assert [type(event) for event in events] == kinds
     [group] = [event.group for event in events if isinstance(event, GroupEvent)]
@@ -307,11 +228,3 @@ def test_deltas_of_a_candidate_discarded_meanwhile_may_be_missing() -> None:
     server = FakeServer(Body(*TOKENS[:2], then=lose_connection), Body(TOKENS[3], *TOKENS[4:]))
     [group] = [event.group for event in read_events(server) if isinstance(event, GroupEvent)]
     assert group.lengths == (1, 3)
-
-
-def test_a_failed_group_is_an_event_with_its_error() -> None:
-    stream = encode(started(), ("group", failed_group(1)))
-    with Client(URL, transport=FakeServer(Body(*stream)).transport) as client:
-        event = next(client.stream_tokens(["a", "b"], durable=False, **SIZES))
-    assert isinstance(event, GroupEvent)
-    assert str(event.group.error) == "HTTP 500: too few could finish"

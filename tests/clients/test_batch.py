@@ -10,9 +10,7 @@ import httpx
 import pytest
 
 from darts_client import (
-    AsyncClient,
     BadRequest,
-    Batch,
     Client,
     Group,
     PromptSpec,
@@ -64,16 +62,6 @@ def test_a_batch_has_the_groups_of_the_stream(server: RunningServer) -> None:
     assert [trajectory.length for trajectory in batch.groups[0].trajectories] == [60, 67]
     assert [group.number for group in batch.failed] == [2]
     assert (batch.unfinished, batch.carried) == ((), 0)
-
-
-def test_the_async_client_has_the_same(server: RunningServer) -> None:
-    async def fetch() -> Batch:
-        async with AsyncClient(server.url) as client:
-            return await client.batch(PROMPTS, durable=False, num_groups=1, **SIZES)
-
-    batch = asyncio.run(fetch())
-    assert [(group.number, group.lengths) for group in batch.groups] == [(1, (5, 12))]
-    assert 0 in [prompt.number for prompt in batch.unfinished]
 
 
 def test_errors_are_raised_as_for_every_request(server: RunningServer) -> None:

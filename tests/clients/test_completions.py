@@ -125,43 +125,30 @@ def test_the_group_id_is_the_header_or_the_id_of_the_answer() -> None:
     assert (shaped.group_id, plain.group_id) == ("g-1", "cmpl-1")
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_wrong_number_of_choices_is_rejected(count: int) -> None:
-    message = parse_error(build(), *(choice(k) for k in range(count)))
-    assert message == f"expected 2 choices, 2 for each prompt, got {count}"
+SHORT = choice(1, logprobs={"token_logprobs": [-0.5]})
+NO_NUMBER = choice(1, logprobs={"token_logprobs": [-0.5, None]})
 
 
-def test_a_repeated_index_is_rejected() -> None:
-    assert parse_error(build(), choice(1), choice(1)) == "choice 1 appears twice"
-
-
-@pytest.mark.parametrize("index", [-1, 2])
-def test_an_index_out_of_range_is_rejected(index: int) -> None:
-    assert parse_error(build(), choice(0), choice(index)) == f"choice {index} is not among 0..1"
-
-
-@pytest.mark.parametrize("reason", ["abort", "error", "", None])
-def test_an_unfinished_trajectory_is_rejected(reason: str | None) -> None:
-    message = parse_error(build(), choice(0), choice(1, finish_reason=reason))
-    assert message == f"choice 1 has finish reason {reason!r}, not stop or length"
-
-
-def test_missing_token_ids_are_rejected() -> None:
-    assert "choice 0 has no token_ids" in parse_error(build(), choice(0) | {"token_ids": None}, choice(1))
-
-
-def test_missing_logprobs_are_rejected() -> None:
-    assert parse_error(build(), choice(0), choice(1, logprobs=None)) == "choice 1 has no logprobs"
-
-
-def test_fewer_logprobs_than_tokens_are_rejected() -> None:
-    short = choice(1, logprobs={"token_logprobs": [-0.5]})
-    assert parse_error(build(), choice(0), short) == "choice 1 has 2 tokens but 1 logprobs"
-
-
-def test_a_logprob_that_is_not_a_number_is_rejected() -> None:
-    message = parse_error(build(), choice(0), choice(1, logprobs={"token_logprobs": [-0.5, None]}))
-    assert message.startswith("/v1/completions: choices.1.logprobs.token_logprobs.1:")
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([], "expected 2 choices, 2 for each prompt, got 0"),
+        ([choice(k) for k in range(3)], "expected 2 choices, 2 for each prompt, got 3"),
+        ([choice(1), choice(1)], "choice 1 appears twice"),
+        ([choice(0), choice(-1)], "choice -1 is not among 0..1"),
+        ([choice(0), choice(2)], "choice 2 is not among 0..1"),
+        *(
+            ([choice(0), choice(1, finish_reason=reason)], f"choice 1 has finish reason {reason!r}, not stop or length")
+            for reason in ("abort", "error", "", None)
+        ),
+        ([choice(0) | {"token_ids": None}, choice(1)], "choice 0 has no token_ids"),
+        ([choice(0), choice(1, logprobs=None)], "choice 1 has no logprobs"),
+        ([choice(0), SHORT], "choice 1 has 2 tokens but 1 logprobs"),
+        ([choice(0), NO_NUMBER], "/v1/completions: choices.1.logprobs.token_logprobs.1:"),
+    ],
+)
+def test_choices_that_do_not_fit_the_request_are_rejected(choices: list[dict[str, Any]], message: str) -> None:
+    assert parse_error(build(), *choices).startswith(message)
 
 
 def test_choices_shifted_into_the_next_group_are_rejected() -> None:

@@ -24,7 +24,6 @@ from darts_client._requests import (
     RetrySchedule,
     TimeLimit,
     TransportOptions,
-    auth_headers,
     root_url,
 )
 
@@ -184,8 +183,3 @@ def test_the_base_url_may_end_in_v1(base_url: str) -> None:
 def test_a_url_without_a_scheme_is_rejected() -> None:
     with pytest.raises(ValueError, match="localhost:8000"):
         root_url("localhost:8000")
-
-
-def test_the_api_key_is_a_bearer_token() -> None:
-    assert auth_headers("secret") == {"Authorization": "Bearer secret"}
-    assert auth_headers(None) == {}

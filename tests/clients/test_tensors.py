@@ -79,13 +79,6 @@ def test_advantages_are_relative_to_their_group(rewards: list[list[float]]) -> N
     torch.testing.assert_close(scaled, by_hand, atol=1e-3, rtol=1e-3)
 
 
-def test_equal_rewards_have_advantage_0() -> None:
-    tensors = to_tensors([group(([1], [0.0]), ([2], [0.0]))], [[1.0, 1.0]])
-    assert tensors.advantages is not None
-    assert tensors.rewards is not None
-    assert (tensors.advantages.tolist(), tensors.rewards.tolist()) == ([0.0, 0.0], [1.0, 1.0])
-
-
 def test_fields_that_some_trajectories_lack_are_none() -> None:
     plain = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
     tensors = to_tensors([group(([1, 2], [0.0, -1.0])), plain])

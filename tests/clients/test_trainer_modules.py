@@ -4,7 +4,6 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,15 +371,6 @@ async def test_the_facade_answers_to_addresses_and_its_own_names(host: str, monk
         assert (await client.get("/v1/loads", headers={"Host": host})).status_code == 200
 
 
-MODULES = ("openrlhf", "slime", "verl")
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_trainers_module_has_at_most_120_lines(name: str) -> None:
-    source = Path(slime.__file__).with_name(f"{name}.py").read_text()
-    assert len(source.splitlines()) <= 120
-
-
 CHANGES = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
 
@@ -420,13 +410,6 @@ async def test_running_requests_are_the_facades_load() -> None:
         release.set()
         assert (await running).status_code == 200
         assert (await client.get("/v1/loads")).json() == {"loads": [{"num_reqs": 0}]}
-
-
-def test_the_facade_is_made_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DARTS_URL", URL)
-    monkeypatch.setenv("DARTS_API_KEY", "key")
-    sampler = slime.facade()._sampler
-    assert (sampler.url, sampler.api_key) == (URL, "key")
 
 
 async def test_answers_that_would_spoil_training_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_client import AsyncClient, BadRequest, Client, ProtocolError, Vote
+from darts_client import Client, ProtocolError, Vote
 from darts_server.engine.scripted import Script
 
 from .servers import RunningServer, serving
@@ -60,35 +60,6 @@ def test_a_vote_may_have_no_answer(client: Client) -> None:
     vote = client.vote("p", n=2, max_tokens=9, pattern="boxed")
     assert (vote.answer, vote.weights, vote.votes) == (None, {}, {})
     assert [(v.answer, v.weight) for v in vote.trajectories] == [(None, None)] * 2
-
-
-@pytest.mark.anyio
-async def test_the_async_client_does_the_same(server: RunningServer) -> None:
-    async with AsyncClient(server.url) as client:
-        assert (await client.vote("p", n=1, max_tokens=9, pattern="([0-9])", key="k", top_p=0.5)).answer == "7"
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "x"}, "prompt"),
-    ({"n": 0}, "n"),
-    ({"n": 10**6}, "n"),
-    ({"pattern": "none"}, "pattern"),
-    ({"pattern": [""]}, "pattern.choices"),
-    ({"pattern": []}, "pattern.choices"),
-    ({"pattern": [3]}, "pattern.choices[0]"),
-    ({"weights": "rank"}, "score"),
-    ({"weights": "heavy"}, "weights"),
-    ({"prompt": [-1]}, "prompt[0]"),
-    ({"prompt": ""}, "prompt"),
-]
-
-
-@pytest.mark.parametrize(("change", "param"), WRONG)
-def test_the_error_of_an_invalid_vote_names_the_field(client: Client, change: dict[str, Any], param: str) -> None:
-    arguments: dict[str, Any] = {"prompt": "p", "n": 2, "max_tokens": 9, "pattern": "([0-9])"} | change
-    with pytest.raises(BadRequest) as refused:
-        client.vote(**arguments)
-    assert refused.value.param == param
 
 
 def test_a_chat_is_sent_as_messages() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from safetensors.numpy import save
 
 from darts_client import (
@@ -19,18 +18,13 @@ from darts_client import (
     Overloaded,
     ServerFault,
     TimedOut,
-    Unauthorized,
 )
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.serving.gate import Gate
 from darts_server.weights.phases import Update
-from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
-from tests.http.serving import client as routes
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
-from .servers import listening
 from .vllm_answers import URL
 
 LARGE = bytes(range(256)) * (2 * PIECE_SIZE // 256) + b"end"
@@ -83,14 +77,6 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_weights_record_has_the_last_update() -> None:
-    with Client(URL, transport=Recorder()) as client:
-        weights = client.weights.get()
-    assert (weights.version, weights.state, weights.rule, weights.last_error) == (8, "serving", "finish", None)
-    assert weights.last is not None
-    assert (weights.last.outcome, weights.last.seconds) == ("completed", {"transfer": 1.0, "load": 0.5})
-
-
 def test_a_file_is_sent_unchanged_in_pieces(large: Path) -> None:
     server = Recorder()
     with Client(URL, transport=server) as client:
@@ -99,16 +85,6 @@ def test_a_file_is_sent_unchanged_in_pieces(large: Path) -> None:
     assert server.received_only(LARGE)
     assert [len(body) for body in server.bodies] == [3, 3, 3]
     assert {(request.method, request.url.path) for request in server.requests} == {("PUT", "/darts/v1/weights")}
-
-
-@pytest.mark.anyio
-async def test_a_file_is_sent_unchanged_in_pieces_async(large: Path) -> None:
-    server = Recorder()
-    async with AsyncClient(URL, transport=server) as client:
-        for source in (large, str(large), LARGE):
-            assert (await client.weights.push(source)).version == 8
-    assert server.received_only(LARGE)
-    assert [len(body) for body in server.bodies] == [3, 3, 3]
 
 
 def test_a_push_is_retried_from_its_beginning_only_if_it_was_never_sent(large: Path) -> None:
@@ -124,19 +100,6 @@ def test_a_push_is_retried_from_its_beginning_only_if_it_was_never_sent(large: P
         with pytest.raises(ConnectionFailed, match="reset"):
             client.weights.load("large")
     assert len(server.bodies) == 2
-
-
-@pytest.mark.anyio
-async def test_a_push_is_retried_from_its_beginning_only_if_it_was_never_sent_async(large: Path) -> None:
-    server = Recorder(httpx.ConnectError("refused"))
-    async with AsyncClient(URL, transport=server) as client:
-        await client.weights.push(large)
-        assert len(server.bodies) == 2
-        assert server.received_only(LARGE)
-        server.errors = [httpx.ReadError("reset")]
-        with pytest.raises(ConnectionFailed, match="reset"):
-            await client.weights.push(large)
-    assert len(server.bodies) == 3
 
 
 class Stalled(httpx.AsyncBaseTransport):
@@ -225,16 +188,6 @@ def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: P
     assert (record.last and record.last.source, record.last and record.last.partial) == ("disk", True)
 
 
-@pytest.mark.anyio
-async def test_the_server_applies_what_is_sent_async(url: str, model: FakeModel, tmp_path: Path) -> None:
-    async with AsyncClient(url) as client:
-        assert (await client.weights.push(write(tmp_path / "six.safetensors", 6))).version == 1
-        assert model.values == dict.fromkeys(SHAPES, 6)
-        assert (await client.weights.load("checkpoint")).version == 2
-        assert (await client.weights.get()).version == 2
-    assert model.values == dict.fromkeys(SHAPES, 0)
-
-
 def test_refusals_are_received_while_the_body_is_still_being_sent(
     url: str, updates: Updates, model: FakeModel, large: Path
 ) -> None:
@@ -259,17 +212,6 @@ def test_refusals_are_received_while_the_body_is_still_being_sent(
     assert (record.version, record.state, record.last_error) == (0, "serving", "broken")
     assert record.last is not None
     assert (record.last.outcome, record.last.error) == ("failed", "broken")
-
-
-def test_a_server_without_a_weights_root_loads_no_weights(model: FakeModel, tmp_path: Path) -> None:
-    with Staging(tmp_path) as staging, routes(updates=Updates(model, Gate(), staging)) as caller:
-        assert isinstance(caller.app, FastAPI)
-        with (
-            listening(caller.app) as listener,
-            Client(listener.url) as client,
-            pytest.raises(Unauthorized, match="--weights-root"),
-        ):
-            client.weights.load("checkpoint")
 
 
 def test_a_lora_adapter_is_sent_with_its_configuration_without_target_modules(tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ from darts_server.http.resources.vote_models import VoteIn
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Sender:
     """Sends chunks, then ends, hangs or disconnects; counts the chunks that were received."""
 
@@ -57,23 +52,11 @@ class Sender:
         return {"type": "http.request", "body": b""} if self.then == "end" else {"type": "http.disconnect"}
 
 
-async def test_chunks_are_joined() -> None:
-    assert await read_body(Sender(b"ab", b"", b"c").request, 3) == b"abc"
-    assert await read_body(Sender().request, 0) == b""
-
-
 async def test_a_body_that_announces_too_much_is_not_read() -> None:
     sender = Sender(b"abcd", announced="4")
     with pytest.raises(TooLarge, match="at most 3 bytes"):
         await read_body(sender.request, 3)
     assert sender.received == 0
-
-
-async def test_a_body_without_announced_size_is_read_up_to_the_limit() -> None:
-    sender = Sender(*[b"a" * 10] * 100)
-    with pytest.raises(TooLarge):
-        await read_body(sender.request, 35)
-    assert sender.received == 4
 
 
 @pytest.mark.parametrize("then", ["hang", "leave"])
@@ -102,16 +85,13 @@ UNKNOWN = {f"name{i}": 1 for i in range(1000)}
     ("model", "body", "field"),
     [
         (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 20, "group_size": 1}, "prompts[0].token_ids[0]"),
-        (RolloutsIn, {"prompts": [{"text": "a"} | UNKNOWN] * 20, "group_size": 1}, "prompts[0].name0"),
         (RolloutsIn, {"prompts": [{"messages": WRONG}], "group_size": 1}, "prompts[0].messages[0]"),
         (RolloutsIn, {"prompts": [{"text": "a"}], "group_size": 1} | UNKNOWN, "name0"),
-        (RewardsIn, {"rewards": WRONG}, "rewards[0]"),
         (
             RewardsIn,
             {"rewards": [{"prompt_token_ids": WRONG, "completion_token_ids": WRONG, "reward": 1}]},
             "rewards[0].prompt_token_ids[0]",
         ),
-        (VoteIn, {"prompt": WRONG, "n": 1, "pattern": "boxed"}, "prompt[0]"),
         (VoteIn, {"prompt": "a", "n": 1, "pattern": {"choices": [1] * 1000}}, "pattern.choices[0]"),
     ],
 )

@@ -52,20 +52,6 @@ def test_the_body_is_openais_error_object() -> None:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Using `httpx`")
-def test_an_app_answers_in_that_form() -> None:
-    app = FastAPI()
-    install(app)
-
-    @app.get("/")
-    async def fail() -> None:
-        raise InvalidRequest("n", "at most 4")
-
-    answer = TestClient(app).get("/")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "n"
-
-
 JSON = {"Content-Type": "application/json"}
 
 

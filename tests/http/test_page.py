@@ -34,13 +34,6 @@ def test_it_is_one_document_with_all_its_parts(served: Served) -> None:
     assert len(re.findall(r"<script|<style", served.text)) == 2
 
 
-def test_its_address_may_lack_the_slash() -> None:
-    app = FastAPI()
-    app.include_router(page.routes())
-    answer = TestClient(app).get("/darts", follow_redirects=False)
-    assert (answer.status_code, answer.headers["location"]) == (307, "darts/")
-
-
 def test_it_names_nothing_that_a_browser_would_fetch(served: Served) -> None:
     assert not re.search(r"\b(src|srcset|action|poster)=|@import|url\(|<iframe|<object", served.text)
     assert re.findall(r'href="([^"]{5})', served.text) == ["data:"]

@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 SCOPE = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.3"}}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Reader:
     """A connection. ``sent``: the bodies of the messages that were sent."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from darts_server.http.sse import encode
-from darts_server.ingress.batches.events import Event
-from darts_server.ingress.batches.handler import _encoded
-from darts_server.ingress.batches.request import read_batch
-from darts_server.ingress.batches.run import DividedBatch
-from darts_server.ingress.everyone.hold import Hold
-from darts_server.ingress.replicas.fleet import Fleet
-from darts_server.ingress.replicas.replica import Outgoing
-from darts_server.ingress.routing.router import Router
 from tests.ingress.servers import FakeServer, Handler, RunningIngress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
@@ -148,23 +140,6 @@ async def test_a_prompt_with_a_key_stays_where_it_was() -> None:
         assert first == {p["key"]: server.name for server in servers for p in server.bodies(PATH)[1]["prompts"]}
 
 
-async def test_prompts_without_keys_go_where_they_were_unless_that_loads_a_server_more_than_the_others() -> None:
-    async with ingress_over(3) as (running, servers):
-        install(servers)
-
-        def places(batch: int) -> dict[str, str]:
-            return {p["text"]: server.name for server in servers for p in server.bodies(PATH)[batch]["prompts"]}
-
-        prompts = [{"text": f"p{number}"} for number in range(24)]
-        await running.post(PATH, {"prompts": prompts, "group_size": 2})
-        first = places(0)
-        await running.post(PATH, {"prompts": prompts[::-1], "group_size": 2})
-        assert places(1) == first
-        there = [prompt for prompt in prompts if first[prompt["text"]] == servers[0].name]
-        await running.post(PATH, {"prompts": there[:6], "group_size": 2})
-        assert [len(server.bodies(PATH)[2]["prompts"]) for server in servers] == [2, 2, 2]
-
-
 async def test_a_stream_has_the_events_of_all_with_the_numbers_of_the_batch() -> None:
     async with ingress_over(2) as (running, servers):
         install(servers)
@@ -176,14 +151,6 @@ async def test_a_stream_has_the_events_of_all_with_the_numbers_of_the_batch() ->
         }
         assert events[-1][1]["id"] == events[0][1]["id"]
         assert events[-1][1]["usage"]["generated"] == 60
-
-
-async def test_a_token_stream_has_the_deltas_of_all() -> None:
-    async with ingress_over(2) as (running, servers):
-        install(servers)
-        events = await events_of(running, request(4, stream="tokens", chunk_tokens=5))
-        assert sorted(data["number"] for name, data in events if name == "delta") == [0, 1, 2, 3]
-        assert servers[0].bodies(PATH)[0]["chunk_tokens"] == 5
 
 
 async def test_enough_groups_stop_the_others_on_all_replicas() -> None:
@@ -202,14 +169,6 @@ async def test_enough_groups_stop_the_others_on_all_replicas() -> None:
         await until(lambda: all(each.closed for each in batches))
 
 
-@pytest.mark.parametrize("num_groups", [0, 7, "2", True])
-async def test_an_impossible_number_of_groups_is_refused(num_groups: object) -> None:
-    async with ingress_over(2) as (running, servers):
-        answer = await running.post(PATH, request(6, num_groups=num_groups))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "num_groups")
-        assert not any(server.received for server in servers)
-
-
 @pytest.mark.parametrize("stream", [False, "groups"])
 async def test_prompts_of_a_replica_that_dies_run_again_on_the_others(stream: object) -> None:
     async with ingress_over(3) as (running, servers):
@@ -223,53 +182,6 @@ async def test_prompts_of_a_replica_that_dies_run_again_on_the_others(stream: ob
         groups = [d for name, d in parse(answer) if name == "group"] if stream else answer.json()["groups"]
         assert sorted(texts(groups)) == sorted(f"p{number}" for number in range(12))
         assert {group["group_id"][0] for group in groups} <= {"a", "b", "c"}
-
-
-def poisoned(server: FakeServer, batches: FakeBatches) -> Handler:
-    """Kill the server when it gets the first prompt."""
-
-    async def handle(request: Request) -> Response:
-        if b'"p0"' not in await request.body():
-            return await batches(request)
-        await server.kill()
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        return Response()
-
-    return handle
-
-
-async def test_a_prompt_that_two_servers_were_lost_with_gets_no_third_one() -> None:
-    async with ingress_over(4) as (running, servers):
-        for server, batches in zip(servers, install(servers), strict=True):
-            server.on("POST", PATH, poisoned(server, batches))
-        answer = await running.post(PATH, request(8))
-        killed = [server.url.removeprefix("http://") for server in servers if server.killed]
-        assert (answer.status_code, len(killed)) == (502, 2)
-        assert all(name in answer.json()["error"]["message"] for name in killed)
-        assert "prompts[0]" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, "groups"])
-async def test_an_error_event_of_a_server_that_is_well_ends_the_batch_and_is_not_run_again(stream: object) -> None:
-    async with ingress_over(2) as (running, servers):
-        install(servers)
-
-        async def failing() -> AsyncIterator[bytes]:
-            yield encode("batch", {"policy": "off", "survivors": False, "sampling": {}})
-            yield encode("error", {"error": {"message": "prompts[1]: aborted", "code": 409, "param": None}})
-
-        async def handle(_: Request) -> Response:
-            return StreamingResponse(failing(), media_type="text/event-stream")
-
-        for server in servers:
-            server.on("POST", PATH, handle)
-        answer = await running.post(PATH, request(4, stream=stream))
-        error = (parse(answer)[-1][1] if stream else answer.json())["error"]
-        assert stream or answer.status_code == 409
-        assert error["code"] == 409
-        assert error["message"] in ("prompts[2]: aborted", "prompts[3]: aborted")
-        assert [len(server.bodies(PATH)) for server in servers] == [1, 1]
 
 
 def aborting(server: FakeServer, *, stops: bool) -> Handler:
@@ -320,28 +232,6 @@ async def test_groups_that_a_server_hands_back_as_it_stops_run_again_on_the_othe
         body = [data for name, data in parse(answer) if name == "group"] if stream else answer.json()["groups"]
         assert sorted(texts(body)) == ["p0", "p1", "p2", "p3"]
         assert [group["error"] for group in body] == [None] * 4
-
-
-async def test_a_stream_that_is_closed_closes_its_events() -> None:
-    closed: list[bool] = []
-
-    async def events() -> AsyncGenerator[Event, None]:
-        try:
-            while True:
-                yield Event("group", b"{}")
-        finally:
-            closed.append(True)
-
-    batch = read_batch(json.dumps(request(2)).encode())
-    assert batch is not None
-    fleet = Fleet([])
-    divided = DividedBatch(batch, Outgoing("POST", PATH), "", fleet, Router(fleet), Hold())
-    divided.started = {"policy": "off", "survivors": False, "sampling": {}}
-    source = events()
-    stream = _encoded(divided, await anext(source), source)
-    await anext(stream)
-    await stream.aclose()
-    assert closed
 
 
 async def test_a_token_stream_that_lost_a_replica_says_so_if_parts_of_groups_were_sent() -> None:
@@ -401,11 +291,3 @@ async def test_batches_that_one_replica_keeps_run_on_the_same_one() -> None:
         ):
             answers = [await running.post(PATH, request(6, **fields), **headers) for _ in range(4)]
             assert len({answer.json()["whole"] for answer in answers}) == 1
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"{}", b"[]", b"{", b'{"prompts": [{}]}', b'{"prompts": [{}, 1]}', b'{"prompts": [{}, {}], "carried": true}'],
-)
-def test_what_cannot_be_divided_is_left_to_one_server(body: bytes) -> None:
-    assert read_batch(body) is None

@@ -4,11 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from darts_server.engine.scripted import Script
-from darts_server.ingress.batches import budget
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Plan
@@ -87,61 +84,6 @@ async def test_where_prompts_are_not_weighed_against_each_other_no_server_is_ask
         assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 2
 
 
-async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MAX_REMEMBERED", 1)
-    async with cluster(2, script) as running:
-        for name in ("uniform", "cap", "uniform"):
-            await allocated(running, policy={"name": name})
-        assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == 3
-
-
-def without_plans(app: ASGIApp, status: int) -> ASGIApp:
-    """Let an app refuse to plan."""
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = JSONResponse({"error": {"message": "no plan"}}, status)
-        await (refusal if scope["path"] == PLAN else app)(scope, receive, send)
-
-    return refuse
-
-
-@pytest.mark.parametrize("status", [404, 503])
-async def test_without_a_plan_each_server_decides_for_its_part(status: int) -> None:
-    async with cluster(2, script) as running:
-        learn_on(running)
-        for each in running.servers:
-            assert each.server.app is not None
-            each.server.app = without_plans(each.server.app, status)
-        assert await allocated(running, policy={"name": "darts"}) != on_one_server("darts")
-        assert sum(len(each.server.bodies(PLAN)) for each in running.servers) == (1 if status == 404 else 2)
-
-
-async def test_all_servers_together_have_one_timeout_to_plan_a_batch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(budget, "PLAN_SECONDS", 0.2)
-    never = asyncio.Event()
-    async with cluster(3, script) as running:
-        learn_on(running)
-        for each in running.servers:
-            assert each.server.app is not None
-            each.server.app = waiting_to_plan(each.server.app, never)
-        assert await allocated(running, policy={"name": "darts"}) != on_one_server("darts")
-        assert len(plans(running)) == 1
-    assert caplog.text.count("no server planned a batch") == 1
-
-
-def waiting_to_plan(app: ASGIApp, planned: asyncio.Event) -> ASGIApp:
-    """Let an app not answer before ``planned``."""
-
-    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == PLAN:
-            await planned.wait()
-        await app(scope, receive, send)
-
-    return wait
-
-
 async def test_prompts_of_a_lost_server_keep_their_candidates() -> None:
     async with cluster(2, script) as running:
         learn_on(running)
@@ -157,25 +99,6 @@ async def kill_when_all_have_started(running: Cluster) -> None:
         await asyncio.sleep(0.005)
     await running.servers[0].server.kill()
     running.is_paused = False
-
-
-@pytest.mark.parametrize(
-    ("cohort", "field"),
-    [
-        ({"candidates": [6, 6]}, "cohort"),
-        ({"mean_candidates": 6.0}, "cohort"),
-        ({"candidates": [6], "mean_candidates": 6.0}, "cohort.candidates"),
-        ({"candidates": [6, 3], "mean_candidates": 6.0}, "cohort.candidates[1]"),
-        ({"candidates": [9, 6], "mean_candidates": 6.0}, "cohort.candidates[0]"),
-        ({"candidates": [6, 0], "mean_candidates": 6.0}, "cohort.candidates[1]"),
-        ({"candidates": [6, 6], "mean_candidates": 0.5}, "cohort.mean_candidates"),
-    ],
-)
-async def test_candidates_that_a_part_cannot_have_are_refused(cohort: dict[str, Any], field: str) -> None:
-    async with cluster(1, script) as running:
-        body = batch(2, stream="groups", policy={"name": "darts"}, cohort={"groups": 4, **cohort})
-        answer = await running.ingress.client.post(f"{running.servers[0].server.url}{PATH}", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_a_plan_starts_nothing_and_names_what_is_wrong() -> None:

@@ -9,8 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from darts_server.ingress.everyone import find
-from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over, until
+from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over
 
 pytestmark = pytest.mark.anyio
 NOT_FOUND = {"error": {"message": "no such id"}}
@@ -47,49 +46,6 @@ async def test_a_running_batch_is_followed_event_by_event_and_its_loss_is_said()
         assert b"was lost while it answered" in rest
 
 
-async def test_a_running_batch_is_waited_for_when_the_others_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "FIND_SECONDS", 1.0)
-    async with ingress_over(3) as (running, servers):
-        path = "/darts/v1/rollouts/b"
-        for server in servers:
-            server.answer("GET", path, NOT_FOUND, 404)
-
-        async def handle(_: Request) -> Response:
-            await asyncio.sleep(3.0)
-            return JSONResponse({"groups": []})
-
-        servers[1].on("GET", path, handle)
-        assert (await running.client.get(path)).json() == {"groups": []}
-        servers[2].on("GET", path, handle)  # two that do not answer in time
-        answer = await running.client.get(path)
-        assert (answer.status_code, "could not be reached" in answer.text) == (502, True)
-
-
-async def test_a_batch_that_is_lost_before_it_answered_is_an_error() -> None:
-    async with ingress_over(2) as (running, servers):
-        path = "/darts/v1/rollouts/b"
-        servers[0].answer("GET", path, NOT_FOUND, 404)
-
-        async def handle(_: Request) -> Response:
-            await asyncio.sleep(3600)
-            return Response()
-
-        servers[1].on("GET", path, handle)
-        call = asyncio.create_task(running.client.get(path))
-        await until(lambda: servers[1].running == 1)
-        await servers[1].kill()
-        answer = await call
-        assert answer.status_code == 502
-        assert running.fleet.members[1].name in answer.json()["error"]["message"]
-
-
-async def test_a_conflict_of_the_replica_that_knows_the_id_counts_more_than_404s() -> None:
-    async with ingress_over(2) as (running, servers):
-        servers[0].answer("DELETE", "/darts/v1/rollouts/b", NOT_FOUND, 404)
-        servers[1].answer("DELETE", "/darts/v1/rollouts/b", {"error": {}}, 409)
-        assert (await running.client.delete("/darts/v1/rollouts/b")).status_code == 409
-
-
 async def test_an_unknown_id_is_a_404_unless_a_replica_could_not_be_reached() -> None:
     async with ingress_over(2) as (running, servers):
         for server in servers:
@@ -100,14 +56,6 @@ async def test_an_unknown_id_is_a_404_unless_a_replica_could_not_be_reached() ->
         answer = await running.client.get("/darts/v1/groups/g")
         assert answer.status_code == 502
         assert running.fleet.members[0].name in answer.json()["error"]["message"]
-
-
-async def test_groups_of_one_name_on_several_replicas_are_put_together() -> None:
-    async with ingress_over(2) as (running, servers):
-        for server in servers:
-            server.answer("GET", "/darts/v1/groups/mine", {"groups": [{"group_id": server.name}]})
-        found = (await running.client.get("/darts/v1/groups/mine")).json()["groups"]
-        assert [group["group_id"] for group in found] == ["a", "b"]
 
 
 async def test_statistics_of_a_prompt_are_those_of_the_replica_with_the_most_groups() -> None:
@@ -155,25 +103,6 @@ async def test_rewards_find_the_replicas_that_returned_their_trajectories() -> N
         assert (again["matched"], again["repeated"], again["unknown"]) == (0, 10, 0)
 
 
-async def test_an_invalid_reward_is_refused_before_any_is_reported() -> None:
-    async with ingress_over(2) as (running, servers):
-        body = {"rewards": [{"trajectory_id": "g:0", "reward": 1.0}] * 300 + [{"reward": 1.0}]}
-        answer = await running.post("/darts/v1/rewards", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "rewards[300]")
-        assert not any(server.received for server in servers)
-
-
-async def test_unknown_rewards_are_an_error_while_a_replica_cannot_be_reached() -> None:
-    async with ingress_over(2) as (running, servers):
-        keeps_rewards(servers[1], {"g:0"})
-        await servers[0].kill()
-        await running.fleet.check(running.fleet.members[0])
-        assert (await report(running, ["g:0"])).json()["matched"] == 1
-        answer = await report(running, ["g:0", "h:0"])
-        assert answer.status_code == 502
-        assert "send all again later" in answer.json()["error"]["message"]
-
-
 async def test_a_control_goes_to_all_replicas_and_their_common_answer_comes_back() -> None:
     async with ingress_over(3) as (running, servers):
         for server in servers:
@@ -200,14 +129,6 @@ async def test_a_refusal_by_some_names_them_and_those_that_did_it() -> None:
         assert answer.status_code == 502
         assert f"{did} carried it out" in message
         assert f"{refused}: 400 redundancy: too large" in message
-
-
-async def test_a_refusal_by_all_is_theirs() -> None:
-    async with ingress_over(2) as (running, servers):
-        for server in servers:
-            server.answer("PATCH", "/darts/v1/policy", {"error": {"message": f"no, says {server.name}"}}, 400)
-        answer = await running.client.patch("/darts/v1/policy", json={})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no, says a")
 
 
 async def test_a_replica_that_could_not_be_reached_is_named_in_a_header() -> None:

@@ -38,11 +38,3 @@ async def test_a_divided_batch_is_json_and_one_on_one_server_has_tensors() -> No
             whole = await post(running, count, TENSORS, key)
             assert whole.headers["content-type"] == TENSORS
             assert len(safetensors.numpy.load(whole.content)["offsets"]) == count * SIZE + 1
-
-
-async def test_a_divided_stream_is_refused_in_another_form_and_not_for_json_that_clients_always_accept() -> None:
-    async with cluster(2, short) as running:
-        refused = await post(running, 4, TENSORS, stream="groups")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (406, "Accept")
-        streamed = await post(running, 4, "application/json", stream="groups")
-        assert streamed.headers["content-type"].startswith("text/event-stream")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from darts_server.ingress.replicas import joining
-from darts_server.ingress.replicas.joining import Joining, read_weights
+from darts_server.ingress.replicas.joining import Joining
 from darts_server.ingress.replicas.member import Member, ServedWeights, State
 from darts_server.ingress.replicas.replica import Answer, Disconnected, Outgoing
 from tests.ingress.fake_weights import PATH, FakeWeights, install, state
@@ -41,12 +41,6 @@ def all_serve(running: RunningIngress) -> bool:
     return set(states(running)) == {State.SERVING}
 
 
-async def test_servers_with_the_same_weights_serve() -> None:
-    async with cluster(0, 0) as (running, weights):
-        assert all_serve(running)
-        assert not any(got.path.startswith(PATH) for each in weights for got in each.server.received)
-
-
 @pytest.mark.parametrize("versions", [(7, 0), (0, 7), (7, 7, 0), (7, 9, 0)])
 async def test_an_ingress_that_starts_takes_the_newest_weights_for_the_current_ones(versions: tuple[int, ...]) -> None:
     async with cluster(*versions) as (running, weights):
@@ -70,14 +64,6 @@ async def test_a_server_that_was_restarted_gets_no_request_before_it_has_the_wei
         assert state(weights) == [(b"new", 7)] * 2
 
 
-async def test_weights_are_copied_with_the_ingresss_own_key() -> None:
-    async with cluster(7, 0, admin_key="secret") as (running, weights):
-        await until(lambda: all_serve(running))
-        sent = [got for each in weights for got in each.server.received if got.path.startswith(PATH)]
-        assert len(sent) == 3
-        assert {got.headers["authorization"] for got in sent} == {"Bearer secret"}
-
-
 async def test_a_server_that_does_not_get_them_says_why_and_is_updated_with_the_others() -> None:
     async with cluster(7, 7) as (running, weights):
         weights[1].refuses = "read"
@@ -94,18 +80,6 @@ async def test_a_server_that_does_not_get_them_says_why_and_is_updated_with_the_
         assert updated.status_code == 200, updated.text
         await until(lambda: all_serve(running))
         assert state(weights) == [(b"full", 8)] * 2
-
-
-async def test_a_copy_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "RETRY_SECONDS", 0.1)
-    async with cluster(7, 7) as (running, weights):
-        weights[0].refuses = "stage"
-        weights[0].restart("second")
-        await until(lambda: states(running)[0] is State.OUTDATED)
-        assert "too large" in running.fleet.members[0].detail
-        weights[0].refuses = ""
-        await until(lambda: all_serve(running))
-        assert state(weights) == [(b"new", 7)] * 2
 
 
 async def test_an_update_while_weights_are_copied_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +127,6 @@ async def test_where_no_server_has_the_weights_any_more_a_full_set_is_needed() -
         assert (await running.post(ROUTE, {"prompt": "p"})).status_code == 200
 
 
-async def test_servers_that_never_had_other_weights_may_all_be_restarted() -> None:
-    async with cluster(0, 0) as (running, weights):
-        for each in weights:
-            each.restart(f"second-{each.server.name}")
-        await until(
-            lambda: all(
-                m.admitted == f"second-{w.server.name}" for m, w in zip(running.fleet.members, weights, strict=True)
-            )
-        )
-        assert all_serve(running)
-
-
 async def test_a_server_without_the_lora_adapters_of_the_others_does_not_serve() -> None:
     async with cluster(0, 0) as (running, weights):
         for each in weights:
@@ -175,34 +137,6 @@ async def test_a_server_without_the_lora_adapters_of_the_others_does_not_serve()
         assert "push them again" in running.fleet.members[0].detail
         weights[0].loras = "both"
         await until(lambda: all_serve(running))
-
-
-async def test_lora_updates_leave_the_model_the_same_as_a_restarted_servers() -> None:
-    async with cluster(0, 0) as (running, weights):
-        for each in weights:
-            each.version, each.loras = 5, "x5"
-        await until(lambda: running.fleet.joining.current is not None and running.fleet.joining.current.version == 5)
-        for each in weights:
-            each.refuses = "read"  # as servers do that were started with --enable-lora
-        weights[0].restart("second")
-        await until(lambda: states(running)[0] is State.OUTDATED)
-        assert "push them again" in running.fleet.members[0].detail
-        assert not running.fleet.joining.misses_updates(running.fleet.members[0])
-        for each in weights:
-            each.version, each.loras = 6, "x6"
-        await until(lambda: all_serve(running))
-        assert not any(got.path == f"{PATH}/tensors" for each in weights for got in each.server.received)
-
-
-async def test_lora_adapters_that_are_pushed_to_all_servers_let_them_serve_again() -> None:
-    async with cluster(0, 0) as (running, weights):
-        for each in weights:
-            each.loras = "old"
-        await until(lambda: running.fleet.joining.current is not None and running.fleet.joining.current.loras == "old")
-        for each in weights:
-            each.restart(f"second-{each.server.name}")
-        await until(lambda: states(running) == [State.OUTDATED] * 2)
-        assert not any(map(running.fleet.joining.misses_updates, running.fleet.members))
 
 
 async def test_a_server_whose_answer_to_a_switch_was_lost_serves_only_the_weights_of_the_others() -> None:
@@ -225,35 +159,6 @@ async def test_a_server_whose_answer_to_a_switch_was_lost_serves_only_the_weight
             each.read_gate.set()
         await until(lambda: all_serve(running))
         assert [(each.served, each.version) for each in weights] == [(b"new", 7)] * 3
-
-
-async def test_a_server_that_cannot_go_back_does_not_serve_before_it_has_the_weights_of_the_others() -> None:
-    async with cluster(7, 7, 7) as (running, weights):
-        weights[0].refuses, weights[1].refuses = "back", "switch"
-        weights[1].read_gate.clear()
-        weights[2].read_gate.clear()
-        assert "could not go back" in (await running.client.put(PATH, content=b"newer")).text
-        assert states(running) == [State.JOINING, State.SERVING, State.SERVING]
-        assert running.fleet.joining.misses_updates(running.fleet.members[0])
-        weights[1].read_gate.set()
-        weights[2].read_gate.set()
-        await until(lambda: all_serve(running))
-        assert [(each.served, each.version) for each in weights] == [(b"new", 7)] * 3
-
-
-async def test_where_all_answers_to_a_switch_were_lost_the_newest_weights_count() -> None:
-    async with cluster(7, 7) as (running, weights):
-        cuts = [asyncio.Event(), asyncio.Event()]
-        weights[0].cut, weights[1].cut = cuts
-        cuts[0].set()
-        assert (await running.client.put(PATH, content=b"newer")).status_code == 502
-        weights[0].cut = None
-        await until(lambda: states(running)[0] is State.SERVING)
-        assert (weights[0].version, weights[1].version) == (8, 7)
-        cuts[1].set()
-        weights[1].cut = None
-        await until(lambda: all_serve(running))
-        assert [(each.served, each.version) for each in weights] == [(b"newer", 8)] * 2
 
 
 class Unconnected:
@@ -283,18 +188,6 @@ def started_over() -> tuple[Joining, Member, Member]:
     return Joining([silent, restarted], check, asyncio.Lock()), silent, restarted
 
 
-async def test_an_ingress_that_starts_waits_for_servers_that_do_not_answer() -> None:
-    compared, silent, restarted = started_over()
-    await compared.admit()
-    assert restarted.state is State.JOINING
-    silent.weights = ServedWeights("a", 7, False, "none")
-    silent.change(State.JOINING)
-    await compared.admit()
-    assert compared.current == silent.weights
-    assert (silent.state, restarted.state) == (State.SERVING, State.JOINING)
-    await until(lambda: restarted.state is State.OUTDATED)  # as neither can be reached
-
-
 async def test_newer_weights_than_those_of_the_others_are_not_replaced_by_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -309,34 +202,6 @@ async def test_newer_weights_than_those_of_the_others_are_not_replaced_by_a_copy
     assert "older: push a full set" in silent.detail
 
 
-async def test_a_copy_that_failed_leaves_nothing_staged() -> None:
-    async with cluster(7, 7) as (running, weights):
-        weights[0].refuses = "switch"
-        weights[0].restart("second")
-        await until(lambda: states(running)[0] is State.OUTDATED)
-        assert not weights[0].staged
-        staged = next(got for got in weights[0].server.received if got.method == "PUT")
-        assert "expires_after=60" in staged.query
-        weights[0].refuses = ""
-        assert (await running.client.put(PATH, content=b"newer")).status_code == 200
-        await until(lambda: all_serve(running))
-
-
-async def test_weights_of_an_update_that_failed_are_not_copied() -> None:
-    async with cluster(7, 7, 7) as (running, weights):
-        weights[1].read_gate.clear()
-        weights[0].restart("second")
-        await until(lambda: weights[1].server.running == 1)  # the copy has begun
-        weights[2].refuses = "switch"
-        assert (await running.client.put(PATH, content=b"newer")).status_code == 502
-        assert weights[1].version == 7
-        weights[1].read_gate.set()
-        await until(lambda: states(running)[0] is State.OUTDATED)
-        assert "they were updated meanwhile" in running.fleet.members[0].detail
-        assert weights[0].is_initial
-        assert not weights[0].staged
-
-
 async def test_an_update_goes_on_without_a_server_that_stops_in_order() -> None:
     async with cluster(7, 7) as (running, weights):
         weights[0].server.health, weights[0].server.retry_after = 503, "5"
@@ -346,29 +211,3 @@ async def test_an_update_goes_on_without_a_server_that_stops_in_order() -> None:
         weights[0].server.health, weights[0].server.retry_after = 200, ""
         await until(lambda: all_serve(running))  # if it goes on after all, it does so with the weights of the others
         assert [(each.served, each.version) for each in weights] == [(b"newer", 8)] * 2
-
-
-async def test_an_update_goes_on_without_a_server_that_begins_to_stop() -> None:
-    async with cluster(7, 7) as (running, weights):
-        weights[0].stage_gate.clear()
-        update = asyncio.create_task(running.client.put(PATH, content=b"newer"))
-        await until(lambda: any(got.method == "PUT" for got in weights[0].server.received))
-        weights[0].server.health, weights[0].server.retry_after = 503, "5"
-        weights[0].stage_gate.set()
-        assert (await update).status_code == 200
-        assert [each.version for each in weights] == [7, 8]
-
-
-@pytest.mark.parametrize(
-    ("text", "served"),
-    [
-        ("start=a; version=7; source=update; loras=x", ServedWeights("a", 7, False, "x")),
-        ("start=a;version=0;source=start;loras=none; more=1", ServedWeights("a", 0, True, "none")),
-        ("", None),
-        ("start=; version=7", None),
-        ("start=a; version=-1", None),
-        ("garbage", None),
-    ],
-)
-def test_what_a_servers_health_says_of_its_weights(text: str, served: ServedWeights | None) -> None:
-    assert read_weights([(b"X-Darts-Weights", text.encode())]) == served

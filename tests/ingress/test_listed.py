@@ -12,7 +12,7 @@ from starlette.responses import Response
 from darts_server.ingress.process import make_app, make_fleet
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.http import HttpReplica
-from darts_server.ingress.replicas.listed import ListedServers, following
+from darts_server.ingress.replicas.listed import following
 from darts_server.ingress.replicas.member import State
 from darts_server.ingress.settings import IngressSettings
 from darts_server.serving.lifecycle import Lifecycle
@@ -96,18 +96,6 @@ async def test_a_server_that_was_stopped_leaves_when_its_requests_have_ended() -
             assert [f"http://{each['name']}" for each in health["replicas"]] == [two.url]
 
 
-async def test_a_server_that_was_killed_leaves_and_weights_can_be_updated_again() -> None:
-    async with fake_servers(2) as (one, two):
-        listing = Listing(one, two)
-        async with ingress_of(listing) as running:
-            await one.kill()
-            await until(lambda: running.fleet.members[0].state is State.LOST)
-            assert "cannot be reached" in (await running.post("/darts/v1/weights", {"path": "x"})).text
-            listing.servers = [two]
-            await until(lambda: hosts(running.fleet) == [two.url])
-            assert "cannot be reached" not in (await running.post("/darts/v1/weights", {"path": "x"})).text
-
-
 async def test_servers_that_answer_stay_while_the_list_is_lost_or_empty() -> None:
     async with fake_servers(1) as (one,):
         listing = Listing(one)
@@ -116,23 +104,3 @@ async def test_servers_that_answer_stay_while_the_list_is_lost_or_empty() -> Non
                 listing.broken, listing.servers = broken, []
                 await listing.wait_for_reads(3)
                 assert [member.serves for member in running.fleet.members] == [True]
-
-
-async def test_a_server_that_is_lost_while_a_request_waits_for_its_poll_does_not_cancel_that() -> None:
-    async with fake_servers(1) as (one,):
-        listing = Listing(one)
-        fleet = make_fleet(IngressSettings((), poll_interval=3600.0, poll_timeout=30.0), [])
-        async with fleet.polled():
-            servers = ListedServers(fleet, listing, HttpReplica)
-            await servers.update()
-            [member] = fleet.members
-            one.frozen = True
-            waiting = asyncio.create_task(fleet.check(member))
-            await asyncio.sleep(0.05)
-            member.change(State.LOST)
-            listing.servers = []
-            leaving = asyncio.create_task(servers.update())
-            await asyncio.sleep(0.05)
-            one.frozen = False
-            await asyncio.gather(waiting, leaving)
-            assert fleet.members == []

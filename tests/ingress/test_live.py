@@ -14,14 +14,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from darts_server.http import page
 from darts_server.http.resources.monitor import MonitorAnswer
 from darts_server.http.sse import MEDIA_TYPE, encode
-from darts_server.ingress.live import feed, merged
-from darts_server.ingress.live.merged import MergedFeeds, NotUnderstood
 from tests.http.at_work import at_work
 from tests.ingress.servers import FakeServer, RunningIngress, fake_servers, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 LIVE = "/darts/v1/live"
-REWARDS = {"rewarded": 8, "pass_rate": 0.5, "rewarded_groups": 2, "zero_variance_groups": 1}
 
 
 def event(now: float, *groups: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -112,33 +109,6 @@ async def test_the_page_is_the_servers_own() -> None:
         assert not server.received
 
 
-async def test_one_answer_has_the_groups_of_all_servers_on_one_clock() -> None:
-    async with cluster(3) as (running, servers):
-        answer = (await running.client.get(LIVE)).json()
-        MonitorAnswer.model_validate(answer)
-        assert {each["group_id"]: each["server"] for each in answer["groups"]} == {
-            each.server.name: each.server.url.removeprefix("http://") for each in servers
-        }
-        for each in answer["groups"]:
-            assert answer["now"] - each["began"] == pytest.approx(2, abs=1)
-            assert each["candidates"][0]["start"] - each["began"] == pytest.approx(1)
-        assert (answer["running"], answer["candidates"]) == (3, 12)
-
-
-async def test_the_feed_begins_with_the_state_of_all_servers_and_goes_on_with_the_changes_of_each() -> None:
-    async with cluster(2) as (running, servers), viewing(running) as events:
-        name, first = await anext(events)
-        assert (name, {each["group_id"] for each in first["groups"]}) == ("snapshot", {"a", "b"})
-        change = {"group_id": "b", "ended": 1003.0, "candidates": [{"index": 0, "tokens": 9, "stop": 1003.0}]}
-        servers[1].events.put_nowait(event(1004.0, change, running=0, candidates=0))
-        update = await next_with(events, "groups")
-        [changed] = update["groups"]
-        assert (changed["group_id"], changed["candidates"][0]["tokens"]) == ("b", 9)
-        [began] = [each["began"] for each in first["groups"] if each["group_id"] == "b"]
-        assert changed["ended"] - began == pytest.approx(1003.0 - 998.0)
-        assert (update["running"], update["candidates"]) == (1, 4)
-
-
 async def test_groups_of_real_monitors_are_followed_from_their_start_to_their_end() -> None:
     with at_work() as (one, first), at_work() as (two, second):
         urls = [url.removesuffix("/darts/") for url in (one, two)]
@@ -206,70 +176,3 @@ async def test_callers_see_what_their_own_key_shows_and_without_one_what_servers
         assert answer.status_code == 200
         sent = [got for each in servers for got in each.server.received if got.path == LIVE]
         assert {got.headers["authorization"] for got in sent} == {"Bearer mine"}
-
-
-async def test_a_server_of_another_version_is_left_out() -> None:
-    async with cluster(2) as (running, servers):
-        servers[0].snapshot = {"groups": []}
-        assert [each["group_id"] for each in (await running.client.get(LIVE)).json()["groups"]] == ["b"]
-        servers[1].snapshot = {"groups": []}
-        assert (await running.client.get(LIVE)).status_code == 503
-
-
-async def test_a_server_that_shows_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "SNAPSHOT_SECONDS", 0.2)
-    async with cluster(2) as (running, servers):
-        servers[0].snapshot = {"groups": []}
-        async with viewing(running) as events:
-            _, first = await anext(events)
-            assert [each["group_id"] for each in first["groups"]] == ["b"]
-
-
-async def test_without_servers_the_feed_says_so() -> None:
-    async with cluster(1) as (running, [only]):
-        await only.server.kill()
-        await until(lambda: not running.fleet.reachable)
-        assert (await running.client.get(LIVE)).status_code == 503
-
-
-async def test_servers_wait_for_a_slow_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged, "ROOM", 1)
-    feeds = MergedFeeds()
-    feeds.add("a", event(0.0, group("a", 0.0), group("b", 0.0)), is_whole=True)
-    waiting = asyncio.create_task(feeds.wait_for_room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    assert len(feeds.take()["groups"]) == 2
-    await waiting
-
-
-async def test_a_group_that_has_left_before_a_viewer_saw_it_is_not_shown() -> None:
-    feeds = MergedFeeds(lambda: 0.0)
-    feeds.add("a", event(0.0, group("a", 0.0)), is_whole=True)
-    feeds.add("a", {**event(1.0), "left": [group("a", 0.0)["group_id"]]}, is_whole=False)
-    assert feeds.take()["groups"] == []
-
-
-async def test_health_is_that_of_the_servers_together() -> None:
-    feeds = MergedFeeds(lambda: 50.0)
-    assert not feeds.has_news
-    feeds.add("a", event(0.0, version=4, rewards=REWARDS, fault="disk full"), is_whole=True)
-    feeds.add("b", event(0.0, version=3, rewards={**REWARDS, "rewarded": 9}), is_whole=True)
-    feeds.add("c", event(0.0, version=3, state="updating"), is_whole=True)
-    health = feeds.take()["health"]
-    assert health == {
-        "weights": {"version": 3, "state": "updating", "last": None},
-        "rewards": {**REWARDS, "rewarded": 9},
-        "store_fault": "a: disk full",
-    }
-    assert not feeds.has_news
-    feeds.add("c", event(1.0, version=4), is_whole=False)
-    assert feeds.has_news
-
-
-@pytest.mark.parametrize("wrong", [{}, {"now": "x"}, {"now": 1.0, "groups": [{}]}, [], {"now": 1.0, "groups": 3}])
-async def test_what_is_no_feed_is_not_understood(wrong: Any) -> None:
-    feeds = MergedFeeds()
-    with pytest.raises(NotUnderstood):
-        feeds.add("a", wrong, is_whole=True)
-    assert not feeds.names

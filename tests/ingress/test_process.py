@@ -1,6 +1,5 @@
 """The process of an ingress: what it imports, its flags, its end."""
 
-import resource
 import signal
 import subprocess
 import sys
@@ -12,9 +11,6 @@ import pytest
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.demo.server import bind
-from darts_server.ingress.command import parse_arguments, read_settings
-from darts_server.ingress.process import raise_file_limit
-from darts_server.ingress.settings import read_server_list
 
 HEAVY = ("torch", "vllm", "ray")
 
@@ -26,14 +22,6 @@ def test_it_imports_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_help_teaches_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["ingress", "--help"])
-    out = capsys.readouterr().out
-    assert "--server-list http://127.0.0.1:8001,http://127.0.0.1:8002" in out
-    assert "Authorization" in out
 
 
 @pytest.mark.parametrize(
@@ -56,25 +44,6 @@ def test_an_invalid_flag_is_a_usage_error_that_names_it(
 ) -> None:
     assert main(["ingress", *flags]) == USAGE_ERROR
     assert named in capsys.readouterr().err
-
-
-def test_flags_become_settings() -> None:
-    flags = ["--server-list", "http://a:1, https://b", "--group-pattern", "(.+)_[0-9]+", "--allowed-hosts", "x,*.y"]
-    settings = read_settings(parse_arguments(flags))
-    assert settings.server_list == ["http://a:1", "https://b"] == read_server_list("http://a:1/,https://b")
-    assert settings.group_pattern is not None
-    assert settings.group_pattern.fullmatch("g_1")
-    assert settings.allowed_hosts == ["x", "*.y"]
-
-
-def test_it_may_open_as_many_files_as_the_process_is_allowed() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
-    try:
-        raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_signal_ends_it_in_order() -> None:

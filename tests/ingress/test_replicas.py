@@ -1,9 +1,7 @@
 """Replicas that are lost, unhealthy or misconfigured, and what callers see of it."""
 
 import asyncio
-import os
 import random
-import resource
 from collections.abc import AsyncIterator
 
 import httpx
@@ -11,8 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from darts_server.exceptions import ServerStopping
-from darts_server.ingress.replicas.fleet import Fleet, PollSettings
+from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.http import HttpReplica
 from darts_server.ingress.replicas.member import State
 from tests.ingress.servers import FakeServer, Handler, fake_servers, ingress, ingress_over, until
@@ -48,18 +45,6 @@ async def test_requests_of_a_replica_that_dies_run_again_on_another_and_a_group_
         assert states[dying.url.removeprefix("http://")] is State.LOST
 
 
-async def test_an_answer_that_breaks_off_before_the_caller_got_any_of_it_is_run_again() -> None:
-    async with ingress_over(2) as (running, servers):
-        for server in servers:
-            server.handlers[("POST", PATH)] = breaking(server, b'{"half": ', "application/json")
-        calls = asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2}))
-        await until(lambda: any(server.received for server in servers))
-        dying = next(server for server in servers if server.received)
-        next(server for server in servers if server is not dying).handlers.clear()
-        await dying.kill()
-        assert (await calls).json()["server"] != dying.name
-
-
 def breaking(server: FakeServer, part: bytes, media_type: str) -> Handler:
     async def chunks() -> AsyncIterator[bytes]:
         yield part
@@ -82,25 +67,6 @@ async def test_a_stream_that_had_begun_ends_with_an_error_that_says_so(path: str
             rest = b"".join([chunk async for chunk in chunks])
         assert rest.startswith(named + b'data: {"error": {"message": "the server ')
         assert b"send the request again" in rest
-
-
-async def test_a_lost_connection_to_a_replica_that_is_well_is_tried_again_on_it() -> None:
-    async with ingress_over(2) as (running, servers):
-        failed: list[str] = []
-
-        def failing_once(server: FakeServer) -> Handler:
-            async def handle(_: Request) -> Response:
-                if not failed:
-                    failed.append(server.name)
-                    server.abort_connections()
-                return JSONResponse({"server": server.name})
-
-            return handle
-
-        for server in servers:
-            server.on("POST", PATH, failing_once(server))
-        answer = await running.post(PATH, {"prompt": "one that may have to meet others"})
-        assert [answer.json()["server"]] == failed
 
 
 async def test_a_request_that_two_servers_were_lost_with_gets_no_third_one() -> None:
@@ -138,33 +104,6 @@ async def test_a_request_that_stopping_servers_refused_or_that_found_closed_port
         assert (await running.post(PATH, {"prompt": "p"})).json() == {"server": last.name}
 
 
-async def test_without_file_descriptors_servers_are_not_lost_and_callers_read_the_remedy() -> None:
-    async with ingress_over(2, poll_interval=3600.0) as (running, _):
-        warm = httpx.AsyncClient(base_url=running.url, verify=False)
-        await warm.get("/health")  # this connection stays open
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), before[1]))
-        try:
-            for member in running.fleet.members:
-                for _ in range(20):
-                    await running.fleet.check(member)
-            answers = [await warm.post(PATH, json={"prompt": "p"}) for _ in range(20)]
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            await warm.aclose()
-        assert [member.state for member in running.fleet.members] == [State.SERVING] * 2
-        refused = [answer for answer in answers if answer.status_code != 200]  # others have used open connections
-        assert refused
-        assert {answer.status_code for answer in refused} == {503}
-        assert all("ulimit -n" in answer.json()["error"]["message"] for answer in refused)
-        assert all(answer.headers["retry-after"] for answer in refused)
-
-
-def lowest_free_descriptor() -> int:
-    with open(os.devnull) as file:
-        return file.fileno()
-
-
 async def test_a_connection_that_is_not_made_in_time_is_one_missed_poll_and_a_refused_one_a_lost_server() -> None:
     def late(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectTimeout("late", request=request)
@@ -180,22 +119,6 @@ async def test_a_connection_that_is_not_made_in_time_is_one_missed_poll_and_a_re
     assert fleet.members[0].state is State.LOST
 
 
-async def test_an_unexpected_error_of_a_poll_does_not_end_the_polls() -> None:
-    failing = [True]
-
-    def answer(_: httpx.Request) -> httpx.Response:
-        if failing[0]:
-            raise RuntimeError("a defect")
-        return httpx.Response(200, json={})
-
-    replica = HttpReplica("http://127.0.0.1:9", [httpx.MockTransport(answer)])
-    async with Fleet([replica], PollSettings(0.01, 5.0)).polled() as fleet:
-        assert fleet.members[0].state is State.LOST
-        await asyncio.sleep(0.1)
-        failing[0] = False
-        await until(lambda: fleet.members[0].serves)
-
-
 async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_elsewhere() -> None:
     async with ingress_over(2) as (running, servers):
         stopping, other = servers
@@ -206,42 +129,6 @@ async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_
         health = (await running.client.get("/health")).json()
         assert [each["state"] for each in health["replicas"]] == ["unhealthy", "serving"]
         assert health["replicas"][0]["detail"] == "it is stopping"
-
-
-@pytest.mark.parametrize("status", [500, 503])
-async def test_an_error_of_a_replica_that_is_well_reaches_the_caller(status: int) -> None:
-    async with ingress_over(1) as (running, [server]):
-        server.answer("POST", PATH, {"error": {"message": "engine is full"}}, status)
-        answer = await running.post(PATH, {"prompt": "p"})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (status, "engine is full")
-        assert len(server.received) == 1
-
-
-@pytest.mark.parametrize("status", [500, 503])
-async def test_an_error_of_a_replica_that_ends_before_it_answers_the_poll_does_not_reach_the_caller(
-    status: int,
-) -> None:
-    async with ingress_over(2) as (running, servers):
-        dying, other = servers
-
-        def end() -> dict[str, str]:
-            dying.abort_connections()
-            return {}
-
-        dying.answer("POST", PATH, {"error": {"message": "the engine died"}}, status)
-        dying.health_headers = end
-        found = [(await running.post(PATH, {"prompt": f"{i}", "n": 2})).json().get("server") for i in range(4)]
-        assert found == [other.name] * 4
-
-
-async def test_health_is_200_while_one_serves_and_not_while_the_ingress_stops() -> None:
-    async with ingress_over(2) as (running, servers):
-        assert (await running.client.get("/health")).status_code == 200
-        await servers[0].kill()
-        await until(lambda: running.fleet.members[0].state is State.LOST)
-        assert (await running.client.get("/health")).status_code == 200
-        running.lifecycle.stop(ServerStopping("bye", 1))
-        assert (await running.client.get("/health")).status_code == 503
 
 
 async def test_health_is_503_when_none_serves() -> None:
@@ -262,14 +149,6 @@ async def test_a_replica_that_no_longer_answers_polls_is_lost_and_its_requests_r
         next(server for server in servers if server is not frozen).handlers.clear()
         frozen.frozen = True
         assert (await call).json()["server"] != frozen.name
-
-
-async def test_a_replica_that_comes_back_serves_again() -> None:
-    async with ingress_over(1) as (running, [server]):
-        server.health = 503
-        await until(lambda: running.fleet.members[0].state is State.UNHEALTHY)
-        server.health = 200
-        await until(lambda: running.fleet.members[0].serves)
 
 
 async def test_a_server_that_does_not_know_its_name_is_not_used_and_says_why() -> None:

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.http import errors
 from darts_server.http.resources import observations, state
 from darts_server.ingress.replicas import sharing
-from darts_server.ingress.replicas.feed import Feed
 from darts_server.rollout.allocation import auto
-from darts_server.rollout.exchange import positions
 from darts_server.rollout.learned import latency
 from darts_server.store import Store
 from tests.ingress.servers import OBSERVATIONS, FakeServer, RunningIngress, fake_servers, ingress, until
@@ -89,36 +86,6 @@ async def test_all_servers_learn_from_the_groups_of_each_once() -> None:
         assert await counted(running, "repeated") == await counted(running, "missed") == 0
 
 
-async def test_groups_of_several_servers_at_once_count_once_each() -> None:
-    async with cluster(3) as (_, servers):
-        for number, each in enumerate(servers):
-            each.play(number)
-        expected = sum(each.groups for each in servers)
-        await until(lambda: all(each.groups == expected for each in servers))
-        await asyncio.sleep(0.2)
-        assert [each.groups for each in servers] == [expected] * 3
-
-
-async def test_more_observations_than_one_answer_has_are_all_learned_from() -> None:
-    async with cluster(2) as (_, servers):
-        servers[0].play(0, 700)
-        assert servers[0].learner.exchange.log.last > 2 * observations.PER_ANSWER
-        await until(lambda: are_equal(servers))
-
-
-async def test_a_server_that_was_lost_goes_on_where_it_was() -> None:
-    async with cluster(2) as (running, servers):
-        servers[0].play(0)
-        await until(lambda: are_equal(servers))
-        servers[1].server.frozen = True
-        servers[0].play(1)
-        await asyncio.sleep(0.2)
-        assert not are_equal(servers)
-        servers[1].server.frozen = False
-        await until(lambda: are_equal(servers))
-        assert await counted(running, "missed") == 0
-
-
 async def test_a_server_that_restarts_with_its_store_learns_nothing_twice() -> None:
     async with cluster(2) as (running, servers):
         for number, each in enumerate(servers):
@@ -130,33 +97,6 @@ async def test_a_server_that_restarts_with_its_store_learns_nothing_twice() -> N
         servers[1].play(3)
         await until(lambda: servers[0].groups == servers[1].groups > total)
         assert await counted(running, "missed") == 0
-
-
-async def test_a_server_that_restarts_without_a_store_gets_what_all_have_learned() -> None:
-    async with cluster(3) as (running, servers):
-        feeds = running.fleet.sharing._feeds
-        for number, each in enumerate(servers):
-            each.play(number)
-            await until(lambda: are_equal(servers))
-            life = each.learner.exchange.log.life
-            feeds[life] = feeds.pop(life)  # sent in the order of their groups, by which the latest count more
-        servers[1].start(Store())
-        assert not servers[1].learned
-        await until(lambda: are_equal(servers))
-        servers[1].play(7)
-        await until(lambda: are_equal(servers))
-
-
-async def test_what_a_lost_server_had_learned_is_not_lost() -> None:
-    async with cluster(3) as (_, servers):
-        servers[0].play(0)
-        await until(lambda: are_equal(servers))
-        servers[2].server.frozen = True
-        servers[0].play(1)
-        await until(lambda: are_equal(servers[:2]))
-        await servers[0].server.kill()
-        servers[2].server.frozen = False
-        await until(lambda: are_equal(servers[1:]))
 
 
 async def test_a_new_server_gets_the_state_of_another_one_but_not_what_was_measured_there() -> None:
@@ -230,54 +170,6 @@ async def test_a_new_server_gets_the_state_however_often_that_has_failed(
     assert "does not learn from the others" not in caplog.text
 
 
-async def test_of_two_servers_that_one_can_get_its_state_from_one_that_fails_is_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with with_new_server(3) as (fakes, servers):
-        fakes[0].app = refusing(fakes[0].app, "GET", sharing.STATE, 500)
-        async with ingress(fakes):
-            await until(lambda: are_equal(servers))
-            servers[0].play(1)
-            await until(lambda: are_equal(servers))
-        assert (got(fakes[0], "GET", sharing.STATE), got(fakes[1], "GET", sharing.STATE)) == (1, 1)
-    assert "does not learn from the others" not in caplog.text
-
-
-async def test_a_server_whose_source_is_killed_gets_the_state_of_another_one() -> None:
-    async with with_new_server(3) as (fakes, servers):
-
-        async def die(_: Request) -> Response:
-            await fakes[0].kill()
-            return Response()
-
-        app = FastAPI()
-        app.add_api_route(sharing.STATE, die)
-        fakes[0].app = passing_on(fakes[0].app, sharing.STATE, app)
-        async with ingress(fakes):
-            await until(lambda: are_equal(servers[1:]))
-
-
-def passing_on(app: ASGIApp | None, path: str, other: ASGIApp) -> ASGIApp:
-    """Let another app answer a route."""
-    assert app is not None
-
-    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
-        await (other if scope["path"] == path else app)(scope, receive, send)
-
-    return choose
-
-
-async def test_a_server_that_does_not_take_the_state_learns_from_observations(caplog: pytest.LogCaptureFixture) -> None:
-    async with with_new_server(2) as (fakes, servers):
-        fakes[1].app = refusing(fakes[1].app, "PUT", sharing.STATE, 413)
-        servers[0].play(1)
-        async with ingress(fakes):
-            await until(lambda: bool(servers[1].learned))
-            await asyncio.sleep(0.2)
-        assert got(fakes[1], "PUT", sharing.STATE) == 1
-    assert caplog.text.count("did not get what others have learned") == 1
-
-
 async def test_another_ingress_repeats_nothing() -> None:
     async with cluster(2) as (_, servers):
         servers[0].play(0)
@@ -286,67 +178,6 @@ async def test_another_ingress_repeats_nothing() -> None:
             servers[1].play(1)
             await until(lambda: are_equal(servers))
             assert await counted(second, "missed") == 0
-
-
-async def test_older_observations_that_nobody_has_any_more_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster(2) as (running, servers):
-        servers[0].play(0, 3)
-        await until(lambda: are_equal(servers))
-        servers[1].server.frozen = True
-        servers[0].learner.exchange.log._max_kept = 2
-        before = servers[0].learner.exchange.log.last
-        servers[0].server.frozen = True
-        servers[0].play(1)
-        lost = servers[0].learner.exchange.log.last - before - 2
-        for each in servers:
-            each.server.frozen = False
-        await until(lambda: servers[1].learner.exchange.positions.of(servers[0].learner.exchange.log.life) > before)
-        assert await counted(running, "missed") == lost
-
-
-async def test_a_server_of_another_version_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    async with fake_servers(3) as fakes:
-        servers = [LearningServer(fake) for fake in fakes[:2]]
-        async with ingress(fakes):
-            servers[0].play(0)
-            await until(lambda: are_equal(servers))
-    assert caplog.text.count("does not learn from the others, nor they from it") == 1
-
-
-@pytest.mark.parametrize("answer", [[], {}, {"life": "a", "learned": 3, "is_new": True}, {"life": "a"}])
-async def test_an_answer_that_is_not_understood_leaves_a_server_out(
-    answer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with fake_servers(2) as fakes:
-        fakes[1].shares = True
-        fakes[1].answer("GET", OBSERVATIONS, answer)
-        fakes[0].shares = True
-        LearningServer(fakes[0]).play(0)
-        async with ingress(fakes):
-            await until(lambda: "does not learn from the others" in caplog.text)
-
-
-@pytest.mark.parametrize("groups", [3, 60])
-async def test_what_a_server_refuses_is_not_sent_again(groups: int, caplog: pytest.LogCaptureFixture) -> None:
-    async with cluster(2) as (running, servers):
-
-        async def refuse(request: Request) -> Response:
-            status = {"life": "b", "last": 0, "observations": [], "learned": {}, "is_new": False}
-            error = {"error": {"message": "observations[0].tokens: no"}}
-            return JSONResponse(status) if request.method == "GET" else JSONResponse(error, 400)
-
-        servers[1].server.app = None
-        for method in ("GET", "POST"):
-            servers[1].server.on(method, OBSERVATIONS, refuse)
-        servers[0].play(0, groups)
-        sent = servers[0].learner.exchange.log.last
-        while await counted(running, "refused") < sent:
-            await asyncio.sleep(0.01)
-        posts = got(servers[1].server, "POST", OBSERVATIONS)
-        await asyncio.sleep(0.3)
-        assert got(servers[1].server, "POST", OBSERVATIONS) == posts
-        assert await counted(running, "refused") == sent
-        assert caplog.text.count("refused observations") == 1
 
 
 @pytest.mark.parametrize("status", [400, 413])
@@ -380,25 +211,6 @@ async def test_of_many_observations_only_those_that_are_wrong_are_refused(
         assert caplog.text.count("refused observations") == 1
 
 
-async def test_a_server_that_has_dropped_the_position_of_another_one_learns_nothing_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(positions, "MAX_LIVES", 2)
-    async with cluster(2) as (running, servers):
-        servers[0].play(0)
-        await until(lambda: are_equal(servers))
-        turns = got(servers[1].server, "GET", OBSERVATIONS)
-        await until(lambda: got(servers[1].server, "GET", OBSERVATIONS) > turns + 1)
-        for life in ("other", "another"):
-            servers[1].learner.exchange.positions.set(life, 1)
-        assert servers[0].learner.exchange.log.life not in servers[1].learner.exchange.positions.all
-        sent = got(servers[1].server, "POST", OBSERVATIONS)
-        turns = got(servers[1].server, "GET", OBSERVATIONS)
-        await until(lambda: got(servers[1].server, "GET", OBSERVATIONS) > turns + 3)
-        assert got(servers[1].server, "POST", OBSERVATIONS) == sent
-        assert await counted(running, "repeated") == 0
-
-
 async def test_observations_go_with_the_ingresss_own_key() -> None:
     async with cluster(2, admin_key="secret") as (_, servers):
         for each in servers:
@@ -407,48 +219,3 @@ async def test_observations_go_with_the_ingresss_own_key() -> None:
         await until(lambda: are_equal(servers))
         sent = [each for server in servers for each in server.server.received if each.path == OBSERVATIONS]
         assert {each.headers.get("authorization") for each in sent} == {"Bearer secret"}
-
-
-async def test_without_a_key_that_it_needs_an_ingress_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async with cluster(2) as (running, servers):
-        for each in servers:
-            each.server.needs_key = True
-        await until(lambda: "set DARTS_ADMIN_API_KEY" in caplog.text)
-        await asyncio.sleep(0.2)
-        assert caplog.text.count("set DARTS_ADMIN_API_KEY") == len(servers)
-        refused = await running.client.get(OBSERVATIONS)
-        assert refused.status_code == 501
-
-
-async def test_more_servers_than_can_keep_positions_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sharing, "MAX_SERVERS", 2)
-    async with cluster(3) as (_, servers):
-        servers[0].play(0)
-        await until(lambda: are_equal(servers[:2]))
-        assert not servers[2].learned
-    assert caplog.text.count("only the first 2 of 3 replicas learn") == 1
-
-
-async def test_observations_of_servers_that_are_gone_are_kept_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "MAX_GONE", 1)
-    async with cluster(2) as (running, servers):
-        for number in range(4):
-            servers[0].play(number, 3)
-            await until(lambda: are_equal(servers))
-            servers[0].start(servers[0].store)
-        await until(lambda: len(running.fleet.sharing._feeds) == 3)
-
-
-def test_a_feed_keeps_the_newest_and_says_whether_it_is_whole() -> None:
-    feed = Feed("a", max_bytes=5)
-    for number in (1, 1, 2, 3):
-        feed.add(number, str(number))
-    assert (list(feed.after(1)), feed.is_whole) == ([(2, "2"), (3, "3")], True)
-    assert list(feed.after(3)) == []
-    feed.add(4, "four")
-    assert (list(feed.after(0)), feed.is_whole) == ([(3, "3"), (4, "four")], False)
-    other = Feed("b")
-    other.add(2, "2")
-    assert not other.is_whole

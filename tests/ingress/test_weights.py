@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -34,14 +33,6 @@ async def test_pushed_weights_are_staged_everywhere_and_switched_under_one_versi
         assert state(weights) == [(whole, 8)] * 3
         assert all(got.headers["authorization"] == "Bearer k" for server in servers for got in server.received)
         assert "rule=keep" in next(got.query for got in servers[0].received if got.method == "PUT")
-
-
-async def test_weights_at_a_path_are_loaded_by_all() -> None:
-    async with ingress_over(2) as (running, servers):
-        weights = install(servers)
-        assert (await running.post(PATH, {"path": "/w"})).status_code == 200
-        assert [each.version for each in weights] == [4, 4]
-        assert servers[0].bodies(PATH) == [{"path": "/w", "stage": True}]
 
 
 @pytest.mark.parametrize("at", ["stage", "switch"])
@@ -146,24 +137,6 @@ async def test_if_one_cannot_switch_the_others_go_back() -> None:
         assert state(weights) == [(b"old", 3)] * 3
 
 
-async def test_one_that_cannot_go_back_is_named() -> None:
-    async with ingress_over(2) as (running, servers):
-        weights = install(servers)
-        weights[0].refuses, weights[1].refuses = "back", "switch"
-        message = (await running.client.put(PATH, content=b"new")).json()["error"]["message"]
-        assert f"{running.fleet.members[0].name} serve version 4" in message
-        assert (weights[0].served, weights[1].served) == (b"new", b"old")
-
-
-async def test_weights_that_cannot_be_kept_are_replaced_without_a_way_back() -> None:
-    async with ingress_over(2) as (running, servers):
-        weights = install(servers)
-        weights[0].refuses = "keep"
-        answer = await running.client.put(PATH, content=b"new")
-        assert answer.status_code == 200, answer.text
-        assert state(weights) == [(b"new", 4)] * 2
-
-
 async def test_a_lora_adapter_is_switched_without_a_way_back() -> None:
     async with ingress_over(3) as (running, servers):
         weights = install(servers)
@@ -227,10 +200,3 @@ async def test_a_push_that_breaks_off_changes_nothing() -> None:
         while (answer := await running.client.put(PATH, content=b"new")).status_code == 409:
             await asyncio.sleep(0.01)  # the first one is still ending
         assert answer.status_code == 200
-
-
-@pytest.mark.parametrize(("method", "query", "body"), [("PUT", "?stage=true", None), ("POST", "", {"stage": True})])
-async def test_staging_is_the_ingress_own(method: str, query: str, body: Any) -> None:
-    async with ingress_over(2) as (running, _):
-        answer = await running.client.request(method, PATH + query, json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stage")

@@ -43,26 +43,27 @@ def record(**changes: Any) -> GroupRecord:
     return GroupRecord(**fields | changes)
 
 
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"model_name": "tiny", **labels})
+
+
 def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
     metrics.candidates_started(3)
     metrics.group_ended(record())
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
-
-    assert value("darts_groups_total", outcome="completed") == 1
-    assert value("darts_candidates_started_total") == 3
-    assert value("darts_candidates_ended_total", reason="selected") == 2
-    assert value("darts_candidates_ended_total", reason="tail_pruned") == 1
-    assert value("darts_tokens_total", kind="generated") == 80
-    assert value("darts_tokens_total", kind="returned") == 40
-    assert value("darts_tokens_total", kind="wasted") == 40
-    assert value("darts_group_duration_seconds_sum") == 3
-    assert value("darts_tail_wait_seconds_sum") == 1.5
-    assert value("darts_trajectory_length_tokens_sum", kind="generated") == 80
-    assert value("darts_trajectory_length_tokens_count", kind="returned") == 2
+    assert value(registry, "darts_groups_total", outcome="completed") == 1
+    assert value(registry, "darts_candidates_started_total") == 3
+    assert value(registry, "darts_candidates_ended_total", reason="selected") == 2
+    assert value(registry, "darts_candidates_ended_total", reason="tail_pruned") == 1
+    assert value(registry, "darts_tokens_total", kind="generated") == 80
+    assert value(registry, "darts_tokens_total", kind="returned") == 40
+    assert value(registry, "darts_tokens_total", kind="wasted") == 40
+    assert value(registry, "darts_group_duration_seconds_sum") == 3
+    assert value(registry, "darts_tail_wait_seconds_sum") == 1.5
+    assert value(registry, "darts_trajectory_length_tokens_sum", kind="generated") == 80
+    assert value(registry, "darts_trajectory_length_tokens_count", kind="returned") == 2
 
 
 def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
@@ -161,16 +162,17 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     chosen = ChosenOption("cut 1.5 at 0.9", "2 s a step, off 3 s")
     metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None, chosen=chosen))
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
-
-    assert value("darts_cohorts_total", explored="false") == value("darts_cohorts_total", explored="true") == 1
-    assert value("darts_auto_cohorts_total", rule="cut") == 1
-    assert value("darts_auto_cohorts_total", rule="off") == 0
-    assert value("darts_budget_mean_candidates") == 12.5
-    assert value("darts_deadline_tokens") == 60
-    assert value("darts_rollout_seconds_sum", kind="predicted") == 2
-    assert value("darts_rollout_seconds_sum", kind="measured") == 2.5
+    assert (
+        value(registry, "darts_cohorts_total", explored="false")
+        == value(registry, "darts_cohorts_total", explored="true")
+        == 1
+    )
+    assert value(registry, "darts_auto_cohorts_total", rule="cut") == 1
+    assert value(registry, "darts_auto_cohorts_total", rule="off") == 0
+    assert value(registry, "darts_budget_mean_candidates") == 12.5
+    assert value(registry, "darts_deadline_tokens") == 60
+    assert value(registry, "darts_rollout_seconds_sum", kind="predicted") == 2
+    assert value(registry, "darts_rollout_seconds_sum", kind="measured") == 2.5
 
 
 def test_cut_candidates_and_explored_tails_are_counted() -> None:
@@ -199,32 +201,26 @@ def test_rewards_are_counted_by_match_and_rewarded_groups_by_zero_variance() -> 
     metrics.group_rewarded(zero_variance=False)
     metrics.group_rewarded(zero_variance=True)
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
-
-    assert value("darts_rewards_total", matched="true") == 6
-    assert value("darts_rewards_total", matched="false") == 2
-    assert value("darts_rewarded_groups_total", zero_variance="true") == 2
-    assert value("darts_rewarded_groups_total", zero_variance="false") == 1
+    assert value(registry, "darts_rewards_total", matched="true") == 6
+    assert value(registry, "darts_rewards_total", matched="false") == 2
+    assert value(registry, "darts_rewarded_groups_total", zero_variance="true") == 2
+    assert value(registry, "darts_rewarded_groups_total", zero_variance="false") == 1
 
 
 def test_weight_updates_are_counted_with_their_phases_and_version() -> None:
     registry = CollectorRegistry()
-    metrics = WeightMetrics("m", registry)
+    metrics = WeightMetrics("tiny", registry)
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {"model_name": "m", **labels})
-
-    assert value("darts_weight_version") == 0
+    assert value(registry, "darts_weight_version") == 0
     done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
     for update in (done, replace(done, version=8), replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={})):
         metrics.update_announced(update.version)
         metrics.update_ended(update)
-    assert value("darts_weight_version") == 8
-    assert value("darts_weight_updates_total", outcome="completed") == 2
-    assert value("darts_weight_updates_total", outcome="refused") == 1
-    assert value("darts_weight_update_seconds_sum", phase="load") == 0.4
-    assert value("darts_weight_update_seconds_count", phase="pause") == 2
+    assert value(registry, "darts_weight_version") == 8
+    assert value(registry, "darts_weight_updates_total", outcome="completed") == 2
+    assert value(registry, "darts_weight_updates_total", outcome="refused") == 1
+    assert value(registry, "darts_weight_update_seconds_sum", phase="load") == 0.4
+    assert value(registry, "darts_weight_update_seconds_count", phase="pause") == 2
 
 
 def test_votes_are_counted_by_outcome_with_the_candidates_they_stopped() -> None:

@@ -176,21 +176,6 @@ def test_a_training_that_diverges_is_undone() -> None:
     assert head.divergences == 2
 
 
-def test_after_a_divergence_the_state_is_that_of_the_last_good_training() -> None:
-    """A state from a usual learning rate is restored into a head with an absurd one, and back."""
-    good = trained_head(task := SyntheticTask())
-    head = Head(WIDTH, replace(QUICK, learning_rate=1e36))
-    head.restore(good.state())
-    for hidden, target in task.trajectories(64):
-        head.learn(hidden, 512, target)
-    assert head.train(10) == TrainingResult(0, None)
-    assert head.status is HeadStatus.DIVERGED
-    assert head.state() == good.state()
-    again = Head(WIDTH, QUICK)
-    again.restore(head.state())
-    assert unseen_auc(again, task) > 0.85
-
-
 def test_the_training_after_a_divergence_starts_from_the_last_good_weights() -> None:
     """At this learning rate the first step from the initial weights is good, and the second one diverges."""
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))

@@ -96,17 +96,6 @@ def test_few_labels_are_trained_on_after_a_while() -> None:
         assert 0 < head.score(hidden, 512).value < 1
 
 
-@pytest.mark.nightly  # tests/quality/test_head.py has the same in one process
-def test_the_score_is_the_prior_before_the_start_and_with_labels_of_one_class() -> None:
-    hidden = np.zeros(WIDTH)
-    assert RemoteHead(WIDTH).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
-    with running_head() as head:
-        for x, _ in SyntheticTask().trajectories(64):
-            head.learn(x, 512, 1.0)
-        wait_until(lambda: head.status is HeadStatus.ONE_CLASS, "all labels are learned")
-        assert head.score(hidden, 512).value == pytest.approx(65 / 66)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
 def test_features_that_are_not_finite_are_counted_and_not_sent(bad: float) -> None:
     head, hidden = RemoteHead(WIDTH), np.zeros(WIDTH)
@@ -118,16 +107,6 @@ def test_features_that_are_not_finite_are_counted_and_not_sent(bad: float) -> No
         head.score(np.zeros(WIDTH + 1), 512)
     with pytest.raises(ValueError, match="target must be"):
         head.learn(np.zeros(WIDTH), 512, 2.0)
-
-
-@pytest.mark.nightly  # tests/quality/test_head.py has the same in one process
-def test_after_a_divergence_the_score_is_the_prior() -> None:
-    with running_head(replace(QUICK, learning_rate=1e30)) as head:
-        for hidden, target in SyntheticTask().trajectories(64):
-            head.learn(hidden, 512, target)
-        wait_until(lambda: head.status is HeadStatus.DIVERGED, "it diverges")
-        assert head.report.divergences == 1
-        assert head.score(hidden, 512) == Score(head.report.prior, HeadStatus.DIVERGED)
 
 
 def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() -> None:
@@ -255,16 +234,6 @@ def test_no_descriptor_is_left_open_by_processes_that_ended() -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_a_trainer_that_does_not_read_is_killed() -> None:
-    head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
-    head.start()
-    wait_until(lambda: head.pid, "it runs")
-    for _ in range(64):
-        head.learn(np.zeros(4096, np.float32), 512, 1.0)
-    head.close()
-    assert head.pid is None
-
-
 def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
     head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
     head.start()
@@ -275,6 +244,7 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
         assert len(head._unsent) <= head.settings.capacity
     finally:
         head.close()
+    assert head.pid is None, "it was killed"
 
 
 def test_the_process_ends_with_its_parent() -> None:

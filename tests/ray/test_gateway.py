@@ -16,11 +16,6 @@ pytestmark = pytest.mark.anyio
 SETTINGS = IngressSettings((), "0.0.0.0", poll_interval=POLL_SECONDS, poll_timeout=30.0, allow_unauthenticated=True)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Directory:
     """The handle of a directory."""
 

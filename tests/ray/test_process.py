@@ -20,11 +20,6 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def started() -> Iterator[list[ServerProcess]]:
     servers: list[ServerProcess] = []
     yield servers

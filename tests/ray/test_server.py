@@ -21,11 +21,6 @@ CHILD = "tests.ray.child"
 SPEC = ServerSpec(["model"], host="127.0.0.1", state_dir="/state", grace=60.0, child=CHILD)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "ANNOUNCE_SECONDS", 0.05)

@@ -1,5 +1,4 @@
 import argparse
-import json
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ def test_defaults_are_valid_together() -> None:
         ({"redundancy": "much"}, ["--redundancy = much", "valid number"]),
         ({"tail": "short"}, ["--tail = short", "'sampled' or 'longest'"]),
         ({"policy": "fast"}, ["--policy = fast", "'uniform', 'darts'"]),
-        ({"num_longest": "-1"}, ["--num-longest = -1", "0 to 1024"]),
         ({"group_size": "8", "num_shortest": "5"}, ["num_shortest + num_longest must equal group_size", "5 + 1 != 8"]),
         ({"group_size": "8", "num_longest": "8"}, ["num_longest must be smaller than group_size = 8"]),
         ({"group_size": "8", "max_group_size": "4"}, ["at most max_group_size = 4"]),
@@ -83,14 +81,6 @@ def test_every_setting_is_a_flag_with_help() -> None:
         assert field.description
 
 
-def test_runtime_settings_are_returned_as_json_values() -> None:
-    values = runtime_values(load({"redundancy": "2", "state_dir": "/tmp/learned"}, None))
-    assert values["redundancy"] == 2
-    assert values["tail"] == "sampled"
-    assert not values.keys() & {"state_dir", "cohort_window", "poll_interval"}
-    assert json.loads(json.dumps(values)) == values
-
-
 def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text("redundancy = 1.75\npoll_interval = 0.5\n")
     monkeypatch.setenv("DARTS_NUM_LONGEST", "3")
@@ -108,13 +98,9 @@ def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monk
     [
         ({"redundancy": 0.5}, "redundancy", "input should be greater than or equal to 1, got 0.5"),
         ({"redundancy": "2"}, "redundancy", "valid number, got '2'"),
-        ({"redundancy": float("nan")}, "redundancy", "got nan"),
         ({"num_longest": "2"}, "num_longest", "valid integer"),
-        ({"num_longest": 2.0}, "num_longest", "valid integer"),
         ({"group_size": True}, "group_size", "valid integer, got True"),
-        ({"policy": None}, "policy", "'uniform', 'darts'"),
         ({"policy": "darts", "redundancy": 3}, "redundancy", "must be at most max_redundancy = 2.0, got 3"),
-        ({"group_size": 2000}, "group_size", "1024"),
         ({"max_group_size": 4, "group_size": 8}, "max_group_size", "max_group_size = 4"),
         (
             {"state_dir": "/tmp"},

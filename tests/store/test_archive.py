@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import pickle
 
 import pytest
 from hypothesis import given
@@ -111,9 +110,3 @@ def test_more_than_the_limit_is_refused() -> None:
     documents = [["prompt", f"{n:04}", {"n": n}] for n in range(100)]
     with pytest.raises(StateDamaged, match="more than 500 bytes"):
         list(unpack(lines(*documents), 500))
-
-
-@pytest.mark.parametrize("data", [b"", pickle.dumps({}), gzip.compress(b"", mtime=0), b"SQLite format 3\0"], ids=repr)
-def test_files_in_other_formats_are_refused(data: bytes) -> None:
-    with pytest.raises(StateDamaged, match="is not a saved state"):
-        list(unpack(data, LIMIT))

@@ -6,10 +6,5 @@ from tests.weights.harness import Harness
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def harness(tmp_path: Path) -> Harness:
     return Harness(tmp_path)

@@ -19,11 +19,6 @@ from tests.weights.model import SHAPES, tensors, write
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def exported(harness: Harness) -> tuple[int, dict[str, np.ndarray]]:
     export = await harness.updates.export()
     data = b"".join(export.chunks())

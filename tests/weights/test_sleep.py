@@ -169,11 +169,3 @@ async def test_after_lost_weights_nothing_is_put_to_sleep_or_woken(harness: Harn
     for call in (harness.trainer.sleep, harness.trainer.wake_up, harness.trainer.abort):
         with pytest.raises(WeightsLost, match="broken too"):
             await call()
-
-
-async def test_a_wake_up_returns_what_the_engine_returns(harness: Harness) -> None:
-    async def wake_up() -> bool:
-        return True
-
-    await harness.trainer.sleep()
-    assert await harness.updates.coordinator.wake_up_by_trainer(wake_up) is True

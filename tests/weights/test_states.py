@@ -16,19 +16,6 @@ def begun(*transitions: Transition) -> StateMachine:
     return machine
 
 
-def test_an_update_that_succeeds_serves_its_version() -> None:
-    machine = begun(*PATH)
-    assert (machine.state, machine.version, machine.target) == (State.SERVING, 4, None)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_an_update_that_fails_anywhere_serves_the_version_before(steps: int) -> None:
-    machine = begun(*PATH[:steps], Transition.FAIL)
-    if machine.state is State.RESTORING:
-        machine.apply(Transition.SUCCEED)
-    assert (machine.state, machine.version, machine.target) == (State.SERVING, 3, None)
-
-
 def test_lost_is_final() -> None:
     machine = begun(*PATH[:3], Transition.FAIL, Transition.LOSE)
     assert machine.state is State.LOST

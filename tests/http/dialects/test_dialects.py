@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed
+from darts_server.exceptions import InvalidRequest, UpdateFailed
 from darts_server.http import dialects, errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.dialects.controls import Controls
@@ -87,15 +87,6 @@ class Trainer:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     return Trainer(tmp_path)
-
-
-def test_every_dialect_of_the_settings_is_there_and_none_is_on_by_itself(trainer: Trainer, tmp_path: Path) -> None:
-    assert dialects.ROUTES.keys() | dialects.EXTENSIONS.keys() == set(NAMES)
-    assert [type(each) for each in dialects.extensions(NAMES)] == [CompletionTokenIds]
-    assert dialects.extensions(()) == []
-    with trainer.calling(tmp_path) as caller:
-        for path in ("/update_weights", "/areal_pause_generation", "/finish_session", "/load_lora_adapter"):
-            assert caller.post(path, json={}).status_code == 404
 
 
 def test_every_route_of_a_dialect_has_its_access(trainer: Trainer, tmp_path: Path) -> None:
@@ -187,18 +178,12 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
     ("path", "body", "status", "field"),
     [
         ("/update_weights", {}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": None}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": 1}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": "../x"}, 400, "weight_dir"),
         ("/update_weights", {"weight_dir": "/etc"}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": "nowhere"}, 400, "weight_dir"),
         ("/update_weights", {"weight_dir": "x", "rule": "keep"}, 400, "rule"),
-        ("/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
         ("/load_lora_adapter", {"lora_name": "a:raw", "lora_path": "x"}, 400, "lora_name"),
         ("/skyrl/v1/load_lora_adapter", {"lora_name": "model", "lora_path": "x"}, 400, "lora_name"),
         ("/areal_update_weights", {"model_path": "../x"}, 400, "model_path"),
-        ("/areal_update_weights", {"path": "x"}, 400, "model_path"),
         ("/areal_update_weights_lora", {"lora_name": "a", "lora_model_path": "/etc"}, 400, "lora_model_path"),
         (
             "/collective_rpc",
@@ -281,15 +266,6 @@ def test_a_session_is_finished_by_its_own_caller_alone(trainer: Trainer, tmp_pat
         assert caller.post("/finish_session?session_id=u_1").status_code == 401
         headers = {"Authorization": "Bearer key"}
         assert caller.post("/finish_session?session_id=u_1", headers=headers).json() == {"known": False}
-
-
-def test_errors_about_other_fields_stay_as_they_are() -> None:
-    from darts_server.http.dialects.controls import renamed_fields
-
-    with pytest.raises(Conflict, match="engine: is asleep"), renamed_fields(path="x"):
-        raise Conflict("engine", "is asleep")
-    with pytest.raises(Conflict, match="x: is taken"), renamed_fields(path="x"):
-        raise Conflict("path", "is taken")
 
 
 NVEXT = {"extra_fields": ["completion_token_ids"]}

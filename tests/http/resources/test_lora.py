@@ -3,12 +3,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from darts_server.serving.gate import Gate
-from darts_server.weights.staging import Staging
-from darts_server.weights.updates import Updates
-from tests.http.serving import client
 from tests.weights.lora_sets import CONFIG, bytes_of, save_to
-from tests.weights.model import FakeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/weights/lora/a"
@@ -44,11 +39,3 @@ def test_what_is_wrong_is_named(here: TestClient) -> None:
     large = {"content-length": str(10**12)}
     assert here.put(URL, params={"config": CONFIG}, content=b"", headers=large).status_code == 413
     assert here.get("/darts/v1/weights").json()["version"] == 0
-
-
-def test_a_server_without_adapters_says_what_to_do(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
-    model.loras = None
-    with Staging(tmp_path) as staging, client(updates=Updates(model, Gate(), staging, tmp_path)) as caller:
-        answer = caller.put(URL, params={"config": CONFIG}, content=bytes_of(5))
-        assert answer.status_code == 403
-        assert "--enable-lora" in answer.json()["error"]["message"]

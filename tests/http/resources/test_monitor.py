@@ -40,11 +40,6 @@ from tests.rollout.observers.test_monitor import EVERYTHING, new_monitor
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Server:
     """Sources of the monitor, set by the test."""
 

@@ -45,17 +45,10 @@ def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
     ("patch", "param", "words"),
     [
         ({"redundancy": "2"}, "redundancy", "valid number, got '2'"),
-        ({"redundancy": 0.5}, "redundancy", "1 to 16"),
-        ({"redundancy": True}, "redundancy", "valid number"),
-        ({"policy": "fast"}, "policy", "'uniform', 'darts'"),
-        ({"num_longest": 1.5}, "num_longest", "valid integer"),
         ({"state_dir": "/tmp"}, "state_dir", "cannot change while the server runs"),
-        ({"poll_interval": 0.1}, "poll_interval", "settings that can change are policy, redundancy"),
-        ({"policies": []}, "policies", "unknown setting"),
         ({"num_longest": 8, "group_size": 8}, "num_longest", "must be smaller than group_size = 8"),
         ({"tail": "longest", "polcy": "off"}, "polcy", "unknown setting"),
         ([], "body", "must be a JSON object"),
-        ("off", "body", "must be a JSON object"),
     ],
 )
 def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(patch: Any, param: str, words: str) -> None:
@@ -67,17 +60,6 @@ def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(patch: Any, para
         assert (error["type"], error["param"]) == ("BadRequestError", param)
         assert words in error["message"]
         assert caller.get(URL).json() == before
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff", b'{"redundancy": NaN}', b'{"\\ud800": 1}', b"[" * 9000, b'{"redundancy": %s}' % (b"9" * 5000)],
-    ids=lambda body: str(body[:20]),
-)
-def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with client() as caller:
-        answer = caller.patch(URL, content=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
 
 
 def test_a_huge_body_is_refused() -> None:

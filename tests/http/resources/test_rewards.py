@@ -90,25 +90,14 @@ TOKENS: dict[str, Any] = {"prompt_token_ids": [0], "completion_token_ids": [1], 
     [
         ({"trajectory_id": "x"}, ".reward"),
         (GOOD | {"reward": "1"}, ".reward"),
-        (GOOD | {"reward": True}, ".reward"),
-        (GOOD | {"reward": None}, ".reward"),
         (GOOD | {"correct": 1}, ".correct"),
-        (GOOD | {"correct": "yes"}, ".correct"),
         (GOOD | {"trajectory_id": ""}, ".trajectory_id"),
-        (GOOD | {"trajectory_id": 7}, ".trajectory_id"),
         (GOOD | {"rewrad": 1}, ".rewrad"),
         (GOOD | TOKENS, ""),
-        (GOOD | {"prompt_token_ids": [1]}, ""),
-        ({"reward": 1}, ""),
         ({"prompt_token_ids": [1], "reward": 1}, ""),
-        ({"completion_token_ids": [1], "reward": 1}, ""),
-        (TOKENS | {"prompt_token_ids": "ab"}, ".prompt_token_ids"),
         (TOKENS | {"completion_token_ids": [1, -1]}, ".completion_token_ids[1]"),
         (TOKENS | {"completion_token_ids": [2**31]}, ".completion_token_ids[0]"),
-        (TOKENS | {"completion_token_ids": [1, 2, 1.5]}, ".completion_token_ids[2]"),
-        (TOKENS | {"completion_token_ids": [True]}, ".completion_token_ids[0]"),
         (3, ""),
-        (None, ""),
     ],
     ids=repr,
 )
@@ -132,12 +121,7 @@ def test_a_reward_is_finite(opened: TestClient, number: str) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        (b"", "body"),
         (b"{", "body"),
-        (b"\xff", "body"),
-        (b"[" * 40_000, "body"),
-        (b"[]", "body"),
-        (b"{}", "rewards"),
         (b'{"rewards": {}}', "rewards"),
         (b'{"rewards": [], "more": 1}', "more"),
         (json.dumps({"rewards": [GOOD] * (MAX_REWARDS + 1)}).encode(), "rewards"),
@@ -149,17 +133,3 @@ def test_a_body_that_is_no_list_of_rewards_is_refused(opened: TestClient, body: 
     answer = opened.post(URL, content=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field
-
-
-def test_as_many_as_are_taken_at_once(opened: TestClient) -> None:
-    answer = report(opened, *[GOOD] * MAX_REWARDS)
-    assert (answer["matched"], answer["repeated"]) == (1, MAX_REWARDS - 1)
-
-
-def test_a_key_guards_it_and_without_one_it_is_open_to_other_hosts() -> None:
-    with client("sesame") as guarded:
-        assert guarded.post(URL, json={"rewards": [GOOD]}).status_code == 401
-        answer = guarded.post(URL, json={"rewards": [GOOD]}, headers={"Authorization": "Bearer sesame"})
-        assert answer.json()["matched"] == 1
-    with client(host="192.0.2.7") as elsewhere:
-        assert report(elsewhere, GOOD)["matched"] == 1

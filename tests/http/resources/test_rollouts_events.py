@@ -15,11 +15,6 @@ from tests.rollout.helpers import Harness, lengths
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def events(text: bytes) -> list[tuple[str, int, dict[str, Any]]]:
     frames = [dict(line.split(": ", 1) for line in frame.split("\n")) for frame in text.decode().split("\n\n") if frame]
     return [(frame["event"], int(frame["id"]), json.loads(frame["data"])) for frame in frames]

@@ -26,11 +26,6 @@ KEY = {"Idempotency-Key": "one"}
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def harness() -> Harness:
     return Harness(lengths(5, 60, 7, 50, 1, 30))
 

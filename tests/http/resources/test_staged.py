@@ -4,9 +4,6 @@ import pytest
 from safetensors.numpy import save
 from starlette.testclient import TestClient
 
-from darts_server.weights.staged import EXPIRE_SECONDS
-from darts_server.weights.updates import Updates
-from tests.http.serving import client
 from tests.weights.lora_sets import CONFIG, bytes_of, save_to
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
@@ -74,15 +71,6 @@ def test_staged_weights_are_dropped(here: TestClient, tmp_path: Path) -> None:
         assert refused.json()["error"]["param"] == "id"
 
 
-def test_after_another_update_the_switch_is_a_conflict(here: TestClient, model: FakeModel) -> None:
-    staged = here.put(f"{URL}?stage=true", content=save(tensors(5))).json()["staged"]
-    assert here.put(URL, content=save(tensors(6))).status_code == 200
-    refused = here.post(f"{URL}/staged/{staged['id']}:switch")
-    assert refused.status_code == 409
-    assert "stage the weights again" in refused.json()["error"]["message"]
-    assert model.values == dict.fromkeys(SHAPES, 6)
-
-
 def test_a_lora_adapter_is_staged(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
     assert model.loras is not None
     staged = here.put(f"{URL}/lora/a", params={"config": CONFIG, "stage": True}, content=bytes_of(5)).json()["staged"]
@@ -116,27 +104,3 @@ def test_what_is_wrong_is_named(here: TestClient) -> None:
     refused = here.post(f"{URL}/staged/{staged['id']}:switch?version=0")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "version")
     assert here.get(URL).json()["staged"]["id"] == staged["id"]
-
-
-def test_only_this_machine_or_who_has_the_key_may_switch_and_drop(updates: Updates, model: FakeModel) -> None:
-    with client("key", admin_keys=("admin",), updates=updates, host="10.0.0.1") as caller, caller:
-        admin = {"Authorization": "Bearer admin"}
-        answer = caller.put(f"{URL}?stage=true", content=save(tensors(5)), headers=admin)
-        url = f"{URL}/staged/{answer.json()['staged']['id']}"
-        for headers, status in (({}, 401), ({"Authorization": "Bearer key"}, 403)):
-            for refused in (
-                caller.put(f"{URL}?stage=true", content=save(tensors(5)), headers=headers),
-                caller.post(f"{url}:switch", headers=headers),
-                caller.delete(url, headers=headers),
-            ):
-                assert refused.status_code == status
-        assert model.values == dict.fromkeys(SHAPES, 0)
-        assert caller.post(f"{url}:switch", headers=admin).status_code == 200
-        assert model.values == dict.fromkeys(SHAPES, 5)
-
-
-def test_the_default_time_is_in_the_description(here: TestClient) -> None:
-    description = here.get("/openapi.json").json()
-    parameters = description["paths"][URL]["put"]["parameters"]
-    [text] = [each["description"] for each in parameters if each["name"] == "expires_after"]
-    assert f"{EXPIRE_SECONDS:g} by default" in text

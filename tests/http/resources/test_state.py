@@ -10,7 +10,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from darts_server.exceptions import DartsError, StateDamaged, StateError, StateFull
 from darts_server.http import errors
 from darts_server.http.resources.state import routes
 from darts_server.store import Store
@@ -20,29 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/state"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def signed(body: bytes, version: int = 1) -> bytes:
     return b"darts-state %d %s\n" % (version, hashlib.sha256(body).hexdigest().encode()) + body
-
-
-class Broken:
-    """A store that fails."""
-
-    def __init__(self, error: DartsError) -> None:
-        self.error = error
-
-    def export(self) -> bytes:
-        raise self.error
-
-    def restore(self, data: bytes, *, keep: Collection[str] = ()) -> None:
-        raise self.error
-
-    def count(self, kind: str) -> int:
-        return 0
 
 
 class Slow:
@@ -105,21 +83,6 @@ def test_a_file_that_cannot_be_restored_is_the_callers_mistake_and_changes_nothi
             assert "nothing was changed" in answer.json()["error"]["message"]
         assert words in caller.put(URL, content=file).json()["error"]["message"]
         assert caller.get(URL).content == before
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(StateError("held by another process"), 503), (StateFull("full"), 507)],
-)
-def test_a_store_that_cannot_write_is_the_servers_trouble(error: DartsError, status: int) -> None:
-    with client(state=Broken(error)) as caller:
-        answer = caller.put(URL, content=b"x")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (status, str(error))
-
-
-def test_a_damaged_file_of_the_servers_own_is_not_the_callers_mistake() -> None:
-    with client(state=Broken(StateDamaged("state.db is damaged"))) as caller:
-        assert caller.get(URL).status_code == 503
 
 
 async def _chunks(taken: list[int]) -> AsyncIterator[bytes]:

@@ -39,18 +39,6 @@ def test_without_keys_other_machines_may_not_and_the_error_names_the_remedy(
     assert "--admin-api-key-file" in error["message"]
 
 
-@pytest.mark.parametrize("origin", ["https://example.com", "null", "http://127.0.0.1.example.com", "http://[", ""])
-def test_without_keys_a_web_page_of_another_host_may_not_change_the_server(origin: str) -> None:
-    with client() as caller:
-        assert caller.patch("/darts/v1/policy", json={}, headers={"Origin": origin}).status_code == 403
-
-
-@pytest.mark.parametrize("origin", ["http://127.0.0.1:8000", "http://localhost:3000", "http://[::1]:8000"])
-def test_without_keys_a_web_page_of_this_machine_may_change_the_server(origin: str) -> None:
-    with client() as caller:
-        assert caller.patch("/darts/v1/policy", json={}, headers={"Origin": origin}).status_code == 200
-
-
 @pytest.mark.parametrize("path", READS)
 def test_without_keys_everyone_may_read(path: str) -> None:
     with client(host=OTHER_MACHINE) as caller:
@@ -65,12 +53,6 @@ def test_with_keys_every_route_needs_one_from_every_host(method: str, path: str,
             answer = caller.request(method, f"/darts/v1/{path}", headers=bearer(key))
             assert answer.status_code == 401
             assert answer.headers["WWW-Authenticate"] == "Bearer"
-
-
-@pytest.mark.parametrize("path", READS)
-def test_a_key_gives_read_access_from_every_host(path: str) -> None:
-    with client("one", "two", host=OTHER_MACHINE) as caller:
-        assert caller.get(f"/darts/v1/{path}", headers=bearer("two")).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)

@@ -62,13 +62,6 @@ def test_keys_stay_if_the_file_is_missing_or_empty(
     assert str(file) in caplog.text
 
 
-def test_comments_are_no_keys(file: Path) -> None:
-    file.write_text("# trainer\none\n  # one more\n#two\nthr#ee\n")
-    keys = Keys([], file)
-    assert valid(keys) == {"one"}
-    assert [key for key in ("# trainer", "# one more", "#two", "thr#ee") if keys.find(key.encode())] == ["thr#ee"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
