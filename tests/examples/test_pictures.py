@@ -44,7 +44,7 @@ def test_each_candidate_ends_as_the_rule_decides() -> None:
         "uniform, darts": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "tail"],
         "--tail longest": ["short"] * 7 + ["finished", "finished", "finished", "tail", "finished"],
         "darts, saturated prompt": ["short"] * 8 + ["stopped"] * 4,
-        "cap": ["short"] * 8,
+        "cap": ["short"] * 6 + ["tail"] * 2,
         "darts_cut": ["short"] * 7 + ["finished", "stopped", "stopped", "stopped", "cut"],
     }
 
