@@ -25,7 +25,6 @@ def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
         "num_groups": None,
         "min_groups": None,
         "survivors": None,
-        "partial": False,
         "carry": None,
         "carried": False,
         "chunk_tokens": None,

@@ -24,7 +24,7 @@ from darts_server.policy.events import (
 from darts_server.policy.group import Group
 from darts_server.policy.group_weights import sampled_from, selection_weights
 from darts_server.policy.selection.rules import SelectionRule, Shortest
-from darts_server.policy.selection.tail_rules import SampledTail
+from darts_server.policy.selection.tail_rules import CutTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -303,3 +303,18 @@ def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
     group = opened(Shortest(1), 2, Draws(0.9, 0.0, 0.9), most=3)
     group.handle(Scored(0, 0.2, 0.5))
     assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]
+
+
+def test_one_that_was_certain_may_lose_its_place_to_a_replacement() -> None:
+    group = opened(CutTail(1, 1), 3, Draws(0.0, 0.0, 0.9), most=9)
+    group.handle(Progress(1, 6), Progress(2, 6))
+    assert group.handle(Finished(0, 5, STOP), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED), Start((3,))]
+    group.handle(Started(3))
+    assert finish(group, c3=2) == []
+    assert group.handle(Finished(1, 9, STOP)) == [Complete(group_of(group, short=3))]
+
+
+def group_of(group: Group, short: int) -> dict[int, SelectedAs]:
+    """One short candidate, and the one of the others that the tail was drawn for."""
+    winner = min((c for c in group.candidates if c.alive and c.index != short), key=lambda c: c.tail_draw)
+    return dict(sorted({short: SelectedAs.SHORT, winner.index: SelectedAs.LONG}.items()))
