@@ -217,6 +217,7 @@ class ShapingLLM(ControlledLLM):
         self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
+        # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         spec = GroupSpec.of_plan(
             plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming, on_abort=OnAbort.ANSWER

@@ -4,6 +4,7 @@ import logging
 
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.vllm.checkpoint import HEAD, Checkpoint
+from darts_server.vllm.compat.engine import set_weight_version
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.lora import VllmLoras
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
@@ -68,7 +69,7 @@ class VllmModel:
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
 
     async def set_version(self, version: int) -> None:
-        await self._llm.update_weight_version(str(version))  # what vLLM's own routes report
+        await set_weight_version(self._llm, version)
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:

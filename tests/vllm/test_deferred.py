@@ -403,6 +403,12 @@ def test_log_probs_of_tokens_behind_a_stop_string_can_be_cut_off(deferring: bool
     assert len(sampled_logprobs(completion) or ()) == len(completion.logprobs or ()) == len(completion.token_ids) == 1
 
 
+def test_an_unknown_field_is_an_attribute_error() -> None:
+    completion, name = run(DeferringFrontend(long_case())).outputs[0], "no_such_field"
+    with pytest.raises(AttributeError, match=name):
+        getattr(completion, name)
+
+
 def test_a_request_of_vllms_own_beside_candidates_is_as_without_them() -> None:
     case = long_case()
     frontend = Frontend(case)

@@ -16,6 +16,11 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import RANK, Ranks
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
     ranks = Ranks(3)
     assert [ranks.enter("a") for _ in range(12)] == [0] * 12

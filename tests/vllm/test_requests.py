@@ -15,6 +15,11 @@ from darts_server.vllm.requests import attach, current_beam_search, current_opti
 from darts_server.vllm.xargs import move_xargs
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Serving:
     """A handler as vLLM's routes have them; notes what was known when it ran."""
 

@@ -15,6 +15,11 @@ from darts_server.vllm.route_errors import attach
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 class Completions:
     """A handler as vLLM's."""
 

@@ -37,6 +37,11 @@ def test_training_may_use_the_names_of_evaluations_sessions(params: SamplingPara
     assert turns.classify(make_turn(later, RequestOptions(), "0_0", None)) is TurnKind.SESSION
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 async def answered(reason: str) -> AsyncGenerator[Any, None]:
     yield SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=reason, token_ids=[], text="")])
 

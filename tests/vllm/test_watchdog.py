@@ -13,6 +13,11 @@ pytestmark = pytest.mark.anyio
 LIMIT = 0.05
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
     async with asyncio.timeout(30):
         await wait_until_hung(Pulse(), lambda: True, LIMIT)

@@ -3,13 +3,16 @@
 Several series are supported. The code tests for the name that it needs, never for a version: in
 ``entrypoints`` for the HTTP side, in ``engine`` for the rest. This module does not import vLLM, which takes seconds.
 All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with the source of
-each series.
+each.
 """
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_SERIES = ("0.31", "0.32")
 """The series that tests run against, the oldest first."""
+COMPARED_SERIES = ("0.26", "0.33")
+"""Other series whose source is compared with the names and parameters that we use; no test runs against them."""
 
 # (attribute of the app's state, method) that each generation route calls with the parsed request. All have the
 # signature ``(request, raw_request) -> response``.
@@ -35,6 +38,18 @@ def vllm_version() -> str | None:
 
 def version_warning(installed: str | None) -> str | None:
     """Return a warning for the start of the server; ``None`` for a version of a tested series."""
-    if any((installed or "").startswith(f"{series}.") for series in TESTED_SERIES):
+    if _is_in_series(TESTED_SERIES, installed):
         return None
-    return f"vLLM {installed} is not tested with darts-server; {' and '.join(TESTED_SERIES)} are"
+    tested, compared = " and ".join(TESTED_SERIES), " and ".join(COMPARED_SERIES)
+    if _is_in_series(COMPARED_SERIES, installed):
+        return (
+            f"vLLM {installed} is tested with darts-server by its signatures alone; {tested} are tested by running them"
+        )
+    return (
+        f"vLLM {installed} is not tested with darts-server; {tested} are, by running them, "
+        f"and {compared} by their signatures alone"
+    )
+
+
+def _is_in_series(series: Iterable[str], installed: str | None) -> bool:
+    return any((installed or "").startswith(f"{each}.") for each in series)

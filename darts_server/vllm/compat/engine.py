@@ -6,10 +6,14 @@ from typing import Any
 from vllm import exceptions
 from vllm.outputs import CompletionOutput
 
-# Raised for requests that vLLM rejects.
-REFUSALS: tuple[type[Exception], ...] = (exceptions.VLLMClientError, ValueError, TypeError, OverflowError)
-# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`.
-BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,)
+# Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
+REFUSALS: tuple[type[Exception], ...] = (
+    (exceptions.VLLMClientError, ValueError, TypeError, OverflowError)
+    if hasattr(exceptions, "VLLMClientError")
+    else (exceptions.VLLMNotFoundError, ValueError, TypeError, OverflowError)
+)
+# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`, which 0.26 does not have.
+BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 
 
 def truncate_optional(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
@@ -26,3 +30,9 @@ def truncate_optional(completion: CompletionOutput, tokens: int) -> dict[str, An
     if (spans := getattr(completion, "weight_versions", None)) is not None:
         changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
     return changes
+
+
+async def set_weight_version(llm: Any, version: int) -> None:
+    """Set the version that vLLM's own routes report; 0.26 has none that do."""
+    if hasattr(llm, "update_weight_version"):
+        await llm.update_weight_version(str(version))

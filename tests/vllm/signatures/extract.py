@@ -3,8 +3,7 @@
     python tests/vllm/signatures/extract.py SRC OUT
 
 SRC is a directory that has the package ``vllm`` in it: ``site-packages``, or an unpacked wheel. OUT is a JSON file, one
-for each series but that which ``scripts/setup`` installs, such as ``tests/vllm/signatures/0.32.json``. Nothing is
-imported, so a version need not be installed.
+for each series, such as ``tests/vllm/signatures/0.26.json``. Nothing is imported, so a version need not be installed.
 
 By name, as ``module:object``, ``module:Class.attribute`` or ``module:function[text in it]``, the file has one of::
 
@@ -24,7 +23,15 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-# By module and object, or "" for the module itself: attributes, and texts in brackets.
+FLAGS = {
+    "FrontendArgs": "api_key chat_template disable_uvicorn_access_log enable_scale_out enable_ssl_refresh "
+    "h11_max_header_count h11_max_incomplete_event_size host port ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers "
+    "ssl_keyfile uvicorn_log_level",
+    "make_arg_parser": "[--api-server-count] [--grpc] [--headless] [model_tag]",
+    "validate_parsed_serve_args": "",
+}
+# By module and object, or "" for the module itself: attributes, and texts in brackets. What has moved stands in both
+# places.
 LEANED_ON = {
     "vllm": {"LLM": "", "SamplingParams": ""},
     "vllm.config": {"VllmConfig": ""},
@@ -52,6 +59,8 @@ LEANED_ON = {
         "served_model_name shutdown_timeout spec_method spec_model spec_tokens speculative_config worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
+    "vllm.entrypoints.common.cli_args": FLAGS,
+    "vllm.entrypoints.common.startup": {"cli_env_setup": ""},
     "vllm.entrypoints.anthropic.serving": {
         "AnthropicServingMessages": "create_chat_completion create_error_response message_stream_converter"
     },
@@ -59,20 +68,17 @@ LEANED_ON = {
         "init_generate_state": "[state.anthropic_serving_messages] [state.openai_serving_chat] "
         "[state.openai_serving_chat_batch] [state.openai_serving_completion] [state.openai_serving_responses]"
     },
+    "vllm.entrypoints.launcher": {"serve_http": ""},
     "vllm.entrypoints.launchers.api_server.app_state": {"init_app_state": ""},
     "vllm.entrypoints.launchers.app": {"build_app": ""},
-    "vllm.entrypoints.launchers.cli_args": {
-        "FrontendArgs": "api_key chat_template disable_uvicorn_access_log enable_scale_out enable_ssl_refresh "
-        "h11_max_header_count h11_max_incomplete_event_size host port ssl_ca_certs ssl_cert_reqs ssl_certfile "
-        "ssl_ciphers ssl_keyfile uvicorn_log_level",
-        "make_arg_parser": "[--api-server-count] [--grpc] [--headless] [model_tag]",
-        "validate_parsed_serve_args": "",
-    },
+    "vllm.entrypoints.launchers.cli_args": FLAGS,
     "vllm.entrypoints.launchers.launcher": {"serve_http": "", "setup_server": ""},
     "vllm.entrypoints.launchers.utils.server_utils": {"get_uvicorn_log_config": ""},
     "vllm.entrypoints.llm": {"LLM": "generate"},
+    "vllm.entrypoints.openai.api_server": {"build_app": "", "init_app_state": "", "setup_server": ""},
     "vllm.entrypoints.openai.chat_completion.batch_serving": {"OpenAIServingChatBatch": "create_batch_chat_completion"},
     "vllm.entrypoints.openai.chat_completion.serving": {"OpenAIServingChat": "create_chat_completion"},
+    "vllm.entrypoints.openai.cli_args": FLAGS,
     "vllm.entrypoints.openai.completion.serving": {"OpenAIServingCompletion": "create_completion"},
     "vllm.entrypoints.openai.responses.serving": {
         "OpenAIServingResponses": "_convert_generation_error_to_streaming_response _run_background_request "
@@ -85,10 +91,15 @@ LEANED_ON = {
         "ServingTokens": "serve_tokens serve_tokens_stream_generator"
     },
     "vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": ""},
+    "vllm.entrypoints.serve.utils.server_utils": {"get_uvicorn_log_config": ""},
     "vllm.envs": {"VLLM_API_KEY": "", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "", "enable_envs_cache": ""},
     "vllm.exceptions": {
         "GracefulHTTPError": "",
         "VLLMClientError": "",
+        "VLLMError": "",
+        "VLLMNotFoundError": "",
+        "VLLMServerError": "",
+        "VLLMUnprocessableEntityError": "",
         "VLLMValidationError": "",
     },
     "vllm.logger": {"": "", "configure_logging_from_args": ""},
@@ -108,6 +119,7 @@ LEANED_ON = {
     "vllm.platforms.interface": {"Platform": "is_cpu"},
     "vllm.renderers.base": {"BaseRenderer": "default_cmpl_tok_params render_chat_async render_cmpl render_cmpl_async"},
     "vllm.renderers.chat_utils": {"load_chat_template": ""},
+    "vllm.renderers.chat_utils.chat_template": {"load_chat_template": ""},
     "vllm.renderers.inputs.preprocess": {"parse_model_prompt": ""},
     "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
     "vllm.sampling_params": {
