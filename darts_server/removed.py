@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 QUEUE = (
-    "the server keeps no queue: client.stream(prompts, ahead=N) runs prompts ahead as batches of POST "
-    "/darts/v1/rollouts, and an Idempotency-Key keeps the groups of a batch to be fetched again"
+    'the server keeps no queue: send batches to POST /darts/v1/rollouts with num_groups and "carry": "resume", or let '
+    "client.stream(prompts, ahead=N) run prompts ahead"
 )
 PUSH = "push weights with PUT /darts/v1/weights, or load them from a folder below --weights-root"
 
@@ -37,7 +37,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 ROUTES: Mapping[str, str] = {
     r"/darts/v1/queue(/.*)?": QUEUE,
     r"/darts/v1/trajectories/.+:abort": "abort a whole batch with DELETE /darts/v1/rollouts/ID, or requests of vLLM's "
-    "routes with POST /abort_requests",
+    "routes with POST /abort_requests, which needs an admin key",
 }
 """By a pattern of the path."""
 

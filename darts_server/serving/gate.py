@@ -28,11 +28,6 @@ class Gate:
         return bool(self._closed_by)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether all work is refused, by `fail`."""
-        return self._error is not None
-
-    @property
     def opening(self) -> int | None:
         """A number that is the same for as long as the gate stays open; ``None`` while it is closed."""
         return None if self.closed else self._openings

@@ -26,7 +26,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, TokenSlice
-from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineError, EngineRefused, InvalidRequest
+from darts_server.exceptions import (
+    CandidateFailed,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    EngineRefused,
+    InvalidRequest,
+    Overloaded,
+)
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
@@ -309,10 +317,12 @@ class Aborts:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
             # It may have aborted some. The others must leave its tables too, and must not be waited for.
             for request_id, collector in collectors.items():
+                with suppress(Exception):
+                    self._llm.output_processor.abort_requests([request_id], internal=True)
                 self._llm.output_processor.request_states.pop(request_id, None)
                 if collector.output is None:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
-            with suppress(EngineDeadError):  # which all callers are told
+            with suppress(Exception):  # an engine that cannot be reached fails all callers, and is in the log already
                 await self._llm.engine_core.abort_requests_async(list(collectors))
 
 
@@ -329,7 +339,7 @@ def translate(error: Exception) -> EngineError:
     """Translate an exception of vLLM to the port's."""
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
-    if isinstance(error, BUSY):
+    if isinstance(error, (*BUSY, Overloaded)):
         return EngineBusy(str(error), RETRY_SECONDS)
     if isinstance(error, REFUSALS):
         return EngineRefused(str(error))

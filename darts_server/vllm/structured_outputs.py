@@ -7,7 +7,6 @@ Here what is too large or too deep is refused before a library sees it, and the 
 
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from copy import copy
@@ -24,7 +23,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output import backend_guidance, backend_outlines, backend_xgrammar
 
 from darts_server.exceptions import InvalidRequest, Overloaded
-from darts_server.serving.admission import RETRY_SECONDS
+from darts_server.rollout.turns.token_index import Kept
+from darts_server.serving.admission import RETRY_SECONDS, caller
 
 FIELD = "structured_outputs"
 MAX_SAMPLING_BYTES = 64 * 1024
@@ -35,8 +35,8 @@ MAX_BRACKETS = 256
 """Brackets in each other, in a pattern, regular expression or grammar. xgrammar's stack has room for some 20,000."""
 CHECK_SECONDS = 0.5
 """For which the event loop waits for a check: usual ones take a few milliseconds, and the worst that fit a minute."""
-KEPT_VERDICTS = 64
-"""All requests of a training run have one schema or a few."""
+KEPT_VERDICTS = 256
+"""Of all callers together. All requests of a training run have one schema or a few."""
 BRACKET = re.compile(r"[(\[{)\]}]")
 
 Validate = Callable[..., None]
@@ -44,8 +44,8 @@ Validate = Callable[..., None]
 Converted = tuple[list[str] | None, str | None]
 """These two."""
 
-_verdicts: OrderedDict[tuple[str, bytes], Future[Converted]] = OrderedDict()
-"""By the name of the check and a digest of what was checked, the last used ones."""
+_verdicts: Kept[tuple[str, bytes], Future[Converted]] = Kept(KEPT_VERDICTS)
+"""By the name of the check and a digest of what was checked, of each caller."""
 
 
 def limit_checks() -> None:
@@ -75,8 +75,8 @@ def _limited(validate: Validate) -> Validate:
 def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -> Converted:
     """Return what a check has made of structured outputs, now or earlier, or raise what it has raised.
 
-    In a thread, where xgrammar lets the event loop go on. One that takes too long can be waited for, but not ended: no
-    other begins before it is over, and then its verdict is there.
+    In a thread, where the libraries let the event loop go on. One that takes too long can be waited for, but not ended,
+    and some never end: its caller begins no other before it is over. Other callers do.
     """
     outputs = params.structured_outputs
     assert outputs is not None
@@ -85,22 +85,20 @@ def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -
         encoded = msgspec.msgpack.encode(content)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
-    key = validate.__name__, sha256(encoded).digest()
-    verdict = _verdicts.get(key)
+    key, who = (validate.__name__, sha256(encoded).digest()), caller.get().name or ""
+    verdict = _verdicts.of(who).get(key)
     if verdict is None:
         if len(encoded) > MAX_SAMPLING_BYTES:
             raise too_large(FIELD, len(encoded))
         check_depth(content)
-    if (verdict is None or not verdict.done()) and not all(each.done() for each in list(_verdicts.values())):
-        raise Overloaded("a schema or grammar is still being checked; send this one again", RETRY_SECONDS)
+    if (verdict is None or not verdict.done()) and not all(each.done() for each in list(_verdicts.of(who).values())):
+        raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
     if verdict is None:
-        verdict = _verdicts[key] = Future()
+        verdict = Future()
         trial = copy(params)
         trial.structured_outputs = copy(outputs)
         Thread(target=_run, args=(verdict, validate, trial, args, more), daemon=True).start()
-        if len(_verdicts) > KEPT_VERDICTS:
-            _verdicts.popitem(last=False)
-    _verdicts.move_to_end(key)
+    _verdicts.put(who, key, verdict)
     try:
         failure = verdict.exception(CHECK_SECONDS)
     except TimeoutError:
@@ -122,6 +120,8 @@ def _run(verdict: Future[Converted], validate: Validate, trial: SamplingParams, 
     except Exception as error:
         error.__cause__ = error.__context__ = None  # their frames would keep the whole request
         verdict.set_exception(error)
+    except BaseException as error:  # a panic of a library in Rust; without a verdict its caller could check no more
+        verdict.set_exception(VLLMValidationError(f"it cannot be checked: {error!r}"))
 
 
 def too_large(field: str, size: int) -> InvalidRequest:

@@ -316,25 +316,6 @@ async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(
     assert cut > bounded
 
 
-async def test_with_a_deadline_the_longest_in_time_is_selected(
-    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
-) -> None:
-    results = await run_cohort(engine, "deadline", unshaped)
-    [cohort] = [b for b in engine.cohorts if b.policy == "deadline"]
-    assert cohort.deadline is not None
-    late = 0
-    for record, shaped, raw in results:
-        lengths = lengths_of(raw)
-        ended_whole = not any(c.finish_reason is None for c in record.candidates)
-        own = sorted(len(c.token_ids) for c in raw.outputs if c.finish_reason == "stop")[SIZE - 1]
-        deadline = max(lengths) if ended_whole else max(cohort.deadline, own)
-        in_time = [(n, c.finish_reason == "stop" and n <= deadline) for n, c in zip(lengths, raw.outputs, strict=True)]
-        assert {c.index for c in record.selected} == expected("longest", in_time, SIZE, [])
-        assert token_ids(shaped) == [list(raw.outputs[c.index].token_ids) for c in record.selected]
-        late += sum(c.finish_reason is None for c in record.candidates)
-    assert late > 10
-
-
 async def test_explored_cohorts_run_past_the_deadline_and_record_it(
     engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
 ) -> None:

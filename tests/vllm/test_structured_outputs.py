@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest, Overloaded
+from darts_server.rollout.turns.token_index import Kept
+from darts_server.serving.admission import Caller, caller
 from darts_server.vllm import structured_outputs
 from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.structured_outputs import MAX_BRACKETS, MAX_DEPTH, MAX_SAMPLING_BYTES, limit_checks
@@ -33,12 +34,10 @@ TOOL = {
 
 
 @pytest.fixture(autouse=True)
-def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_checks()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    structured_outputs._verdicts.clear()
-    yield
-    structured_outputs._verdicts.clear()
+    monkeypatch.setattr(structured_outputs, "_verdicts", Kept(structured_outputs.KEPT_VERDICTS))
 
 
 def params(**outputs: Any) -> SamplingParams:
@@ -146,13 +145,30 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
         with pytest.raises(Overloaded, match="still being checked"):
             validate(params(json=other))
     assert count() == 1
+    token = caller.set(Caller("another"))
+    with pytest.raises(Overloaded, match="simplify it"):  # its own check has begun
+        validate(params(json=STRING))
+    caller.reset(token)
+    assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    [verdict] = structured_outputs._verdicts.values()
+    [verdict] = structured_outputs._verdicts.of("").values()
     verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
-    assert count() == 2
+    assert count() == 3
+
+
+def test_a_library_that_panics_is_a_refusal_and_not_a_check_without_an_end() -> None:
+    class Panic(BaseException):
+        """As those of libraries in Rust."""
+
+    def validate(_: SamplingParams) -> None:
+        raise Panic
+
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match="Panic"):
+            structured_outputs._limited(validate)(params(json=TOOL))
 
 
 def test_few_verdicts_are_kept() -> None:

@@ -170,7 +170,7 @@ def _trace(scope: Scope) -> dict[str, str]:
 def _is_refused_at_shutdown(scope: Scope) -> bool:
     """Return whether a stopping server refuses the request.
 
-    What it has can be fetched, acknowledged and rewarded, and batches that run get their deadlines.
+    What it has can be fetched and rewarded, and batches that run get their deadlines.
     """
     path = get_route_path(scope)
     starts_work = scope.get("method") not in SAFE and path != REWARDS and not DEADLINE.fullmatch(path)
