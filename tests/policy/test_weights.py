@@ -102,6 +102,10 @@ def test_a_sampled_tail_without_places_has_no_weights() -> None:
     assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
 
 
+def test_the_first_in_order_are_a_plain_sample() -> None:
+    assert selection_weights(complete(InOrder(2), [(7, True), (5, False)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}
+
+
 def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
     group = Group(rng=Draws([0.1 * i for i in range(12)]))
     group.open(SampledTail(1, 1), 4)
