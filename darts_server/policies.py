@@ -36,9 +36,13 @@ class Returned(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """What a name stands for. ``prunes``: candidates are scored while they run, and some are stopped by their score."""
+    """What a name stands for.
 
-    candidates: Candidates
+    ``candidates``: ``None`` where nothing is shaped under that name. ``prunes``: candidates are scored while they run,
+    and some are stopped by their score.
+    """
+
+    candidates: Candidates | None
     returned: Returned
     about: str
     prunes: bool = False
@@ -52,7 +56,7 @@ class NamedPolicy:
 OFF = "off"
 AUTO = "auto"
 POLICIES: Mapping[str, NamedPolicy] = {
-    OFF: NamedPolicy(Candidates.SIZE, Returned.ALL, "unshaped"),
+    OFF: NamedPolicy(None, Returned.ALL, "unshaped"),
     "uniform": NamedPolicy(Candidates.BUDGET, Returned.TAIL, "the same number of candidates for every prompt"),
     "darts": NamedPolicy(Candidates.SPREAD, Returned.TAIL, "more candidates for prompts whose lengths vary more"),
     "darts_cut": NamedPolicy(
@@ -69,7 +73,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
     ),
     "darts+arrol": NamedPolicy(Candidates.SPREAD, Returned.TAIL, "darts and arrol together", prunes=True),
     AUTO: NamedPolicy(
-        Candidates.BUDGET,
+        None,
         Returned.CHOSEN,
         "whichever of --auto-allow is expected to make a step the fastest, off at first",
     ),

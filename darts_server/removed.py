@@ -49,11 +49,6 @@ FIELDS: Mapping[tuple[str, str], str] = {
 """Fields of request bodies, by the model of the body."""
 
 
-def setting_remedy(name: str) -> str | None:
-    """Return what to use instead of a setting; ``None`` if it was never there."""
-    return SETTINGS.get(name)
-
-
 def value_remedy(setting: str, value: object) -> str | None:
     """Return what to use instead of a setting's value; ``None`` if it was never there."""
     for pattern, remedy in VALUES.get(setting, {}).items():

@@ -47,8 +47,6 @@ class Head:
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
-        self.rejected = 0
-        """Features that were not finite."""
         self.divergences = 0
         self._clock = clock
         # Guards replay, standardiser, evaluation and counters, and is never held during a training step.
@@ -169,11 +167,7 @@ class Head:
     def _feature(self, hidden: NDArray[np.floating], position: int) -> Single | None:
         if hidden.shape != (self.width,):
             raise ValueError(f"hidden must have shape ({self.width},), got {hidden.shape}")
-        feature = assemble_feature(hidden, position)
-        if feature is None:
-            with self._data_lock:
-                self.rejected += 1
-        return feature
+        return assemble_feature(hidden, position)
 
     def _status(self) -> HeadStatus:
         labels, has_trained = len(self._replay), self._snapshot.steps > 0

@@ -66,8 +66,6 @@ class RemoteHead:
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
-        self.rejected = 0
-        """Features that were not finite."""
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
         self._device = device
@@ -164,9 +162,7 @@ class RemoteHead:
     def _feature(self, hidden: NDArray[np.floating], position: int) -> NDArray[np.float32] | None:
         if hidden.shape != (self.width,):
             raise ValueError(f"hidden must have shape ({self.width},), got {hidden.shape}")
-        feature = assemble_feature(hidden, position)
-        self.rejected += feature is None
-        return feature
+        return assemble_feature(hidden, position)
 
     # --- the process, in threads of their own --------------------------------
 

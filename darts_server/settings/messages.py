@@ -9,7 +9,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.removed import setting_remedy, value_remedy
+from darts_server.removed import SETTINGS, value_remedy
 from darts_server.settings.value_types import Dialect
 
 Fields = Mapping[str, FieldInfo]
@@ -40,7 +40,7 @@ def startup_error(error: Any, given: Mapping[str, str | None], fields: Fields, p
         return message
     name = str(location[0])
     if error["type"] == "extra_forbidden":
-        if (remedy := setting_remedy(name)) is not None:
+        if (remedy := SETTINGS.get(name)) is not None:
             return f"{name} is gone; {remedy}"
         return f"{name}: unknown setting; known ones are {', '.join(fields)}"
     where = flag_of(name) if name in given else f"{name} (from {prefix}{name.upper()} or the file)"

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.removed import setting_remedy
+from darts_server.removed import SETTINGS
 from darts_server.settings.fields import RUNTIME, Settings
 from darts_server.settings.messages import runtime_error
 
@@ -37,7 +37,7 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
     """
     for name in patch:
         if name not in _runtime_names():
-            if name not in Settings.model_fields and (remedy := setting_remedy(name)) is not None:
+            if name not in Settings.model_fields and (remedy := SETTINGS.get(name)) is not None:
                 raise InvalidRequest(name, f"is gone; {remedy}")
             what = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
             raise InvalidRequest(name, f"{what}; settings that can change are {', '.join(_runtime_names())}")

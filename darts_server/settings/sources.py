@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsError, TomlConfigSettingsSource
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.removed import removed_flags, setting_remedy
+from darts_server.removed import SETTINGS, removed_flags
 from darts_server.settings.fields import ENV_PREFIX, Settings
 from darts_server.settings.messages import flag_of, help_of, metavar_of, startup_error
 
@@ -65,7 +65,7 @@ def _refuse_removed_variables() -> None:
         name = variable.upper().removeprefix(ENV_PREFIX).lower()
         if not value or name in Settings.model_fields or not variable.upper().startswith(ENV_PREFIX):
             continue
-        if (remedy := setting_remedy(name)) is not None:
+        if (remedy := SETTINGS.get(name)) is not None:
             raise InvalidSetting(f"{variable} is gone; {remedy}")
 
 

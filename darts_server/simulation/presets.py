@@ -192,9 +192,3 @@ PRESETS: dict[str, Preset] = {
     ),
     "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, prompts=16),
 }
-
-
-def with_tail(workload: FittedWorkload, weight: float) -> FittedWorkload:
-    """Return the workload with ratios above 1 raised to the power ``weight``: 1 changes nothing, 0 has no tail."""
-    values = tuple(ratio**weight if ratio > 1 else ratio for ratio in workload.ratios.values)
-    return replace(workload, ratios=replace(workload.ratios, values=values))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from darts_server.simulation.presets import PRESETS, with_tail
+from darts_server.simulation.presets import PRESETS
 from darts_server.simulation.workload import Quantiles, TracedPrompt, TracedWorkload
 
 SEEN = np.random.default_rng(5)
@@ -85,10 +85,3 @@ def test_presets_have_the_lengths_that_they_were_fitted_to(
     assert np.median(lengths) == pytest.approx(median, rel=0.08)
     assert (lengths >= workload.max_tokens).mean() == pytest.approx(truncated, abs=0.03)
     assert workload.prompt_tokens(3) == workload.prompt_tokens(3) != workload.prompt_tokens(4)
-
-
-def test_the_weight_of_the_tail_changes_what_is_longer_than_the_median() -> None:
-    workload = PRESETS["dapo-32b"].workload
-    none, same = with_tail(workload, 0).ratios, with_tail(workload, 1).ratios
-    assert (max(none.values), min(none.values)) == (1, min(workload.ratios.values))
-    assert same == workload.ratios

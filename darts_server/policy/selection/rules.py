@@ -9,8 +9,8 @@ All rules share one total order, (length, candidate index): the shortest come fi
 with a tail are in `tail_rules`, those for policies that prune in `survivors`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from darts_server.policy.candidate import Candidate
@@ -18,22 +18,6 @@ from darts_server.policy.selection.assessment import Assessment, ShortestAssessm
 from darts_server.policy.selection.index_order import InOrderAssessment
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import DiscardReason, SelectedAs
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is certain now, whatever the running candidates do, as long as they do not fail.
-
-    ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that cannot belong to it
-    any more, and why. ``cuts``: candidates, running or finished, of which only the first tokens belong to it, and how
-    many. ``check_at``: running candidate -> token count at which this verdict may change; progress before that changes
-    nothing.
-    """
-
-    settled: frozenset[int]
-    hopeless: Mapping[int, DiscardReason] = field(default_factory=dict)
-    cuts: Mapping[int, int] = field(default_factory=dict)
-    check_at: Mapping[int, int] = field(default_factory=dict)
 
 
 class SelectionRule(Protocol):
@@ -96,11 +80,8 @@ class SelectionRule(Protocol):
         ...
 
 
-class Assessable:
-    """A rule that can say what is certain about candidates that it has not followed.
-
-    By default there are weights only for groups of all candidates.
-    """
+class RuleDefaults:
+    """What holds for most rules. There are weights only for groups of all candidates."""
 
     __slots__ = ()
 
@@ -127,33 +108,9 @@ class Assessable:
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
 
-    def assess(
-        self: SelectionRule,
-        running: Sequence[Candidate],
-        finished: Sequence[Candidate],
-        deliver_early: bool,
-        deadline: int | None = None,
-        bound: int | None = None,
-    ) -> Verdict:
-        """Say what is certain. A running group keeps an `Assessment` instead, which takes less time for each event."""
-        assessment = self.begin(deliver_early)
-        assessment.deadline, assessment.bound = deadline, bound
-        for candidate in (*running, *finished):
-            assessment.add(candidate)
-        hopeless = assessment.hopeless()
-        for index in hopeless:
-            assessment.remove(index)
-        waits = len(hopeless) < len(running)
-        return Verdict(
-            settled=frozenset(assessment.newly_settled() if waits else self.select(finished, deadline)),
-            hopeless=hopeless,
-            cuts=assessment.cuts(),
-            check_at=assessment.check_at(),
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class SizedRule(Assessable):
+class SizedRule(RuleDefaults):
     """A rule without a tail: ``size`` (M) is all that it needs to know of the group."""
 
     size: int

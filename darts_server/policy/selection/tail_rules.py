@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection.assessment import Assessment, ShortestAssessment
 from darts_server.policy.selection.longest_tail import LongestTailAssessment
-from darts_server.policy.selection.rules import Assessable
+from darts_server.policy.selection.rules import RuleDefaults
 from darts_server.policy.selection.sampled_tail import CutTailAssessment, SampledTailAssessment
 from darts_server.policy.selection.shortest_places import split_by_validity
 from darts_server.types import SelectedAs
 
 
 @dataclass(frozen=True, slots=True)
-class _TailRule(Assessable):
+class _TailRule(RuleDefaults):
     """``num_shortest`` (K) places for the shortest and ``num_longest`` (L) for the tail."""
 
     num_shortest: int

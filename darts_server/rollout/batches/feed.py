@@ -119,11 +119,6 @@ class EventFeed:
         """Number of the latest event; the first is 1."""
         return self._dropped + len(self._log)
 
-    @property
-    def log_length(self) -> int:
-        """Number of events that are kept."""
-        return len(self._log)
-
     def next_after(self, number: int) -> tuple[int, Event] | None:
         """The event that follows event ``number``, with its own number; ``None`` if there is none yet."""
         while number < self.last_number or self._create_entry():

@@ -10,6 +10,7 @@ from darts_server.policy.selection.tail_rules import CutTail, SampledTail
 from darts_server.types import FinishReason, Outcome
 from tests.policy.cases import WITH_FAILURES, Case, cases
 from tests.policy.scored import ScoredCase, scored
+from tests.policy.selection.certain import assess
 from tests.policy.world import World
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
@@ -33,7 +34,7 @@ def assert_kept(world: World, early: bool) -> None:
             continue
         alive = [c for c in group.candidates if c.alive]
         running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
-        verdict = world.rule.assess(running, finished, early, group.deadline, group.bound)
+        verdict = assess(world.rule, running, finished, early, group.deadline, group.bound)
         assert not verdict.hopeless, "not stopped yet"
         assert group.check_at == verdict.check_at
         assert not early or verdict.settled <= world.delivered.keys(), "not delivered yet"

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import Candidate, State
-from darts_server.policy.selection.rules import InOrder, Shortest, Verdict
+from darts_server.policy.selection.rules import InOrder, Shortest
 from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import CUT_TAILS, RULES, WITHOUT_DEADLINE
 from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, futures, possible
+from tests.policy.selection.certain import Verdict, assess
 
 cheap = settings(max_examples=3 * settings().max_examples)
 thoroughly = settings(max_examples=6 * settings().max_examples)
@@ -133,22 +134,22 @@ def test_the_rule_gives_the_reason_of_a_discarded_candidate(
 
 def test_a_candidate_that_reaches_the_threshold_is_hopeless() -> None:
     done = [ended(1, 5), ended(2, 7)]
-    verdict = Shortest(2).assess([running(0, 6), running(3, 6), running(4, 5)], done, deliver_early=False)
+    verdict = assess(Shortest(2), [running(0, 6), running(3, 6), running(4, 5)], done, deliver_early=False)
     assert verdict.hopeless == {3: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.check_at == {0: 7, 4: 6}
 
 
 def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
-    assert not InOrder(1).assess([running(0, 3), running(2, 3)], [], deliver_early=False).hopeless
-    verdict = InOrder(1).assess([running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], deliver_early=False)
+    assert not assess(InOrder(1), [running(0, 3), running(2, 3)], [], deliver_early=False).hopeless
+    verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)], deliver_early=False)
     assert verdict.hopeless == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.settled == frozenset()
 
 
 def test_a_candidate_that_lost_the_tail_is_stopped() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 5, tail_draw=0.1)]
-    verdict = SampledTail(1, 1).assess(
-        [running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, deliver_early=False
+    verdict = assess(
+        SampledTail(1, 1), [running(2, 5, tail_draw=0.2), running(3, 0, tail_draw=0.2)], done, deliver_early=False
     )
     assert verdict.hopeless == {2: DiscardReason.TAIL_PRUNED}
 
@@ -157,11 +158,17 @@ def test_passing_any_of_the_shortest_can_decide_the_tail() -> None:
     """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
     losing = running(4, 9, tail_draw=0.3)
-    before = SampledTail(2, 1).assess(
-        [running(2, 3, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, deliver_early=False
+    before = assess(
+        SampledTail(2, 1),
+        [running(2, 3, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing],
+        done,
+        deliver_early=False,
     )
-    after = SampledTail(2, 1).assess(
-        [running(2, 4, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing], done, deliver_early=False
+    after = assess(
+        SampledTail(2, 1),
+        [running(2, 4, tail_draw=0.1), running(3, 0, tail_draw=0.2), losing],
+        done,
+        deliver_early=False,
     )
     assert not before.hopeless
     assert after.hopeless == {4: DiscardReason.TAIL_PRUNED}
@@ -172,47 +179,47 @@ def test_a_sampled_candidate_is_settled_if_it_is_valid_or_enough_others_are() ->
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)
     truncated = ended(1, 9, valid=False, tail_draw=0.1)
-    assert SampledTail(2, 1).assess(going, [valid], deliver_early=True).settled == {0}
-    assert SampledTail(2, 1).assess(going, [truncated], deliver_early=True).settled == set()
-    assert SampledTail(1, 1).assess(going, [ended(2, 7), truncated], deliver_early=True).settled == {1}
+    assert assess(SampledTail(2, 1), going, [valid], deliver_early=True).settled == {0}
+    assert assess(SampledTail(2, 1), going, [truncated], deliver_early=True).settled == set()
+    assert assess(SampledTail(1, 1), going, [ended(2, 7), truncated], deliver_early=True).settled == {1}
 
 
 def test_candidates_that_only_fill_up_are_not_cut() -> None:
     done = [ended(0, 2), ended(1, 5, valid=False), ended(2, 6, valid=False)]
-    assert CutTail(2, 1).assess([], done, deliver_early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
+    assert assess(CutTail(2, 1), [], done, deliver_early=False, deadline=1) == Verdict(frozenset({0, 1, 2}))
 
 
 def test_a_sampled_candidate_beyond_the_deadline_waits_for_contenders() -> None:
     """Candidate 1 is sampled. Where it ends depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
     rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
-    waiting = rule.assess([going], done, deliver_early=False, deadline=3)
+    waiting = assess(rule, [going], done, deliver_early=False, deadline=3)
     assert waiting == Verdict(frozenset({0}), check_at={3: 5})
-    certain = rule.assess([replace(going, tokens=5)], done, deliver_early=False, deadline=3)
+    certain = assess(rule, [replace(going, tokens=5)], done, deliver_early=False, deadline=3)
     assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
 
 
 def test_a_candidate_that_lost_the_tail_runs_until_the_deadline_is_known() -> None:
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.2)]
     going = [running(2, 4, tail_draw=0.1), running(3, 4, tail_draw=0.8)]
-    assert not CutTail(1, 1).assess(going, done, deliver_early=False, deadline=20).hopeless
-    assert SampledTail(1, 1).assess(going, done, deliver_early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
+    assert not assess(CutTail(1, 1), going, done, deliver_early=False, deadline=20).hopeless
+    assert assess(SampledTail(1, 1), going, done, deliver_early=False).hopeless == {3: DiscardReason.TAIL_PRUNED}
     done.append(ended(4, 4, tail_draw=0.7))
-    verdict = CutTail(1, 1).assess(going, done, deliver_early=False, deadline=20)
+    verdict = assess(CutTail(1, 1), going, done, deliver_early=False, deadline=20)
     assert (verdict.hopeless, verdict.check_at) == ({3: DiscardReason.TAIL_PRUNED}, {2: 20})
 
 
 def test_a_candidate_that_may_be_short_or_cut_is_not_settled_beyond_the_deadline() -> None:
     """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
     going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
-    assert CutTail(1, 1).assess(going, drawn, deliver_early=True).settled == {0}
-    assert CutTail(1, 1).assess(going, drawn, deliver_early=True, deadline=9).settled == {0}
-    assert CutTail(1, 1).assess(going, drawn, deliver_early=True, deadline=8).settled == set()
+    assert assess(CutTail(1, 1), going, drawn, deliver_early=True).settled == {0}
+    assert assess(CutTail(1, 1), going, drawn, deliver_early=True, deadline=9).settled == {0}
+    assert assess(CutTail(1, 1), going, drawn, deliver_early=True, deadline=8).settled == set()
 
 
 def test_a_candidate_that_is_surely_short_is_settled_beyond_the_deadline_too() -> None:
     going = [running(1, 9), running(2, 9)]
-    assert CutTail(1, 1).assess(going, [ended(0, 9)], deliver_early=True, deadline=3).settled == {0}
+    assert assess(CutTail(1, 1), going, [ended(0, 9)], deliver_early=True, deadline=3).settled == {0}
 
 
 States = list[tuple[str, int]]
@@ -253,7 +260,7 @@ def test_hopeless_candidates_are_those_that_no_future_selects(
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
     some, every = possible(rule, *known(going, done))
-    verdict = rule.assess(going, done, early)
+    verdict = assess(rule, going, done, early)
     assert verdict.hopeless.keys() == {c.index for c in going} - some
     assert verdict.settled <= every
 
@@ -264,7 +271,7 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
-    verdict = rule.assess(going, done, early, limit)
+    verdict = assess(rule, going, done, early, limit)
     outcomes: dict[object, object] = {}
     some: set[int] = set()
     for fates in futures(rule, *known(going, done), limit):
@@ -290,11 +297,11 @@ def test_no_verdict_changes_before_its_check(
     situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
 ) -> None:
     rule, (going, done) = situation[0], candidates(situation[1], random)
-    now = rule.assess(going, done, early, limit)
+    now = assess(rule, going, done, early, limit)
     assert now.check_at.keys() <= {c.index for c in going}
     assert all(now.check_at[c.index] > c.tokens for c in going if c.index in now.check_at)
     silent = [replace(c, tokens=random.randint(c.tokens, now.check_at.get(c.index, 20) - 1)) for c in going]
-    then = rule.assess(silent, done, early, limit)
+    then = assess(rule, silent, done, early, limit)
     assert acted_on(rule, now, early) == acted_on(rule, then, early)
 
 

@@ -3,6 +3,7 @@
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
+from tests.policy.selection.certain import assess
 
 
 def ended(index: int, valid: bool = True, tail_draw: float = 0.5) -> Candidate:
@@ -14,9 +15,9 @@ def test_all_survivors_are_selected_and_none_is_settled_before_the_last() -> Non
     finished = [ended(0), ended(1), ended(2, valid=False)]
     everyone = dict.fromkeys(range(3), SelectedAs.SURVIVOR)
     assert AllSurvivors(2).select(finished) == everyone
-    assert AllSurvivors(2).assess([], finished, deliver_early=True).settled == everyone.keys()
+    assert assess(AllSurvivors(2), [], finished, deliver_early=True).settled == everyone.keys()
     going = Candidate(3, tail_draw=0.5, state=State.RUNNING, tokens=3)
-    assert not AllSurvivors(2).assess([going], finished, deliver_early=True).settled
+    assert not assess(AllSurvivors(2), [going], finished, deliver_early=True).settled
 
 
 def test_sampled_survivors_are_those_of_the_lowest_draws() -> None:

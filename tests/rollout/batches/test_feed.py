@@ -156,7 +156,7 @@ async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -
         assert await listener.next() is not None
         for _ in range(190):
             await harness.engine.step()
-        assert batch.feed.log_length == 1
+        assert len(batch.feed._log) == 1
         events = [await listener.next() for _ in range(6)]
     assert all(
         found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in events
@@ -168,7 +168,7 @@ async def test_events_of_a_batch_without_replay_are_not_kept() -> None:
     batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     assert len(events) > 20
-    assert batch.feed.log_length == 0
+    assert len(batch.feed._log) == 0
 
 
 async def test_concurrent_listeners_get_the_same_events() -> None:
