@@ -52,9 +52,9 @@ async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_
         stores = app.Stores(store, carried_file)
         rooms = app.make_rooms(settings.load({}, None), new_engine(), Access(), stores, staging, [], closing)
         await rooms.batches.close()
-        assert len(list(carried_file.open().items(KIND))) == 1
+        assert len(carried_file.open().keys(KIND)) == 1
         rooms.batches.restore()
-        assert (rooms.batches._carried.count(None), list(carried_file.open().items(KIND))) == (1, [])
+        assert (rooms.batches._carried.count(None), carried_file.open().keys(KIND)) == (1, [])
 
 
 async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from darts_server.store.schema import connect, refuse_special_files, translate_e
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "queue.db"
+"""As earlier versions named it, which kept a queue there too: what is carried over outlives an upgrade."""
 MEMORY = ":memory:"
 BUSY_MILLISECONDS = 500
 """How long opening waits for another server on the same folder."""
@@ -79,12 +80,6 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
             rows = self._connection.execute("SELECT key FROM entries WHERE kind = ? ORDER BY key", (kind,)).fetchall()
         return [key for (key,) in rows]
 
-    def items(self, kind: str) -> Iterator[tuple[str, bytes]]:
-        """Yield keys and values of a kind. Nothing may be written until the last one. Raises as `read`."""
-        with self._lock, translate_errors(self._path):
-            for row in self._connection.execute("SELECT kind, key, value, crc FROM entries WHERE kind = ?", (kind,)):
-                yield self._verify(*row)
-
     def write(self, changes: Changes) -> None:
         """Make all changes at once; they are on the disk when this returns.
 
@@ -103,14 +98,14 @@ class TransactionStore(AbstractContextManager["TransactionStore"]):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
 
-    def clear(self, kind: str) -> None:
-        """Delete everything of a kind, whatever its state; it is gone from the disk when this returns.
+    def clear(self) -> None:
+        """Delete everything, whatever its state; it is gone from the disk when this returns.
 
         Raises:
             StateError: nothing was changed.
         """
         with self._lock, translate_errors(self._path):
-            self._connection.execute("DELETE FROM entries WHERE kind = ?", (kind,))
+            self._connection.execute("DELETE FROM entries")
 
     def close(self) -> None:
         with self._lock:

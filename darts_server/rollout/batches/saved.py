@@ -120,7 +120,7 @@ class SavedPrompts:
             logger.error("prompts that were carried over are lost: %s", error)
         taken = self._read(documents, damaged, version)
         try:
-            self._disk.clear(KIND)
+            self._disk.clear()  # also the rows of the queue of earlier versions
         except StateError as error:
             logger.error("prompts that were carried over are not used, as they cannot be removed: %s", error)
             return []
