@@ -1,7 +1,7 @@
 import httpx
-from darts_client._sync_transport import Transport
 
 from darts_client._requests import TransportOptions
+from darts_client._sync_transport import Transport
 
 
 def test_a_path_before_v1_is_kept() -> None:
