@@ -15,15 +15,13 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
+from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
+from darts_server.http.response_headers import GroupIdHeader, WeightsHeader
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.sites import Sites
-from darts_server.http.shaping.group_id import GroupIdHeader
-from darts_server.http.shaping.headers import read_options
-from darts_server.http.shaping.options import merge_options
-from darts_server.http.shaping.weights_header import WeightsHeader
 from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,

@@ -13,10 +13,10 @@ from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
+from darts_server.http.response_headers import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.records import TrajectoryRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.exchange.exchange import Exchange
