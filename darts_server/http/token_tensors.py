@@ -38,7 +38,7 @@ class TokenTensors:
 
     def response(self) -> StreamingResponse:
         """Create the response that sends them."""
-        length = len(self._header()) + sum(values * dtype.itemsize for _, dtype, values in self._layout())
+        length = len(self._header()) + sum(dtype.itemsize * count for _, dtype, count in self._layout())
         return StreamingResponse(self._sent(), media_type=MEDIA_TYPE, headers={"Content-Length": str(length)})
 
     async def _sent(self) -> AsyncIterator[bytes]:
@@ -48,15 +48,13 @@ class TokenTensors:
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file in parts."""
-        lengths = [len(row) for row in self._token_ids]
-        yield self._header() + np.cumsum([0, *lengths], dtype=I64).tobytes()
-        yield from _joined(values for row in self._token_ids for values in _converted(row, I32))
+        # By hand: safetensors writes a whole file at once, and keeps the interpreter for 0.3 s per 100 MB.
+        offsets = np.cumsum([0, *map(len, self._token_ids)], dtype=I64)
+        yield self._header() + offsets.tobytes()
+        yield from _converted(self._token_ids, I32)
         if self._has_logprobs:
-            rows = (
-                np.full(length, np.nan) if row is None else row
-                for row, length in zip(self._logprobs, lengths, strict=True)
-            )
-            yield from _joined(values for row in rows for values in _converted(row, F32))
+            pairs = zip(self._token_ids, self._logprobs, strict=True)
+            yield from _converted((np.full(len(ids), np.nan) if row is None else row for ids, row in pairs), F32)
         for start in range(0, len(self.answer), CHUNK_BYTES):
             yield self.answer[start : start + CHUNK_BYTES]
 
@@ -74,29 +72,26 @@ class TokenTensors:
     def _header(self) -> bytes:
         fields: dict[str, Any] = {}
         begin = 0
-        for name, dtype, values in self._layout():
-            end = begin + values * dtype.itemsize
-            fields[name] = {"dtype": NAMES[dtype], "shape": [values], "data_offsets": [begin, end]}
+        for name, dtype, count in self._layout():
+            end = begin + dtype.itemsize * count
+            fields[name] = {"dtype": NAMES[dtype], "shape": [count], "data_offsets": [begin, end]}
             begin = end
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
 
-def _converted(row: Any, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    values = CHUNK_BYTES // dtype.itemsize
-    for start in range(0, len(row), values):
-        yield np.asarray(row[start : start + values], dtype).tobytes()
-
-
-def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
-    joined: list[bytes] = []
-    size = 0
-    for part in parts:
-        joined.append(part)
-        size += len(part)
-        if size >= CHUNK_BYTES or len(joined) >= CHUNK_ROWS:
-            yield b"".join(joined)
-            joined, size = [], 0
-    if joined:
-        yield b"".join(joined)
+def _converted(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """Convert rows to their bytes, those of short rows together."""
+    chunk = bytearray()
+    for number, row in enumerate(rows, 1):
+        values = CHUNK_BYTES // dtype.itemsize
+        for start in range(0, len(row), values):
+            chunk += np.asarray(row[start : start + values], dtype).tobytes()
+            if len(chunk) >= CHUNK_BYTES:
+                yield bytes(chunk)
+                chunk.clear()
+        if number % CHUNK_ROWS == 0:
+            yield bytes(chunk)
+            chunk.clear()
+    yield bytes(chunk)

@@ -13,8 +13,7 @@ from darts_server.exceptions import InvalidRequest, NotAcceptable
 from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import choose_media_type, while_connected
-from darts_server.http.resources.rollouts_encoding import encode_answer, encode_tensors
-from darts_server.http.resources.rollouts_events import stream_events
+from darts_server.http.resources.rollouts_answers import encode_answer, encode_tensors, stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
     CohortIn,
