@@ -259,6 +259,10 @@ def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tupl
         return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "missing" and len(first["loc"]) == 1:  # perhaps in its place one that is gone was sent
+            for name in error.errors(include_url=False)[0]["input"]:
+                if (remedy := FIELDS.get((error.title, name))) is not None:
+                    raise InvalidRequest(name, f"is gone; {remedy}") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             message = message.partition(" at line ")[0] if place else message
