@@ -34,6 +34,7 @@ from darts_server.http.resources.trajectories import (
     Weight,
     generated_fields,
     sample_fields,
+    shared_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
@@ -212,6 +213,10 @@ class AbortedCandidateOut(GeneratedOut):
     cut: Cut
 
 
+OF_RECORD = ("num_shortest", "sampled_from", "earlier_pass_rate", "deadline")
+"""Fields of an answered group as its record has them; null without one."""
+
+
 class GroupOut(BaseModel):
     """The group of one prompt, or its error."""
 
@@ -249,10 +254,7 @@ class GroupOut(BaseModel):
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
             counted=_counted(result),
-            num_shortest=None if record is None else record.num_shortest,
-            sampled_from=None if record is None else record.sampled_from,
-            earlier_pass_rate=None if record is None else record.earlier_pass_rate,
-            deadline=None if record is None else record.deadline,
+            **{name: getattr(record, name, None) for name in OF_RECORD},
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
@@ -335,14 +337,8 @@ class CancelledOut(BaseModel):
 
 
 def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord) -> TrajectoryOut:
-    return TrajectoryOut(
-        **sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate),
-        rank=rank,
-        selected_as=candidate.selected_as,
-        cut=candidate.cut,
-        quality=candidate.quality,
-        weight=candidate.weight,
-    )
+    fields = sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate)
+    return TrajectoryOut(**shared_fields(TrajectoryOut, candidate) | fields, rank=rank)
 
 
 def _counted(result: GroupResult) -> int | None:

@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
-from darts_server.records import UpdateRecord
 from darts_server.weights.rules import Rule, RuleName, find_rule
 from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates
@@ -53,7 +52,9 @@ class WeightsIn(LoraIn):
 
 
 class UpdateAnswer(BaseModel):
-    """The result of an update."""
+    """The result of an update: an `UpdateRecord`."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
@@ -67,19 +68,6 @@ class UpdateAnswer(BaseModel):
         description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
     )
     error: str | None
-
-    @classmethod
-    def of(cls, record: UpdateRecord) -> "UpdateAnswer":
-        return cls(
-            version=record.version,
-            outcome=record.outcome.value,
-            source=record.source,
-            lora=record.lora,
-            rule=record.rule,
-            partial=record.partial,
-            seconds=dict(record.seconds),
-            error=record.error,
-        )
 
 
 class StagedAnswer(BaseModel):
@@ -245,6 +233,6 @@ def answer(updates: Updates) -> WeightsAnswer:
             for name, one in updates.loras.served.items()
         ],
         staged=None if updates.staged.current is None else StagedAnswer.of(updates.staged.current),
-        last=None if updates.last is None else UpdateAnswer.of(updates.last),
+        last=None if updates.last is None else UpdateAnswer.model_validate(updates.last),
         last_error=updates.last_error,
     )
