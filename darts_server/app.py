@@ -19,9 +19,8 @@ from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.response_headers import GroupIdHeader, WeightsHeader
 from darts_server.http.routes import router, serve_metrics_in_the_loop
-from darts_server.http.security.access import Access, Keys, check_listening
+from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.security.sites import Sites
 from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
