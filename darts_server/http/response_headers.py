@@ -18,23 +18,36 @@ WEIGHTS = "X-Darts-Weights"
 HEALTH = "/health"
 
 
-class GroupIdHeader:
-    """ASGI middleware that adds the groups' id to responses of shaped requests."""
+class ResponseHeader:
+    """ASGI middleware that adds a header to responses.
 
-    def __init__(self, app: ASGIApp) -> None:
+    ``value_of``: returns its value when the response to a request begins; ``None`` to leave it out.
+    """
+
+    def __init__(self, app: ASGIApp, name: str, value_of: Callable[[Scope], str | None]) -> None:
         self._app = app
+        self._name = name
+        self._value_of = value_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and (group_id := scope.get("state", {}).get(STATE_KEY)):
-                MutableHeaders(scope=message)[GROUP_ID] = header_value(group_id)
+            if message["type"] == "http.response.start" and (value := self._value_of(scope)) is not None:
+                MutableHeaders(scope=message)[self._name] = value
             await send(message)
 
         await self._app(scope, receive, send_with_header if scope["type"] == "http" else send)
 
 
-class WeightsHeader:
-    """ASGI middleware that adds to ``/health``: ``start=…; version=…; source=…; loras=…``.
+def group_id_of(scope: Scope) -> str | None:
+    """Return the value of `GROUP_ID`."""
+    group_id = scope.get("state", {}).get(STATE_KEY)
+    return header_value(group_id) if group_id else None
+
+
+def weights_of(
+    version: Callable[[], int], are_initial: Callable[[], bool], loras: Callable[[], Mapping[str, int]]
+) -> Callable[[Scope], str | None]:
+    """Return what makes the value of `WEIGHTS`: ``start=…; version=…; source=…; loras=…``.
 
     ``start`` is another one after each restart. ``source`` is ``start`` for the weights that the server was started
     with, and ``update`` for others. ``loras`` differs between servers whose LoRA adapters differ in their names or
@@ -45,31 +58,13 @@ class WeightsHeader:
         are_initial: returns whether they are those of the start.
         loras: returns the versions of the LoRA adapters, by their names.
     """
+    start = secrets.token_hex(8)
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        version: Callable[[], int],
-        are_initial: Callable[[], bool],
-        loras: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._app = app
-        self._version = version
-        self._are_initial = are_initial
-        self._loras = loras
-        self._start = secrets.token_hex(8)
+    def value_of(scope: Scope) -> str | None:
+        if get_route_path(scope) != HEALTH:
+            return None
+        named = sorted(loras().items())
+        digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16] if named else "none"
+        return f"start={start}; version={version()}; source={'start' if are_initial() else 'update'}; loras={digest}"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[WEIGHTS] = self._value()
-            await send(message)
-
-        is_health = scope["type"] == "http" and get_route_path(scope) == HEALTH
-        await self._app(scope, receive, send_with_header if is_health else send)
-
-    def _value(self) -> str:
-        loras = sorted(self._loras().items())
-        digest = hashlib.sha256(json.dumps(loras).encode()).hexdigest()[:16] if loras else "none"
-        source = "start" if self._are_initial() else "update"
-        return f"start={self._start}; version={self._version()}; source={source}; loras={digest}"
+    return value_of

@@ -13,7 +13,7 @@ from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
-from darts_server.http.response_headers import STATE_KEY, GroupIdHeader
+from darts_server.http.response_headers import GROUP_ID, STATE_KEY, ResponseHeader, group_id_of
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -62,7 +62,7 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        app.add_middleware(GroupIdHeader)
+        app.add_middleware(ResponseHeader, name=GROUP_ID, value_of=group_id_of)
         control = Control(load({}, None))
         app.include_router(
             router(

@@ -5,7 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from darts_server.http.response_headers import WEIGHTS, WeightsHeader
+from darts_server.http.response_headers import WEIGHTS, ResponseHeader, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
@@ -21,7 +21,8 @@ class Served:
             return Response()
 
         app = Starlette(routes=[Route("/health", answer), Route("/v1/models", answer)])
-        return TestClient(WeightsHeader(app, lambda: self.version, lambda: self.are_initial, lambda: self.loras))
+        value_of = weights_of(lambda: self.version, lambda: self.are_initial, lambda: self.loras)
+        return TestClient(ResponseHeader(app, WEIGHTS, value_of))
 
 
 def fields(client: TestClient) -> dict[str, str]:
