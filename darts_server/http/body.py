@@ -239,7 +239,7 @@ def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         objects = msgspec.json.decode(fields[field], type=list[dict[str, msgspec.Raw]])
-    except (KeyError, msgspec.DecodeError, RecursionError):
+    except (KeyError, ValueError, RecursionError):
         return None
     fields[field] = msgspec.Raw(b"[]")
     return msgspec.json.encode(fields), [msgspec.json.encode(each) for each in objects]

@@ -306,7 +306,7 @@ def test_what_is_no_list_of_objects_is_not_split(value: Any) -> None:
     assert split_objects(json.dumps({"a": {"items": [value]}}).encode(), "items") is None
 
 
-@given(st.binary(max_size=30), st.sampled_from([b"", b'{"items":[', b'{"items":[{}']))
+@given(st.binary(max_size=30), st.sampled_from([b"", b'{"items":[', b'{"items":[{}', b'{"\xff":1,"items":[{}]}']))
 def test_any_bytes_are_read_to_their_end(text: bytes, before: bytes) -> None:
     split_objects(before + text, "items")
 
