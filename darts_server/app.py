@@ -15,15 +15,12 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
+from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
+from darts_server.http.response_headers import GROUP_ID, WEIGHTS, ResponseHeader, group_id_of, weights_of
 from darts_server.http.routes import router, serve_metrics_in_the_loop
-from darts_server.http.security.access import Access, Keys, check_listening
+from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.security.sites import Sites
-from darts_server.http.shaping.group_id import GroupIdHeader
-from darts_server.http.shaping.headers import read_options
-from darts_server.http.shaping.options import merge_options
-from darts_server.http.shaping.weights_header import WeightsHeader
 from darts_server.metrics import (
     AccessMetrics,
     QualityMetrics,
@@ -255,13 +252,13 @@ def extend(
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
-    application.add_middleware(GroupIdHeader)
-    application.add_middleware(
-        WeightsHeader,
+    application.add_middleware(ResponseHeader, name=GROUP_ID, value_of=group_id_of)
+    served = weights_of(
         version=lambda: rooms.updates.version,
         are_initial=lambda: rooms.updates.are_initial,
         loras=lambda: {name: each.version for name, each in rooms.updates.loras.served.items()},
     )
+    application.add_middleware(ResponseHeader, name=WEIGHTS, value_of=served)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,

@@ -44,7 +44,8 @@ ROUTES: Mapping[str, str] = {
 FIELDS: Mapping[tuple[str, str], str] = {
     ("RolloutsIn", "partial"): "leave it out: what pruned candidates had generated is not kept; the weights of the "
     "returned trajectories make up for them",
-    ("WeightsIn", "url"): PUSH,
+    ("WeightsIn", "url"): "the server does not pull weights: push them with PUT /darts/v1/weights, or name a file or "
+    'folder below --weights-root as {"path": …}',
 }
 """Fields of request bodies, by the model of the body."""
 

@@ -111,3 +111,10 @@ def test_a_field_that_is_gone_says_what_to_use_instead() -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "partial")
     assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['RolloutsIn', 'partial']}")
     assert unknown.json()["error"]["message"].endswith("is unknown; remove it")
+
+
+def test_a_field_that_is_gone_is_named_although_the_one_that_replaced_it_is_missing() -> None:
+    with client() as here:
+        answer = here.post("/darts/v1/weights", json={"url": "http://a/b.safetensors", "version": 3})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
+    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['WeightsIn', 'url']}")

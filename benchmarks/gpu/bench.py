@@ -19,7 +19,7 @@ from benchmarks.gpu.repeatable import RepeatableRollouts
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
-from darts_server.http.shaping.options import merge_options
+from darts_server.http.options import merge_options
 from darts_server.observers import GroupObserver
 from darts_server.policies import OFF
 from darts_server.policy.latency.curve import LatencyCurve

@@ -1,18 +1,19 @@
 """Read and validate request bodies, limited in size, structure and time."""
 
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
-from itertools import islice
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic_core import CoreSchema, SchemaValidator
 from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
@@ -20,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import InvalidRequest, TooLarge
-from darts_server.http.json_slices import find_objects, strings_and_brackets
 from darts_server.removed import FIELDS
 
 STALL_SECONDS = 60.0
@@ -43,8 +43,12 @@ MAX_DIGITS = 500
 largest float has 309."""
 INLINE_BYTES = 64 * 1024
 """Bodies up to this size are validated in the event loop, within 20 ms; larger ones in a thread."""
-COUNTED_BYTES = 256 * 1024
-DIGITS = b"0123456789"
+WINDOW_BYTES = 64 * 1024
+"""Searched at once, in some milliseconds at most."""
+ONLY_DIGITS = bytes(ord("0") if chr(char).isdecimal() else ord(" ") for char in range(256))
+"""Translates all digits to zeros, and all other bytes to spaces."""
+LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
 _one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
 
@@ -175,7 +179,7 @@ class LimitedBody:
 async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body, a large one in a thread and one after the other.
 
-    The event loop is not served while pydantic reads a text. So a list of objects is read in slices of some 64 KiB, and
+    The event loop is not served while pydantic reads a text. So the objects of a long list are read one by one, and
     every text that is read at once has few enough parts and values: a million token ids take a tenth of a second, text
     a few thousandths per MB.
 
@@ -200,57 +204,69 @@ async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text:
 
 def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body. Raises as `parse_body`."""
-    everything = (0, len(body))
-    if _parts(body, MAX_JSON_PARTS, everything) > MAX_JSON_PARTS:
-        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request")
-    if has_long_number(body):
-        raise InvalidRequest("body", f"has a number of more than {MAX_DIGITS} digits; send it as a string")
-    found = None if items is None or len(body) <= INLINE_BYTES else find_objects(body, items)
-    if items is None or found is None:
-        _check_at_once(body, everything)
+    split = None if items is None or len(body) <= INLINE_BYTES else split_objects(body, items)
+    if items is None or split is None:
+        _check_at_once(body)
         return _validated(model.model_validate_json, body)
-    _check_at_once(body, (0, found.start), (found.end, len(body)))
-    for span in found.spans:
-        _check_at_once(body, span)
-    head = body[: found.start] + b"[]" + body[found.end :]
-    whole = _validated(model.model_validate_json, head, f", counted with {items} as []")
-    count, read = _list_readers(model, items)
-    _validated(count, found.spans, items=items)
-    values: list[Any] = []
-    for start, end in found.slices(INLINE_BYTES):
-        where = f", counted from {items}[{len(values)}] on"
-        values += _validated(read, b"[" + body[start:end] + b"]", where, items, len(values))
+    head, objects = split
+    _check_at_once(head)
+    whole = _validated(model.model_validate_json, head)
+    read = _reader(model, items)
+    values = []
+    for number, text in enumerate(objects):
+        _check_at_once(text)
+        values.append(_validated(read, text, (items, number)))
     assign = partial(model.__pydantic_validator__.validate_assignment, whole, items)
     _validated(assign, values)  # by what the field requires beyond its items, which are not validated again
     return whole
 
 
-@cache
-def _list_readers(model: type[Body], items: str) -> tuple[Callable[[Any], object], Callable[[bytes], list[Any]]]:
-    """Return what checks the number of items of a field, and what reads some of them."""
-    number: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Any], Field(), *model.model_fields[items].metadata])
-    schema: TypeAdapter[list[Any]] = TypeAdapter(model.__annotations__[items])
-    return number.validate_python, schema.validate_json
+def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
+    """Split a JSON object: return it with ``[]`` in one field, and each object of the list in that field.
 
+    ``None`` if there is no such list, or it has something else in it. msgspec creates no values for what it skips, but
+    keeps the interpreter meanwhile, twice: for 70 ms each if 64 MB are token ids, 200 ms if they are escapes alone.
 
-def _validated(
-    validate: Callable[[Any], ValidatedT], value: object, where: str = "", items: str | None = None, number: int = 0
-) -> ValidatedT:
-    """Validate a value, or items of the field ``items``, of which the first is that ``number``.
-
-    ``where``: says what a position in the text is counted from.
+    Raises:
+        TooLarge: more than `MAX_JSON_PARTS`.
     """
+    parts = 0
+    for text in _outside_strings(body):
+        if (parts := parts + _count_parts(text)) > MAX_JSON_PARTS:
+            raise TooLarge(
+                "body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request"
+            )
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        objects = msgspec.json.decode(fields[field], type=list[dict[str, msgspec.Raw]])
+    except (KeyError, ValueError, RecursionError):
+        return None
+    fields[field] = msgspec.Raw(b"[]")
+    return msgspec.json.encode(fields), [msgspec.json.encode(each) for each in objects]
+
+
+@cache
+def _reader(model: type[Body], items: str) -> Callable[[bytes], object]:
+    """Return what reads one item of a field."""
+    (kind,) = get_args(model.__annotations__[items])
+    adapter: TypeAdapter[object] = TypeAdapter(kind)
+    return adapter.validate_json
+
+
+def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
+    """Validate a value. ``place``: where it is in the body, for error messages."""
     try:
         return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "missing" and len(first["loc"]) == 1:  # perhaps in its place one that is gone was sent
+            for name in error.errors(include_url=False)[0]["input"]:
+                if (remedy := FIELDS.get((error.title, name))) is not None:
+                    raise InvalidRequest(name, f"is gone; {remedy}") from None
         message = first["msg"].removeprefix("Value error, ")
-        loc = first["loc"]
         if first["type"] == "json_invalid":
-            message += where
-        if items is not None:
-            loc = (items, number + int(loc[0]), *loc[1:]) if loc else (items,)
-        parts = [part for part in loc if part != ""]  # an empty part is the tag of a union
+            message = message.partition(" at line ")[0] if place else message
+        parts = [part for part in (*place, *first["loc"]) if part != ""]  # an empty part is the tag of a union
         if isinstance(unknown := first.get("ctx", {}).get("error"), UnknownField):
             message = "is unknown; remove it" if unknown.remedy is None else f"is gone; {unknown.remedy}"
             parts = [*parts, str(unknown)[:MAX_NAME_CHARS]]
@@ -258,87 +274,49 @@ def _validated(
         raise InvalidRequest(field or "body", message) from None  # the cause would keep the whole body
 
 
-def _check_at_once(text: bytes, *spans: tuple[int, int]) -> None:
-    """Raise ``TooLarge`` for parts of a text that take too long to parse at once."""
-    if sum(end - start for start, end in spans) <= MAX_PARTS_AT_ONCE:
-        return  # most prompts are: each part has a byte
-    if _parts(text, MAX_PARTS_AT_ONCE, *spans) > MAX_PARTS_AT_ONCE:
-        most = f"{MAX_PARTS_AT_ONCE} strings, arrays and objects"
-    elif _values(text, *spans) > MAX_VALUES_AT_ONCE:
-        most = f"{MAX_VALUES_AT_ONCE} numbers"
-    elif _unquoted(text, *spans) > MAX_UNQUOTED_AT_ONCE:
-        most = f"{MAX_UNQUOTED_AT_ONCE} bytes outside strings"
-    else:
-        return
-    raise TooLarge(
-        "body",
-        f"must have at most {most} in one prompt or reward, or in all fields beside a list of these alone; send less",
-    )
+def _check_at_once(text: bytes) -> None:
+    """Check a text that is parsed at once.
 
-
-def _parts(text: bytes, most: int, *spans: tuple[int, int]) -> int:
-    """Count strings, arrays and objects, up to one more than ``most``.
-
-    What stands in strings counts, too, if there are no more with it.
+    Raises:
+        InvalidRequest: it has a number of more than `MAX_DIGITS` digits.
+        TooLarge: parsing takes too long.
     """
-    upper = sum(
-        _count(text, b'"', *span) // 2 + _count(text, b"[", *span) + _count(text, b"{", *span) for span in spans
-    )
-    if upper <= most:
-        return upper  # not the exact number, which does not include what stands in strings
-    parts = (at for span in spans for at, _ in strings_and_brackets(text, *span) if text[at] not in b"]}")
-    return sum(1 for _ in islice(parts, most + 1))
+    if len(text) <= MAX_DIGITS:
+        return  # most rewards are
+    parts = values = unquoted = 0
+    digits = b""
+    for outside in _outside_strings(text):
+        digits = digits[-MAX_DIGITS:] + outside.translate(ONLY_DIGITS)
+        if LONG_NUMBER in digits:
+            raise InvalidRequest("body", f"has a number of more than {MAX_DIGITS} digits; send it as a string")
+        parts, values, unquoted = parts + _count_parts(outside), values + outside.count(b","), unquoted + len(outside)
+        for count, most, what in (
+            (parts, MAX_PARTS_AT_ONCE, "strings, arrays and objects"),
+            (values, MAX_VALUES_AT_ONCE, "numbers"),
+            (unquoted, MAX_UNQUOTED_AT_ONCE, "bytes outside strings"),
+        ):
+            if count > most:
+                raise TooLarge(
+                    "body",
+                    f"must have at most {most} {what} in one prompt or reward, or in all fields beside a list of these "
+                    "alone; send less",
+                )
 
 
-def _values(text: bytes, *spans: tuple[int, int]) -> int:
-    """Count commas. Those in strings count, too, if there are few enough with them."""
-    everywhere = sum(_count(text, b",", *span) for span in spans)
-    if everywhere <= MAX_VALUES_AT_ONCE:
-        return everywhere
-    return sum(_count(text, b",", *between) for span in spans for between in _between_strings(text, *span))
+def _count_parts(outside: bytes) -> int:
+    return outside.count(b'"') // 2 + outside.count(b"[") + outside.count(b"{")
 
 
-def _unquoted(text: bytes, *spans: tuple[int, int]) -> int:
-    """Count the bytes outside strings and brackets. Those in strings count, too, if there are few enough with them."""
-    everywhere = sum(end - start for start, end in spans)
-    if everywhere <= MAX_UNQUOTED_AT_ONCE:
-        return everywhere
-    return sum(end - start for span in spans for start, end in _between_strings(text, *span))
-
-
-def _between_strings(text: bytes, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of what stands between strings and brackets."""
-    for start, end in strings_and_brackets(text, begin, stop):
-        yield begin, start
-        begin = end
-    yield begin, stop
-
-
-def has_long_number(text: bytes) -> bool:
-    """Whether a number in a JSON text has more than `MAX_DIGITS` digits in a row."""
-    if not _has_long_run(text, 0, len(text)):
-        return False
-    return any(_has_long_run(text, *between) for between in _between_strings(text, 0, len(text)))  # not in a string
-
-
-def _has_long_run(text: bytes, start: int, end: int) -> bool:
-    """Whether a part of a text has more than `MAX_DIGITS` digits in a row.
-
-    Such a row contains a whole step of half that length, wherever it begins.
-    """
-    step = MAX_DIGITS // 2
-    for at in range(start, end - step + 1, step):
-        if text[at : at + step].isdigit():
-            before, after = text[max(start, at - MAX_DIGITS) : at], text[at : min(end, at + MAX_DIGITS + 1)]
-            if len(before) - len(before.rstrip(DIGITS)) + len(after) - len(after.lstrip(DIGITS)) > MAX_DIGITS:
-                return True
-    return False
-
-
-def _count(text: bytes, part: bytes, start: int = 0, end: int | None = None) -> int:
-    """Count a byte, in steps between which the event loop is served."""
-    stop = len(text) if end is None else end
-    return sum(text.count(part, at, min(at + COUNTED_BYTES, stop)) for at in range(start, stop, COUNTED_BYTES))
+def _outside_strings(text: bytes) -> Iterator[bytes]:
+    """Yield a JSON text in parts, each string as two quotes. The event loop is served between two parts."""
+    begin = b""
+    for at in range(0, len(text), WINDOW_BYTES):
+        outside = _STRING.sub(rb'"\1', begin + text[at : at + WINDOW_BYTES])
+        begin = b""
+        if outside.count(b'"') % 2:  # the last string goes on, perhaps after half of an escape
+            outside, _, escape = outside.rpartition(b'"')
+            begin = b'"' + escape
+        yield outside
 
 
 async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:

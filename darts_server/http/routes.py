@@ -10,7 +10,6 @@ from starlette.routing import Route
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import (
-    lora,
     monitor,
     observations,
     policy,
@@ -85,7 +84,6 @@ def router(
     api.include_router(observations.routes(exchange))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
-    api.include_router(lora.routes(updates))
     api.include_router(staged.routes(updates))
     api.include_router(monitor.routes(monitored))
     return api

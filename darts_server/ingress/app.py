@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 from darts_server.exceptions import DartsError, GroupAborted, OneServerOnly, TooLarge
 from darts_server.http import page
 from darts_server.http.body import IncompleteBody
-from darts_server.http.disconnect import while_connected
 from darts_server.http.errors import body_of, headers_of, status_of
-from darts_server.http.security.sites import Sites
+from darts_server.http.requests import while_connected
+from darts_server.http.security.access import Sites
 from darts_server.ingress.batches.handler import Batches
 from darts_server.ingress.call import Call
 from darts_server.ingress.everyone.controls import Controls

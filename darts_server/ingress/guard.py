@@ -5,7 +5,7 @@ from dataclasses import replace
 from starlette.requests import Request
 
 from darts_server.http.body import read_body
-from darts_server.http.security.sites import Sites
+from darts_server.http.security.access import Sites
 from darts_server.ingress.forwarding.headers import sender, to_replica
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.replica import Outgoing

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from darts_server.exceptions import ServerStopping
-from darts_server.http.security.sites import is_loopback
+from darts_server.http.security.access import is_loopback
 from darts_server.ingress.app import Ingress
 from darts_server.ingress.replicas.fleet import Fleet, PollSettings
 from darts_server.ingress.replicas.http import HttpReplica

@@ -3,11 +3,9 @@
 Every metric has the label ``model_name`` besides its own. The classes implement the observer protocols of other rooms.
 """
 
-from darts_server.metrics.access import AccessMetrics
+from darts_server.metrics.collectors import AccessMetrics, ServingMetrics, WeightMetrics
 from darts_server.metrics.quality import QualityMetrics, QualitySources
 from darts_server.metrics.rollouts import RolloutMetrics, RolloutSources
-from darts_server.metrics.serving import ServingMetrics
-from darts_server.metrics.weights import WeightMetrics
 
 __all__ = [
     "AccessMetrics",

@@ -1,15 +1,25 @@
-"""Base class of our metrics: the model's name and a registry."""
+"""Base class of our metrics, and those of the server itself: its event loop, refused requests, weight updates."""
 
 from collections.abc import Callable, Iterable
 from math import nan
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from darts_server.records import UpdateRecord
+from darts_server.types import UpdateOutcome
+
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25)
+PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
+
+Values = dict[tuple[str, ...], Callable[[], float | None]]
+"""Functions that return the current value, by label values; ``None`` while it is unknown."""
 
 
 class Collectors:
     """Create collectors with the label ``model_name``."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model = model_name
         self._registry = registry
 
@@ -24,6 +34,12 @@ class Collectors:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
+    def _read_gauge(self, name: str, text: str, values: Values, *labels: str) -> None:
+        """Create a gauge that reads its values at each scrape."""
+        gauge = self._gauge(name, text, *labels)
+        for label_values, value in values.items():
+            gauge.labels(self._model, *label_values).set_function(or_nan(value))
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
 
@@ -36,3 +52,57 @@ def or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
         return nan if current is None else current
 
     return read
+
+
+class ServingMetrics(Collectors):
+    """Measure the event loop."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(model_name, registry)
+        self._lag = self._histogram(
+            "darts_event_loop_lag_seconds",
+            "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",
+            LAG_BUCKETS,
+        ).labels(model_name)
+
+    def loop_lagged(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+
+class AccessMetrics(Collectors):
+    """Count refused requests by reason."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(model_name, registry)
+        self._refused = self._counter(
+            "darts_requests_refused",
+            "Refused requests by reason: key (missing or wrong), permission, body (too large or incomplete), queue "
+            "(too many candidates wait), quota (of a key), shutdown (the server is stopping, or its engine failed).",
+            "reason",
+            REFUSALS,
+        )
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(self._model, reason).inc()
+
+
+class WeightMetrics(Collectors):
+    """Implements the observer protocol of the weights room."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(model_name, registry)
+        self._updates = self._counter("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)
+        self._seconds = self._histogram(
+            "darts_weight_update_seconds", "Duration of each phase of a weight update.", PHASE_BUCKETS, "phase"
+        )
+        self._version = self._gauge("darts_weight_version", "Version of the weights that are served.")
+        self._version.labels(model_name).set(0)
+
+    def update_announced(self, version: int) -> None:
+        """Count nothing: an update is counted when it ends."""
+
+    def update_ended(self, record: UpdateRecord) -> None:
+        self._updates.labels(self._model, record.outcome).inc()
+        self._version.labels(self._model).set(record.version)
+        for phase, seconds in record.seconds.items():
+            self._seconds.labels(self._model, phase).observe(seconds)

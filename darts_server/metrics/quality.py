@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, or_nan
+from darts_server.metrics.collectors import Collectors, Values
 from darts_server.observers import PruningObserver
 from darts_server.types import PruningStatus
 
@@ -70,48 +70,30 @@ class QualityMetrics(Collectors, PruningObserver):
 
     def _create_counters(self) -> None:
         booleans = ("true", "false")
-        self._scores = self._counter(
-            "darts_quality_scores",
-            "Scores of running trajectories, by whether their inputs were finite numbers.",
-            "usable",
-            booleans,
-        )
-        self._decisions = self._counter(
-            "darts_pruning_decisions",
-            "Decisions on scored trajectories that could be pruned, by outcome.",
-            "outcome",
-            ("kept", "pruned"),
-        )
-        self._states = self._counter(
-            "darts_probe_states",
-            "Hidden states expected of trajectories past a detection point, by whether the engine sent them.",
-            "received",
-            booleans,
-        )
+        what = "Scores of running trajectories, by whether their inputs were finite numbers."
+        self._scores = self._counter("darts_quality_scores", what, "usable", booleans)
+        what = "Decisions on scored trajectories that could be pruned, by outcome."
+        self._decisions = self._counter("darts_pruning_decisions", what, "outcome", ("kept", "pruned"))
+        what = "Hidden states expected of trajectories past a detection point, by whether the engine sent them."
+        self._states = self._counter("darts_probe_states", what, "received", booleans)
         self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
-        self._dropped = self._counter(
-            "darts_quality_labels_dropped",
-            "Scored trajectories dropped from memory before their reward came, because memory for them was full.",
-        )
+        what = "Scored trajectories dropped from memory before their reward came, because memory for them was full."
+        self._dropped = self._counter("darts_quality_labels_dropped", what)
         self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
         self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
-        self._divergences = self._counter(
-            "darts_quality_divergences", "Trainings of the quality head that were undone."
-        )
+        what = "Trainings of the quality head that were undone."
+        self._divergences = self._counter("darts_quality_divergences", what)
 
     def _create_gauges(self, sources: QualitySources) -> None:
         for name, text in METRICS.items():
-            suffix = "of raw scores and of calibrated probabilities, on labels that came later"
-            gauge = self._gauge(f"darts_quality_{name}", f"{text}, {suffix}.", "prediction")
-            for prediction in PREDICTIONS:
-                gauge.labels(self._model, prediction).set_function(or_nan(partial(sources.metric, prediction, name)))
-        gauge = self._gauge("darts_quality_loss", "Mean loss of the quality head's last good training, in nats.")
-        gauge.labels(self._model).set_function(or_nan(sources.loss))
-        gauge = self._gauge(
-            "darts_quality_status", "1 for the current status of pruning; it prunes while that is 'ready'.", "status"
-        )
-        for status in PruningStatus:
-            gauge.labels(self._model, status).set_function(partial(_is_current, sources.status, status))
+            what = f"{text}, of raw scores and of calibrated probabilities, on labels that came later."
+            values: Values = {(each,): partial(sources.metric, each, name) for each in PREDICTIONS}
+            self._read_gauge(f"darts_quality_{name}", what, values, "prediction")
+        what = "Mean loss of the quality head's last good training, in nats."
+        self._read_gauge("darts_quality_loss", what, {(): sources.loss})
+        what = "1 for the current status of pruning; it prunes while that is 'ready'."
+        current: Values = {(each,): partial(_is_current, sources.status, each) for each in PruningStatus}
+        self._read_gauge("darts_quality_status", what, current, "status")
 
 
 def _is_current(current: Callable[[], PruningStatus], status: PruningStatus) -> float:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, or_nan
+from darts_server.metrics.collectors import Collectors, Values, or_nan
 from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, MaxLost, Outcome, SelectedAs, TurnKind, VoteOutcome
@@ -24,9 +24,6 @@ BOOLEANS = ("true", "false")
 RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 """What `auto` chooses from."""
 END_REASONS = ("selected", *DiscardReason)
-
-Values = dict[tuple[str, ...], Callable[[], float | None]]
-"""Functions that return the current value, by label values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     ) -> None:
         super().__init__(model_name, registry)
         self._make_group_metrics()
-        self._make_cohort_metrics()
-        self._make_reward_metrics()
-        self._make_vote_metrics()
+        self._make_other_metrics()
         self._sources = sources
         if sources is not None:
             self._make_gauges(sources)
@@ -93,7 +88,8 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         if record.tail_wait is not None:
             self._tail_wait.labels(self._model).observe(record.tail_wait)
         generated, returned = record.generated_tokens, record.returned_tokens
-        self._count_tokens(self._tokens, {"generated": generated, "returned": returned, "wasted": generated - returned})
+        for kind, count in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
+            self._tokens.labels(self._model, kind).inc(count)
         self._count_candidates(record)
         if record.max_lost is not None and self._sources is not None:
             self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
@@ -138,194 +134,93 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
                 self._explored.labels(self._model, "beyond" if beyond else "within").inc()
                 self._explored_tokens.labels(self._model).inc(beyond)
 
-    def _count_tokens(self, counter: Counter, tokens: dict[str, int]) -> None:
-        for kind, count in tokens.items():
-            counter.labels(self._model, kind).inc(count)
+    def _read_deadlines(self, sources: RolloutSources, policy: str, max_lost: MaxLost) -> None:
+        """Report a policy's deadlines from now on."""
+        for gauge, read in (
+            (self._lost_share, sources.lost_share),
+            (self._lost_groups, sources.lost_group_share),
+            (self._stretch, sources.deadline_stretch),
+        ):
+            gauge.labels(self._model, policy).set_function(or_nan(partial(read, policy, max_lost)))
 
     # --- collectors --------------------------------------------------------
 
     def _make_group_metrics(self) -> None:
-        self._sealed = self._counter(
-            "darts_joined_groups",
-            "Groups of single requests, by whether they had all their requests when they were sealed.",
-            "full",
-            BOOLEANS,
-        )
-        self._single = self._counter(
-            "darts_single_requests",
-            "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone.",
-            "turn",
-            TurnKind,
-        )
+        what = "Groups of single requests, by whether they had all their requests when they were sealed."
+        self._sealed = self._counter("darts_joined_groups", what, "full", BOOLEANS)
+        what = "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone."
+        self._single = self._counter("darts_single_requests", what, "turn", TurnKind)
         self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
         self._started = self._counter("darts_candidates_started", "Started candidates.")
-        self._ended = self._counter(
-            "darts_candidates_ended",
-            "Ended candidates by reason: 'selected', or why they were discarded.",
-            "reason",
-            END_REASONS,
-        )
+        what = "Ended candidates by reason: 'selected', or why they were discarded."
+        self._ended = self._counter("darts_candidates_ended", what, "reason", END_REASONS)
         self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
-        self._tokens = self._counter(
-            "darts_tokens",
-            "Tokens of all candidates (generated), of returned ones and of the others (wasted).",
-            "kind",
-            (*KINDS, "wasted"),
-        )
-        self._candidates = self._histogram(
-            "darts_candidates_per_group", "Candidates started per group.", CANDIDATE_BUCKETS
-        )
-        self._duration = self._histogram(
-            "darts_group_duration_seconds", "Time from a group's first candidate to its end.", SECONDS_BUCKETS
-        )
-        self._tail_wait = self._histogram(
-            "darts_tail_wait_seconds",
-            "Time from the finish of the K-th trajectory to the completed group.",
-            SECONDS_BUCKETS,
-        )
-        self._length = self._histogram(
-            "darts_trajectory_length_tokens",
-            "Generated tokens per candidate (stopped ones: until they were stopped), and per returned trajectory.",
-            LENGTH_BUCKETS,
-            "kind",
-        )
+        what = "Tokens of all candidates (generated), of returned ones and of the others (wasted)."
+        self._tokens = self._counter("darts_tokens", what, "kind", (*KINDS, "wasted"))
+        what = "Candidates started per group."
+        self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
+        what = "Time from a group's first candidate to its end."
+        self._duration = self._histogram("darts_group_duration_seconds", what, SECONDS_BUCKETS)
+        what = "Time from the finish of the K-th trajectory to the completed group."
+        self._tail_wait = self._histogram("darts_tail_wait_seconds", what, SECONDS_BUCKETS)
+        what = "Generated tokens per candidate (stopped ones: until they were stopped), and per returned trajectory."
+        self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
 
-    def _make_cohort_metrics(self) -> None:
-        self._cohorts = self._counter(
-            "darts_cohorts",
-            "Ended cohorts, by whether they ran past the deadline to explore it.",
-            "explored",
-            BOOLEANS,
-        )
-        self._auto = self._counter(
-            "darts_auto_cohorts", "Ended cohorts under the policy auto, by what it did with them.", "rule", RULES
-        )
+    def _make_other_metrics(self) -> None:
+        what = "Ended cohorts, by whether they ran past the deadline to explore it."
+        self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
+        what = "Ended cohorts under the policy auto, by what it did with them."
+        self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        self._rollout = self._histogram(
-            "darts_rollout_seconds",
-            "Time from the start of a cohort's first group to the end of its last, predicted and measured.",
-            SECONDS_BUCKETS,
-            "kind",
-        )
-        self._explored = self._counter(
-            "darts_explored_candidates",
-            "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it.",
-            "deadline",
-            ("beyond", "within"),
-        )
-        self._explored_tokens = self._counter(
-            "darts_explored_beyond_tokens", "Tokens of explored tail candidates beyond the deadline."
-        )
-
-    def _make_reward_metrics(self) -> None:
-        self._rewards = self._counter(
-            "darts_rewards",
-            "Reported rewards without repeated ones, by whether their trajectory was found.",
-            "matched",
-            BOOLEANS,
-        )
-        self._rewarded_groups = self._counter(
-            "darts_rewarded_groups",
-            "Groups whose returned trajectories all have rewards, by whether these are all equal.",
-            "zero_variance",
-            BOOLEANS,
-        )
-
-    def _make_vote_metrics(self) -> None:
+        what = "Time from the start of a cohort's first group to the end of its last, predicted and measured."
+        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS, "kind")
+        what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
+        self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))
+        what = "Tokens of explored tail candidates beyond the deadline."
+        self._explored_tokens = self._counter("darts_explored_beyond_tokens", what)
+        what = "Reported rewards without repeated ones, by whether their trajectory was found."
+        self._rewards = self._counter("darts_rewards", what, "matched", BOOLEANS)
+        what = "Groups whose returned trajectories all have rewards, by whether these are all equal."
+        self._rewarded_groups = self._counter("darts_rewarded_groups", what, "zero_variance", BOOLEANS)
         self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
-        self._vote_stopped = self._counter(
-            "darts_vote_candidates_stopped", "Candidates stopped because they could not change the result of a vote."
-        )
+        what = "Candidates stopped because they could not change the result of a vote."
+        self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
+
+        # Read from `_read_deadlines` on.
+        what = "Share of correct answers that the policy's deadlines discard, where rewards were reported."
+        self._lost_share = self._gauge("darts_deadline_lost_share", what, "policy")
+        what = "Share of the groups with correct answers that lose all of them to the policy's deadlines."
+        self._lost_groups = self._gauge("darts_deadline_lost_groups", what, "policy")
+        what = "Factor by which the policy's deadlines are moved later."
+        self._stretch = self._gauge("darts_deadline_stretch", what, "policy")
 
     def _make_gauges(self, sources: RolloutSources) -> None:
-        self._make_gauge("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
-        self._make_gauge(
-            "darts_store_fault",
-            "1 while learned state cannot be written, else 0.",
-            {(): lambda: float(sources.fault())},
+        self._read_gauge("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
+        what = "1 while learned state cannot be written, else 0."
+        self._read_gauge("darts_store_fault", what, {(): lambda: float(sources.fault())})
+        what = "Share of the configured redundancy in force: 1, or less while too many candidates wait."
+        self._read_gauge("darts_redundancy_scale", what, {(): sources.redundancy_scale})
+        what = (
+            "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each."
         )
-        self._make_gauge(
-            "darts_redundancy_scale",
-            "Share of the configured redundancy in force: 1, or less while too many candidates wait.",
-            {(): sources.redundancy_scale},
-        )
-        self._make_gauge(
-            "darts_observer_failures",
-            "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each.",
-            {(): sources.observer_failures},
-        )
-        self._make_deadline_gauges()
-        self._make_gauge(
-            "darts_step_seconds",
-            "Measured duration of a decode step by the number of running sequences.",
-            {(str(size),): partial(sources.step_seconds, size) for size in STEP_SIZES},
-            "sequences",
-        )
-        self._make_gauge(
-            "darts_start_seconds",
-            "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding.",
-            {(): sources.start_seconds},
-        )
+        self._read_gauge("darts_observer_failures", what, {(): sources.observer_failures})
+        what = "Measured duration of a decode step by the number of running sequences."
+        steps: Values = {(str(size),): partial(sources.step_seconds, size) for size in STEP_SIZES}
+        self._read_gauge("darts_step_seconds", what, steps, "sequences")
+        what = "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding."
+        self._read_gauge("darts_start_seconds", what, {(): sources.start_seconds})
+        what = "Lengths in the last groups: of all candidates (estimated for stopped ones) and of returned ones."
         lengths: Values = {(kind, "mean"): partial(sources.mean_length, kind) for kind in KINDS}
         for kind, (name, share) in product(KINDS, QUANTILES.items()):
             lengths[kind, name] = partial(sources.length_quantile, kind, share)
-        self._make_gauge(
-            "darts_length_tokens",
-            "Lengths in the last groups: of all candidates (estimated for stopped ones) and of returned ones.",
-            lengths,
-            "kind",
-            "statistic",
-        )
-        self._make_reward_gauges(sources)
-
-    def _make_deadline_gauges(self) -> None:
-        self._lost_share = self._gauge(
-            "darts_deadline_lost_share",
-            "Share of correct answers that the policy's deadlines discard, where rewards were reported.",
-            "policy",
-        )
-        self._lost_groups = self._gauge(
-            "darts_deadline_lost_groups",
-            "Share of the groups with correct answers that lose all of them to the policy's deadlines.",
-            "policy",
-        )
-        self._stretch = self._gauge(
-            "darts_deadline_stretch", "Factor by which the policy's deadlines are moved later.", "policy"
-        )
-
-    def _read_deadlines(self, sources: RolloutSources, policy: str, max_lost: MaxLost) -> None:
-        """Report a policy's deadlines from now on."""
-        lost = or_nan(partial(sources.lost_share, policy, max_lost))
-        self._lost_share.labels(self._model, policy).set_function(lost)
-        lost_groups = or_nan(partial(sources.lost_group_share, policy, max_lost))
-        self._lost_groups.labels(self._model, policy).set_function(lost_groups)
-        stretch = partial(sources.deadline_stretch, policy, max_lost)
-        self._stretch.labels(self._model, policy).set_function(stretch)
-
-    def _make_reward_gauges(self, sources: RolloutSources) -> None:
-        self._make_gauge(
-            "darts_pass_rate", "Share of correct trajectories among rewarded ones.", {(): sources.pass_rate}
-        )
-        self._make_gauge(
-            "darts_answer_length_tokens",
-            "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones.",
-            {(answer,): partial(sources.answer_length, answer) for answer in ANSWERS},
-            "answer",
-        )
-        self._make_gauge(
-            "darts_pattern_difference_tokens",
-            "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens.",
-            {(): sources.pattern_difference},
-        )
-        self._make_gauge(
-            "darts_pattern_error_tokens",
-            "Standard error of darts_pattern_difference_tokens.",
-            {(): sources.pattern_error},
-        )
-
-    def _make_gauge(self, name: str, text: str, values: Values, *labels: str) -> None:
-        """Create a gauge that reads its values at each scrape."""
-        gauge = self._gauge(name, text, *labels)
-        for label_values, value in values.items():
-            gauge.labels(self._model, *label_values).set_function(or_nan(value))
+        self._read_gauge("darts_length_tokens", what, lengths, "kind", "statistic")
+        what = "Share of correct trajectories among rewarded ones."
+        self._read_gauge("darts_pass_rate", what, {(): sources.pass_rate})
+        what = "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones."
+        answers: Values = {(answer,): partial(sources.answer_length, answer) for answer in ANSWERS}
+        self._read_gauge("darts_answer_length_tokens", what, answers, "answer")
+        what = "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens."
+        self._read_gauge("darts_pattern_difference_tokens", what, {(): sources.pattern_difference})
+        what = "Standard error of darts_pattern_difference_tokens."
+        self._read_gauge("darts_pattern_error_tokens", what, {(): sources.pattern_error})

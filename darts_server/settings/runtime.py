@@ -1,15 +1,16 @@
 """Runtime settings: those that can change while the server runs."""
 
 from collections.abc import Mapping
+from reprlib import repr as shortened
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.removed import SETTINGS
+from darts_server.removed import SETTINGS, value_remedy
 from darts_server.settings.fields import RUNTIME, Settings
-from darts_server.settings.messages import runtime_error
+from darts_server.settings.sources import help_of, message_of
 
 
 def runtime_values(settings: Settings) -> dict[str, Any]:
@@ -44,7 +45,19 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
     try:
         return _StrictSettings(**settings.model_dump() | dict(patch))
     except ValidationError as error:
-        raise runtime_error(error.errors()[0], patch, Settings.model_fields) from error
+        raise _runtime_error(error.errors()[0], patch) from error
+
+
+def _runtime_error(error: Any, patch: Mapping[str, object]) -> InvalidRequest:
+    """Translate a validation error of a runtime change; it names the setting."""
+    message = message_of(error)
+    if not error["loc"]:
+        name = next((name for name in patch if name in message), next(iter(patch)))
+        return InvalidRequest(name, message.removeprefix(f"{name} "))
+    name = str(error["loc"][0])
+    if (remedy := value_remedy(name, error["input"])) is not None:
+        return InvalidRequest(name, f"{error['input']!r} is gone; {remedy}")
+    return InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({help_of(Settings.model_fields[name])})")
 
 
 class _StrictSettings(Settings):

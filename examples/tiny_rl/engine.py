@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import FLAGS, MODEL
-from darts_server.http.shaping.options import merge_options
+from darts_server.http.options import merge_options
 from darts_server.observers import GroupObserver
 from darts_server.policies import OFF
 from darts_server.policy.shaping import Shaping

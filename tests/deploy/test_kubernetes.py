@@ -8,7 +8,7 @@ import yaml
 
 from darts_server import settings
 from darts_server.serving.lifecycle import END_SECONDS
-from darts_server.settings.messages import flag_of
+from darts_server.settings.sources import flag_of
 from tests.deploy.names import DEPLOY
 
 FOLDER = DEPLOY / "kubernetes"

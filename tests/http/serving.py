@@ -13,10 +13,10 @@ from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
+from darts_server.http.response_headers import GROUP_ID, STATE_KEY, ResponseHeader, group_id_of
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.shaping.group_id import STATE_KEY, GroupIdHeader
 from darts_server.records import TrajectoryRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.exchange.exchange import Exchange
@@ -62,7 +62,7 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        app.add_middleware(GroupIdHeader)
+        app.add_middleware(ResponseHeader, name=GROUP_ID, value_of=group_id_of)
         control = Control(load({}, None))
         app.include_router(
             router(

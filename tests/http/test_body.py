@@ -21,10 +21,10 @@ from darts_server.http.body import (
     MAX_VALUES_AT_ONCE,
     Body,
     fail_fast,
-    has_long_number,
     parse_body,
     parsed,
     read_body,
+    split_objects,
 )
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
@@ -255,7 +255,7 @@ def test_a_list_that_is_read_in_slices_is_read_as_a_whole(body: dict[str, Any]) 
     [
         (b'{"text":"last"}', b'{"text":1}', "prompts[100].text"),
         (b'{"text":"last"}', b'{"texts":"last"}', "prompts[100].texts"),
-        (b'{"text":"last"}', b'{"text":"last"]', "prompts"),
+        (b'{"text":"last"}', b'{"text":"last"]', "body"),
         (b'{"text":"last"}', b'"last"', "prompts[100]"),
         (b'{"text":"last"}', b'{"text":"last"},', "body"),
         (b'{"text":"last"}]', b'{"text":"last"}}', "body"),
@@ -272,18 +272,49 @@ def test_an_error_in_a_slice_names_its_field(old: bytes, new: bytes, field: str)
     assert refused.value.field == field
 
 
-def test_a_position_in_the_text_says_what_it_is_counted_from() -> None:
+def test_text_that_is_no_json_is_refused_in_an_item_too() -> None:
     text = json.dumps({"prompts": [PROMPT] * 100, "group_size": 2}).encode()
-    with pytest.raises(InvalidRequest, match=r"column 32, counted with prompts as \[\]$"):
-        parsed(RolloutsIn, text.replace(b"2}", b"2]"), "prompts")
-    with pytest.raises(InvalidRequest, match=r"column \d+, counted from prompts\[\d+\] on$"):
-        parsed(RolloutsIn, text.replace(b"999]}]", b"999,]}]"), "prompts")
+    with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: Invalid JSON: recursion limit exceeded$"):
+        parsed(RolloutsIn, text.replace(b"[0,", b"[" + b"[" * 250 + b"]" * 250 + b",", 1), "prompts")
 
 
-def test_the_length_of_a_list_is_checked_before_its_items() -> None:
-    text = b'{"rewards":[' + b",".join([b"{}"] * 100_001) + b"]}"
-    with pytest.raises(InvalidRequest, match=r"rewards: List should have at most 100000 items .*not 100001"):
-        parsed(RewardsIn, text, "rewards")
+TEXTS = st.text(st.sampled_from('a"\\[]{},: é'), max_size=5)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.integers(-(2**63), 2**63), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS | st.just("items"), inner, max_size=3)),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(TEXTS, VALUES, max_size=3)
+
+
+@given(st.lists(OBJECTS, max_size=5), OBJECTS, OBJECTS, st.sampled_from([None, 2]))
+def test_each_object_of_a_list_is_found(
+    items: list[Any], before: dict[str, Any], after: dict[str, Any], indent: int | None
+) -> None:
+    whole = before | {"items": items} | after
+    split = split_objects(json.dumps(whole, indent=indent).encode(), "items")
+    assert split is not None
+    assert json.loads(split[0]) == whole | {"items": []}
+    assert [json.loads(text) for text in split[1]] == items
+
+
+@given(VALUES)
+def test_what_is_no_list_of_objects_is_not_split(value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        assert split_objects(json.dumps({"a": 1, "items": value}).encode(), "items") is None
+    assert split_objects(json.dumps([{"items": [{}]}]).encode(), "items") is None
+    assert split_objects(json.dumps({"a": {"items": [value]}}).encode(), "items") is None
+
+
+@given(st.binary(max_size=30), st.sampled_from([b"", b'{"items":[', b'{"items":[{}', b'{"\xff":1,"items":[{}]}']))
+def test_any_bytes_are_read_to_their_end(text: bytes, before: bytes) -> None:
+    split_objects(before + text, "items")
+
+
+@pytest.mark.parametrize("inner", ["x" * 200_000, '\\"' * 70_000, "x" * 65_500 + '"\\' * 50 + "[" * 10])
+def test_a_string_may_be_longer_than_a_window(inner: str) -> None:
+    text = json.dumps({"items": [{"anything": {"a": inner}}] * 2}).encode()
+    assert [item.anything for item in parsed(Items, text, "items").items] == [{"a": inner}] * 2
 
 
 def test_the_length_of_a_list_that_is_read_in_slices_is_limited() -> None:
@@ -328,7 +359,9 @@ def test_digits_of_a_number_are_limited() -> None:
 def test_a_long_number_is_found_wherever_it_is(parts: list[str]) -> None:
     text = "".join(parts)
     outside = re.sub('"[^"]*"', '"', text)
-    assert has_long_number(text.encode()) == any(len(run) > MAX_DIGITS for run in re.findall("[0-9]+", outside))
+    with pytest.raises(InvalidRequest) as refused:  # the text is no JSON object
+        parsed(Items, text.encode())
+    assert ("digits" in str(refused.value)) == any(len(run) > MAX_DIGITS for run in re.findall("[0-9]+", outside))
 
 
 def test_what_is_parsed_at_once_outside_of_strings_is_limited() -> None:

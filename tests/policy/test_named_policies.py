@@ -13,7 +13,7 @@ from darts_server.policy.selection.rules import Shortest
 from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
 from darts_server.policy.selection.tail_rules import CutTail, SampledTail
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
-from darts_server.settings.value_types import Policy
+from darts_server.settings.fields import Policy
 
 BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
 POLICIES = build_policies(BASE, Deadline(), Pruning())

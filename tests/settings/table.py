@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from darts_server.settings.fields import ENV_PREFIX, RUNTIME, Settings
-from darts_server.settings.messages import flag_of, help_of, metavar_of
+from darts_server.settings.sources import flag_of, help_of, metavar_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = f"""\

@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import State
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.shaping.headers import read_options
+from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
 from darts_server.vllm.requests import attach, current_beam_search, current_options, with_raw_names

@@ -16,6 +16,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     TrajectoryId,
     Weight,
+    shared_fields,
 )
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.observers.reward_matching import GroupRewards
@@ -94,31 +95,17 @@ class GroupAnswer(BaseModel):
     def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
         ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
         ranks = {c.index: rank for rank, c in enumerate(ranked)}
-        return cls(
-            group_id=record.group_id,
-            prompt_key=record.prompt_key,
-            policy=record.policy,
-            group_size=record.size,
-            outcome=record.outcome,
-            error=record.error,
-            duration=record.ended_at - record.started_at,
-            tail_wait=record.tail_wait,
-            mixed_versions=record.mixed_versions,
-            generated=record.generated_tokens,
-            returned=record.returned_tokens,
-            counted=record.counted,
-            num_shortest=record.num_shortest,
-            sampled_from=record.sampled_from,
-            earlier_pass_rate=record.earlier_pass_rate,
-            deadline=record.deadline,
-            bound=record.bound,
-            all_truncated=record.all_truncated,
-            explored=record.explored,
-            members=list(record.request_ids),
-            chosen=None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
-            zero_variance=rewards.zero_variance,
-            candidates=[_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],
-        )
+        others = {
+            "group_size": record.size,
+            "duration": record.ended_at - record.started_at,
+            "generated": record.generated_tokens,
+            "returned": record.returned_tokens,
+            "members": list(record.request_ids),
+            "chosen": None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
+            "zero_variance": rewards.zero_variance,
+            "candidates": [_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],
+        }
+        return cls(**shared_fields(cls, record) | others)
 
 
 class GroupsAnswer(BaseModel):
@@ -173,22 +160,13 @@ class StateAnswer(BaseModel):
 def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> CandidateAnswer:
     began = group.started_at
     reward, correct = rewards.by_index.get(record.index, (None, None))
-    return CandidateAnswer(
-        trajectory_id=f"{group.group_id}:{record.index}",
-        index=record.index,
-        length=record.tokens,
-        finish_reason=record.finish_reason,
-        selected_as=record.selected_as,
-        reason=record.reason,
-        rank=rank,
-        cut=record.cut,
-        quality=record.quality,
-        survival=record.survival,
-        weight=record.weight,
-        start=None if record.started_at is None else record.started_at - began,
-        stop=None if record.ended_at is None else record.ended_at - began,
-        weight_version_start=record.weight_version_start,
-        weight_version_end=record.weight_version_end,
-        reward=reward,
-        correct=correct,
-    )
+    others = {
+        "trajectory_id": f"{group.group_id}:{record.index}",
+        "length": record.tokens,
+        "rank": rank,
+        "start": None if record.started_at is None else record.started_at - began,
+        "stop": None if record.ended_at is None else record.ended_at - began,
+        "reward": reward,
+        "correct": correct,
+    }
+    return CandidateAnswer(**shared_fields(CandidateAnswer, record) | others)

@@ -90,6 +90,8 @@ class MonitorWeights(BaseModel):
 class MonitorRewards(BaseModel):
     """Statistics of all rewards so far."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     rewarded: int
     pass_rate: float
     rewarded_groups: int
@@ -136,15 +138,8 @@ class MonitorSources:
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
         updates, learned = self.updates, summarize(self.rewards.dataset)
-        last = None if updates.last is None else UpdateAnswer.of(updates.last)
-        rewards = None
-        if learned is not None:
-            rewards = MonitorRewards(
-                rewarded=learned.rewarded,
-                pass_rate=learned.pass_rate,
-                rewarded_groups=learned.rewarded_groups,
-                zero_variance_groups=learned.zero_variance_groups,
-            )
+        last = None if updates.last is None else UpdateAnswer.model_validate(updates.last)
+        rewards = None if learned is None else MonitorRewards.model_validate(learned)
         weights = MonitorWeights(version=updates.version, state=updates.state.value, last=last)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
 

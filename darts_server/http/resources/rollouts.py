@@ -10,15 +10,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest, NotAcceptable
-from darts_server.http.accept import choose_media_type
 from darts_server.http.body import converted, parse_body, read_body
-from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.resources.rollouts_encoding import encode_answer, encode_tensors
-from darts_server.http.resources.rollouts_events import stream_events
+from darts_server.http.requests import choose_media_type, while_connected
+from darts_server.http.resources.rollouts_answers import encode_answer, encode_tensors, stream_events
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
-    CohortIn,
     DeadlineIn,
     DeadlineOut,
     PlanOut,
@@ -169,6 +166,12 @@ async def _answer(batch: BatchRun, media_type: str = JSON) -> Response:
 
 
 def _batch_request(body: RolloutsIn) -> BatchRequest:
+    part = None
+    if (cohort := body.cohort) is not None:
+        if cohort.candidates is None or cohort.mean_candidates is None:
+            part = CohortPart(cohort.groups, cohort.leads)
+        else:
+            part = CohortPart(cohort.groups, cohort.leads, Grant(cohort.candidates, cohort.mean_candidates))
     return BatchRequest(
         prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
         group_size=body.group_size,
@@ -181,27 +184,13 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         carry=body.carry,
         carried=body.carried,
         hand_back=True,
-        part=None if body.cohort is None else _part(body.cohort),
+        part=part,
     )
 
 
-def _part(cohort: CohortIn) -> CohortPart:
-    if cohort.candidates is None or cohort.mean_candidates is None:
-        return CohortPart(cohort.groups, cohort.leads)
-    return CohortPart(cohort.groups, cohort.leads, Grant(cohort.candidates, cohort.mean_candidates))
-
-
-def check_key(key: str) -> None:
-    """
-    Raises:
-        InvalidRequest: the idempotency key is too long, or not printable.
-    """
+async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
     if not is_name(key):
         raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
-
-
-async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
-    check_key(key)
     digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
     return IdempotencyKey(caller.get().name, key, digest, len(body))
 

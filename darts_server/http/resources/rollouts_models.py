@@ -34,13 +34,14 @@ from darts_server.http.resources.trajectories import (
     Weight,
     generated_fields,
     sample_fields,
+    shared_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import CohortTerms
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.results import AbortedSample, GroupResult, Unfinished
+from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000
@@ -212,6 +213,10 @@ class AbortedCandidateOut(GeneratedOut):
     cut: Cut
 
 
+OF_RECORD = ("num_shortest", "sampled_from", "earlier_pass_rate", "deadline")
+"""Fields of an answered group as its record has them; null without one."""
+
+
 class GroupOut(BaseModel):
     """The group of one prompt, or its error."""
 
@@ -248,11 +253,8 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=None if result.metadata is None else json.loads(result.metadata),
             candidates=len(candidates),
-            counted=_counted(result),
-            num_shortest=None if record is None else record.num_shortest,
-            sampled_from=None if record is None else record.sampled_from,
-            earlier_pass_rate=None if record is None else record.earlier_pass_rate,
-            deadline=None if record is None else record.deadline,
+            counted=None if record is None or result.error is not None else record.counted,
+            **{name: getattr(record, name, None) for name in OF_RECORD},
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
@@ -335,40 +337,27 @@ class CancelledOut(BaseModel):
 
 
 def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord) -> TrajectoryOut:
-    return TrajectoryOut(
-        **sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate),
-        rank=rank,
-        selected_as=candidate.selected_as,
-        cut=candidate.cut,
-        quality=candidate.quality,
-        weight=candidate.weight,
-    )
-
-
-def _counted(result: GroupResult) -> int | None:
-    return None if result.record is None or result.error is not None else result.record.counted
+    fields = sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate)
+    return TrajectoryOut(**shared_fields(TrajectoryOut, candidate) | fields, rank=rank)
 
 
 def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     if result.aborted is None:
         return None
     candidates = {} if result.record is None else {candidate.index: candidate for candidate in result.record.candidates}
-    return [_aborted(result, index, candidates[index]) for index in result.aborted]
-
-
-def _aborted(result: GroupResult, index: int, candidate: CandidateRecord) -> AbortedCandidateOut:
-    aborted: AbortedSample = (result.aborted or {})[index]
-    spans = aborted.version_spans
-    return AbortedCandidateOut(
-        **generated_fields(f"{result.group_id}:{index}", aborted.sample, candidate)
-        | {
-            "weight_version_start": spans[0][0] if spans else None,
-            "weight_version_end": spans[-1][0] if spans else None,
-            "version_spans": list(spans),
-        },
-        finish_reason=aborted.sample.finish_reason or "abort",
-        cut=candidate.cut,
-    )
+    return [
+        AbortedCandidateOut(
+            **generated_fields(f"{result.group_id}:{index}", aborted.sample, candidates[index])
+            | {
+                "weight_version_start": aborted.version_spans[0][0] if aborted.version_spans else None,
+                "weight_version_end": aborted.version_spans[-1][0] if aborted.version_spans else None,
+                "version_spans": list(aborted.version_spans),
+            },
+            finish_reason=aborted.sample.finish_reason or "abort",
+            cut=candidates[index].cut,
+        )
+        for index, aborted in result.aborted.items()
+    ]
 
 
 def error_object(error: Exception) -> dict[str, Any]:

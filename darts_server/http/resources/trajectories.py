@@ -112,6 +112,11 @@ class UsageOut(BaseModel):
         return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
 
 
+def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
+    """Return the fields of an answer that a record has under the same names."""
+    return {name: getattr(record, name) for name in model.model_fields if hasattr(record, name)}
+
+
 def sample_fields(
     trajectory_id: str, sample: Sample, candidate: CandidateRecord, with_logprobs: bool = True
 ) -> dict[str, Any]:

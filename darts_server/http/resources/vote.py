@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from darts_server.http.body import parse_body, read_body
-from darts_server.http.disconnect import while_connected
 from darts_server.http.openapi import json_body
+from darts_server.http.requests import while_connected
 from darts_server.http.resources.vote_models import VoteIn, VoteOut
 from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
 

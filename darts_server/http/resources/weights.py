@@ -1,16 +1,16 @@
-"""``/darts/v1/weights``: update the model's weights by push, or from a folder on the server's machine."""
+"""``/darts/v1/weights``: update the model's weights and its LoRA adapters, pushed or from a folder of the machine."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
-from darts_server.records import UpdateRecord
+from darts_server.identifiers import LORA_NAME
 from darts_server.weights.rules import Rule, RuleName, find_rule
 from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates
@@ -30,19 +30,31 @@ EXPIRES_AFTER = f"Seconds after which staged weights that are not switched are r
 ExpiresAfter = Annotated[float | None, Query(ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)]
 
 
-class WeightsIn(Body):
-    """Weights on the server's machine."""
+LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
+MAX_CONFIG_CHARS = 4096
 
-    path: str = Field(description="Safetensors file, or a folder of them, under --weights-root.")
+
+class LoraIn(Body):
+    """A LoRA adapter on the server's machine."""
+
+    path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
-    partial: bool = Field(False, description=PARTIAL)
     stage: bool = Field(False, description=STAGE)
     expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
 
 
+class WeightsIn(LoraIn):
+    """Weights on the server's machine."""
+
+    path: str = Field(description="Safetensors file, or a folder of them, under --weights-root.")
+    partial: bool = Field(False, description=PARTIAL)
+
+
 class UpdateAnswer(BaseModel):
-    """The result of an update."""
+    """The result of an update: an `UpdateRecord`."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
@@ -56,19 +68,6 @@ class UpdateAnswer(BaseModel):
         description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
     )
     error: str | None
-
-    @classmethod
-    def of(cls, record: UpdateRecord) -> "UpdateAnswer":
-        return cls(
-            version=record.version,
-            outcome=record.outcome.value,
-            source=record.source,
-            lora=record.lora,
-            rule=record.rule,
-            partial=record.partial,
-            seconds=dict(record.seconds),
-            error=record.error,
-        )
 
 
 class StagedAnswer(BaseModel):
@@ -163,6 +162,40 @@ def routes(updates: Updates) -> APIRouter:
         await updates.load(body.path, options)
         return answer(updates)
 
+    @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
+    async def push_lora(
+        name: LoraName,
+        request: Request,
+        config: Annotated[
+            str,
+            Query(
+                max_length=MAX_CONFIG_CHARS, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
+            ),
+        ],
+        rule: Annotated[RuleName | None, Query(description=RULE)] = None,
+        version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
+        stage: Annotated[bool, Query(description=STAGE)] = False,
+        expires_after: ExpiresAfter = None,
+    ) -> WeightsAnswer:
+        """Serve this adapter under that name, replacing an earlier one, or change nothing."""
+        seconds = stage_seconds(stage, expires_after)
+        await updates.loras.push(name, config, body_of(request), rule_of(rule), version, seconds)
+        return answer(updates)
+
+    @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
+    async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
+        """Serve the adapter in that folder under that name, or change nothing."""
+        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+        seconds = stage_seconds(body.stage, body.expires_after)
+        await updates.loras.load(name, body.path, rule_of(body.rule), body.version, stage_seconds=seconds)
+        return answer(updates)
+
+    @api.delete("/weights/lora/{name}")
+    async def remove_lora(name: LoraName) -> WeightsAnswer:
+        """Stop serving the adapter, after all running requests have finished."""
+        await updates.loras.remove(name)
+        return answer(updates)
+
     return api
 
 
@@ -200,6 +233,6 @@ def answer(updates: Updates) -> WeightsAnswer:
             for name, one in updates.loras.served.items()
         ],
         staged=None if updates.staged.current is None else StagedAnswer.of(updates.staged.current),
-        last=None if updates.last is None else UpdateAnswer.of(updates.last),
+        last=None if updates.last is None else UpdateAnswer.model_validate(updates.last),
         last_error=updates.last_error,
     )

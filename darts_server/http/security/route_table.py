@@ -166,14 +166,6 @@ def has_own_limits(method: str, path: str) -> bool:
     return any(method == each and pattern.match(path) for each, pattern in _own_limits())
 
 
-def access_of_route(method: str, template: str) -> RouteAccess | None:
-    """Return who may call a route as declared, such as ``/darts/v1/groups/{group_id}``."""
-    for access, routes in TABLE.items():
-        if method in (methods := routes.get(template, "").split()) or ANY in methods:
-            return access
-    return None
-
-
 @cache
 def _own_limits() -> list[tuple[str, re.Pattern[str]]]:
     return [(method, compile_path(template)[0]) for method, template in OWN_LIMITS]

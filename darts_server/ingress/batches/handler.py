@@ -11,8 +11,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from darts_server.exceptions import DartsError, NotAcceptable
-from darts_server.http.accept import choose_media_type
 from darts_server.http.errors import body_of
+from darts_server.http.requests import choose_media_type
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode, encode_text
 from darts_server.ingress.batches.budget import Planner
 from darts_server.ingress.batches.events import GROUP, Event

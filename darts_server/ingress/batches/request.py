@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.json_slices import find_objects
+from darts_server.http.body import split_objects
 
 DROP = "drop"
 TOKENS = "tokens"
@@ -76,13 +76,13 @@ def read_batch(body: bytes) -> Batch | None:
 
     Raises:
         InvalidRequest: it has a field that ingresses add.
+        TooLarge: it has too many parts for any replica.
     """
-    found = find_objects(body, "prompts")
-    if found is None or not 2 <= len(found.spans) <= MAX_PROMPTS:
+    head, prompts = split_objects(body, "prompts") or (b"", [])
+    if not 2 <= len(prompts) <= MAX_PROMPTS:
         return None
     try:
-        fields = json.loads(body[: found.start] + b"[]" + body[found.end :])
-        prompts = [body[start:end] for start, end in found.spans]
+        fields = json.loads(head)
         parsed = [json.loads(prompt) for prompt in prompts]
     except (ValueError, RecursionError):
         return None

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from darts_server.http.shaping.headers import read_options
-from darts_server.http.shaping.options import merge_options
+from darts_server.http.options import merge_options, read_options
 from darts_server.identifiers import SESSION_HEADERS
 from darts_server.types import RequestOptions
 

@@ -19,10 +19,10 @@ from darts_server.http.dialects.controls import Controls
 from darts_server.http.dialects.nemo_rl import CompletionTokenIds
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.security.route_table import access_of_route
+from darts_server.http.security.route_table import access_of
 from darts_server.rollout.turns.turns import Turn, Turns
 from darts_server.serving.gate import Gate
-from darts_server.settings.value_types import Dialect
+from darts_server.settings.fields import Dialect
 from darts_server.types import TurnKind
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
@@ -94,7 +94,7 @@ def test_every_route_of_a_dialect_has_its_access(trainer: Trainer, tmp_path: Pat
         assert isinstance(caller.app, FastAPI)
         routes = [route for route in caller.app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
     assert len(routes) == 14
-    assert not [route.path for route in routes if access_of_route("POST", route.path) is None]
+    assert not [route.path for route in routes if access_of("POST", route.path) is None]
     with trainer.calling(tmp_path, *NAMES, host="10.0.0.1") as stranger:
         for route in routes:
             expected = 422 if route.path == "/finish_session" else 403

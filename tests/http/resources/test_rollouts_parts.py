@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from darts_server.http import errors
 from darts_server.http.resources.rollouts import routes
-from darts_server.http.resources.rollouts_events import encode_event
+from darts_server.http.resources.rollouts_answers import encode_event
 from darts_server.rollout.allocation.shared import CohortPart
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode

@@ -7,10 +7,12 @@ from starlette.testclient import TestClient
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.weights.phases import Update
 from darts_server.weights.updates import Updates
+from tests.weights.lora_sets import CONFIG, bytes_of, save_to
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/weights"
+LORA_URL = f"{URL}/lora/a"
 
 
 def test_a_pushed_file_is_served_with_the_version_that_was_requested(here: TestClient, model: FakeModel) -> None:
@@ -109,3 +111,35 @@ def test_the_served_weights_can_be_read_and_pushed_again(here: TestClient) -> No
         int(answer.headers["content-length"]),
     )
     assert here.put(f"{URL}?version=8", content=answer.content).json()["version"] == 8
+
+
+def test_an_adapter_is_pushed_named_and_removed(here: TestClient, tmp_path: Path) -> None:
+    answer = here.put(LORA_URL, params={"config": CONFIG, "version": 7, "rule": "keep"}, content=bytes_of(5))
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body == here.get("/darts/v1/weights").json()
+    assert body["loras"] == [{"name": "a", "version": 7, "rank": 2, "scale": 1.0}]
+    assert (body["last"]["lora"], body["last"]["source"], body["last"]["rule"]) == ("a", "push", "keep")
+    save_to(tmp_path / "step-1", 6)
+    assert here.post(LORA_URL, json={"path": "step-1"}).json()["last"]["source"] == "disk"
+    assert here.delete(LORA_URL).json()["loras"] == []
+    assert here.delete(LORA_URL).status_code == 404
+
+
+def test_what_is_wrong_with_an_adapter_is_named(here: TestClient) -> None:
+    for answer, field in (
+        (here.put(LORA_URL, params={"config": "?"}, content=bytes_of(5)), "config"),
+        (here.put(LORA_URL, params={"config": CONFIG}, content=b""), "body"),
+        (here.post(LORA_URL, json={"path": "../x"}), "path"),
+        (here.post(LORA_URL, json={"path": "x", "partial": True}), "partial"),
+        (here.put("/darts/v1/weights/lora/model", params={"config": CONFIG}, content=bytes_of(5)), "name"),
+    ):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    assert here.put(LORA_URL, content=bytes_of(5)).status_code == 422
+    for name in (".a", "a:raw", "a%20b", "a" * 101):
+        url = f"/darts/v1/weights/lora/{name}"
+        assert here.put(url, params={"config": CONFIG}, content=bytes_of(5)).status_code == 422
+    large = {"content-length": str(10**12)}
+    assert here.put(LORA_URL, params={"config": CONFIG}, content=b"", headers=large).status_code == 413
+    assert here.get("/darts/v1/weights").json()["version"] == 0

@@ -1,7 +1,8 @@
-"""Options of shaping in a request: from headers, from the model alias and from ``vllm_xargs``."""
+"""Options of shaping in a request: from our headers, from the model alias and from ``vllm_xargs``."""
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from reprlib import repr as shortened
 from typing import Any
@@ -19,8 +20,19 @@ _NAMES = {
     "session": "an id of the caller's choice for the trajectory",
 }
 ON_STOP = ("answer", "fail")
-XARG_PREFIX = "darts_"
+PREFIX = "x-darts-"
+GROUP = "x-darts-group"
 HEADERS = {
+    "x-darts-policy": "policy",
+    "x-darts-prompt-key": "prompt_key",
+    GROUP: "group_id",
+    "x-darts-session": "session",
+    "x-darts-on-stop": "on_stop",
+}
+"""Our request headers, and the option of each; that of a group has its size, too."""
+GROUP_PARTS = {"id": "group_id", "size": "group_size"}
+XARG_PREFIX = "darts_"
+OTHER_PLACES = {
     "policy": "header X-Darts-Policy or the model name",
     "prompt_key": "header X-Darts-Prompt-Key",
     "group_id": "header X-Darts-Group",
@@ -29,6 +41,50 @@ HEADERS = {
     "on_stop": "header X-Darts-On-Stop",
 }
 """Alternatives to ``vllm_xargs`` for each option."""
+
+
+def read_options(headers: Mapping[str, str]) -> RequestOptions:
+    """Parse our request headers. Names are case-insensitive.
+
+    Raises:
+        InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values. A misspelt
+            header must not silently shape an evaluation.
+    """
+    ours: dict[str, str] = {}
+    for name, value in headers.items():
+        if not (name := name.lower()).startswith(PREFIX):
+            continue
+        if name not in HEADERS:
+            raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(HEADERS)}")
+        with suppress(UnicodeError):  # HTTP servers decode a value as Latin-1, but most clients send UTF-8
+            value = value.encode("latin-1").decode()
+        value = value.strip()
+        if ours.setdefault(name, value) != value:
+            raise InvalidRequest(name, f"repeated with the values {ours[name]!r} and {value!r}; send it once")
+    options: dict[str, Any] = {}
+    for name, value in ours.items():
+        option = HEADERS[name]
+        options |= _group(value) if name == GROUP else {option: checked_option(option, value, name)}
+    return RequestOptions(**options)
+
+
+def _group(value: str) -> dict[str, str | int]:
+    options: dict[str, str | int] = {}
+    for part in value.split(";"):
+        name, equals, text = part.partition("=")
+        option = GROUP_PARTS.get(name.strip().lower())
+        if option is None or not equals or option in options:
+            raise InvalidRequest(GROUP, f"write id=STRING;size=INT, or one of the two parts, not {value!r}")
+        options[option] = checked_option(option, text.strip(), GROUP)
+    return options
+
+
+def _text(value: str) -> str:
+    """Decode a header's value: HTTP servers decode it as Latin-1, but most clients send UTF-8."""
+    try:
+        return value.encode("latin-1").decode().strip()
+    except UnicodeError:
+        return value.strip()
 
 
 def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
@@ -42,14 +98,14 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
         if not name.startswith(XARG_PREFIX):
             continue
         where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
-        if option not in HEADERS:
+        if option not in OTHER_PLACES:
             raise InvalidRequest(
-                where, f"unknown option; supported options are {', '.join(XARG_PREFIX + o for o in HEADERS)}"
+                where, f"unknown option; supported options are {', '.join(XARG_PREFIX + o for o in OTHER_PLACES)}"
             )
         merged[option] = checked_option(option, value, where)
         if (other := getattr(options, option)) not in (None, merged[option]):
             raise InvalidRequest(
-                where, f"{merged[option]!r} contradicts {other!r} of the {HEADERS[option]}; send it in one place"
+                where, f"{merged[option]!r} contradicts {other!r} of the {OTHER_PLACES[option]}; send it in one place"
             )
     return replace(options, **merged)
 

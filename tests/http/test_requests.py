@@ -3,7 +3,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from darts_server.http.accept import choose_media_type
+from darts_server.http.requests import choose_media_type
 
 JSON, TENSORS = "application/json", "application/vnd.safetensors"
 

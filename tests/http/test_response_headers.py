@@ -5,7 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from darts_server.http.shaping.weights_header import HEADER, WeightsHeader
+from darts_server.http.response_headers import WEIGHTS, ResponseHeader, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
@@ -21,11 +21,12 @@ class Served:
             return Response()
 
         app = Starlette(routes=[Route("/health", answer), Route("/v1/models", answer)])
-        return TestClient(WeightsHeader(app, lambda: self.version, lambda: self.are_initial, lambda: self.loras))
+        value_of = weights_of(lambda: self.version, lambda: self.are_initial, lambda: self.loras)
+        return TestClient(ResponseHeader(app, WEIGHTS, value_of))
 
 
 def fields(client: TestClient) -> dict[str, str]:
-    return dict(part.split("=") for part in client.get("/health").headers[HEADER].split("; "))
+    return dict(part.split("=") for part in client.get("/health").headers[WEIGHTS].split("; "))
 
 
 def test_health_says_which_weights_are_served() -> None:
@@ -48,4 +49,4 @@ def test_each_start_is_another_one() -> None:
 
 
 def test_other_routes_do_not_say_it() -> None:
-    assert HEADER not in Served().client().get("/v1/models").headers
+    assert WEIGHTS not in Served().client().get("/v1/models").headers

@@ -1,0 +1,65 @@
+"""What is read of a request beside its body: the form of the answer that it prefers, and whether it still waits."""
+
+import asyncio
+import re
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.datastructures import Headers
+
+from darts_server.exceptions import GroupAborted
+
+T = TypeVar("T")
+_RANGE = re.compile(r"\s*([^\s;,/]+/[^\s;,/]+)\s*((?:;[^,]*)?)$")
+_WEIGHT = re.compile(r";\s*q\s*=\s*(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)", re.IGNORECASE)
+
+
+def choose_media_type(headers: Headers, offers: Sequence[str]) -> str | None:
+    """Return the offer that a request's ``Accept`` header prefers, the first of equal ones; ``None`` without one.
+
+    Without the header it accepts everything. Of the ranges that an offer is in, the narrowest counts (RFC 9110,
+    12.5.1).
+    """
+    lines = headers.getlist("accept")
+    if not any(line.strip() for line in lines):
+        return offers[0]
+    weights: dict[str, float] = {}
+    for part in ",".join(lines).split(","):
+        if found := _RANGE.match(part):
+            weight = _WEIGHT.search(found[2])
+            weights[found[1].lower()] = float(weight[1]) if weight else 1.0
+    best = max(offers, key=lambda offer: _weight(offer, weights))  # the first of the largest
+    return best if _weight(best, weights) > 0 else None
+
+
+def _weight(offer: str, weights: dict[str, float]) -> float:
+    ranges = (offer, offer.split("/")[0] + "/*", "*/*")
+    return next((weights[one] for one in ranges if one in weights), 0.0)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, or cancel it when the caller disconnects.
+
+    The request's body must have been read. Starlette cancels only streaming responses.
+
+    Raises:
+        GroupAborted: the caller disconnected. No one receives this error.
+    """
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        raise GroupAborted("the caller disconnected")
+    finally:
+        for task in (working, disconnecting):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
