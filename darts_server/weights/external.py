@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from darts_server.exceptions import UpdateError, UpdateFailed
 from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
-from darts_server.weights.phases import Update
 from darts_server.weights.port import Model
+from darts_server.weights.rules import Update
 
 MAX_NAMES = 3
 """Tensors that an error message names."""

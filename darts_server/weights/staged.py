@@ -11,9 +11,8 @@ from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateRu
 from darts_server.records import UpdateRecord
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator
-from darts_server.weights.phases import Update
-from darts_server.weights.rules import Rule
-from darts_server.weights.transaction import StageableTransaction, StagedFileChanged, TransactionRunner
+from darts_server.weights.port import StageableTransaction, StagedFileChanged
+from darts_server.weights.rules import Rule, Update
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,9 @@ class StagedUpdate:
 class StagedUpdates:
     """At most one staged update. It ends by a switch, a drop, another update, or time. Observes all updates."""
 
-    def __init__(self, coordinator: Coordinator, transactions: TransactionRunner) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         self.current: StagedUpdate | None = None
         self._coordinator = coordinator
-        self._transactions = transactions
         self._is_switching = False
         self._ended: dict[str, InvalidRequest] = {}
         coordinator.observers.add(self)
@@ -81,7 +79,7 @@ class StagedUpdates:
                 f"switch them, or DELETE /darts/v1/weights/staged/{self.current.id}",
             )
         self._coordinator.begin(update, version, is_applied=False)
-        await self._transactions.stage(update, transaction)
+        await self._coordinator.stage(update, transaction)
         target = self._coordinator.target
         self._coordinator.set_aside()
         self.drop_previous()
@@ -109,7 +107,7 @@ class StagedUpdates:
         given = staged.update
         update = replace(given, rule=rule or given.rule, seconds=dict(given.seconds))
         transaction = _Switch(self, staged, self._coordinator.version, keep_previous)
-        return await self._transactions.run(update, staged.version if version is None else version, transaction)
+        return await self._coordinator.run(update, staged.version if version is None else version, transaction)
 
     def drop(self, staged_id: str) -> None:
         """Remove staged weights.
@@ -217,7 +215,7 @@ class StagedUpdates:
 
 
 class _Switch:
-    """Implements :class:`darts_server.weights.transaction.Transaction`: applies what another one has staged."""
+    """Implements :class:`darts_server.weights.port.Transaction`: applies what another one has staged."""
 
     def __init__(self, owner: StagedUpdates, staged: StagedUpdate, version_before: int, keep_previous: bool) -> None:
         self._owner = owner

@@ -21,7 +21,7 @@ from darts_client import (
 )
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.weights.phases import Update
+from darts_server.weights.rules import Update
 from darts_server.weights.updates import Updates
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
