@@ -197,7 +197,7 @@ def test_refusals_are_received_while_the_body_is_still_being_sent(
         with pytest.raises(BadRequest, match="an update by vllm is in progress") as busy:
             client.weights.push(large)
         assert busy.value.status_code == 409
-        updates.coordinator.refuse(other, UpdateFailed("over"))
+        updates.coordinator.set_aside()
         with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
             client.weights.push(large)
         assert bad.value.param == "body"
