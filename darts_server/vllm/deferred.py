@@ -12,6 +12,8 @@ anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vll
 import asyncio
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import fields
 from functools import cached_property, partial
@@ -28,10 +30,10 @@ from vllm.logprobs import append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES, LogprobsProcessor
-from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
 
 from darts_server.types import FinishReason
@@ -50,7 +52,43 @@ STOP = "stop"
 """vLLM's finish reason of an output whose last token may be no part of its text."""
 Part: TypeAlias = Callable[[CompletionOutput], Iterator[None]]
 """Makes fields of an output, with a pause after each slice."""
+StateChange = Callable[[RequestState], None]
+_changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
 _one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
+
+
+def change_new_states(processor: OutputProcessor) -> None:
+    """Let `changing_state` work for requests that are added to this processor. Harmless if it does already.
+
+    In the call that creates the state, because the first output may come before `AsyncLLM.add_request` returns.
+    """
+    if "add_request" in vars(processor):
+        return
+    add_request = processor.add_request
+
+    def add_changed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
+        add_request(request, *args, **more)
+        if changes := _changes.get():
+            changes.pop()(processor.request_states[request.request_id])
+
+    processor.add_request = add_changed_request  # type: ignore[method-assign]  # of this one, not of its class
+
+
+@contextmanager
+def changing_state(change: StateChange) -> Iterator[None]:
+    """Call ``change`` with the new state of the request that this task adds in the block.
+
+    Raises:
+        RuntimeError: it was not called: this version of vLLM adds requests in another way.
+    """
+    changes = [change]  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    token = _changes.set(changes)
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+    if changes:
+        raise RuntimeError("vLLM has added a request without OutputProcessor.add_request, which its state depends on")
 
 
 class CachingTokenizer:

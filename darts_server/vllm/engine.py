@@ -42,14 +42,19 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
-from darts_server.vllm.new_states import change_new_states, changing_state
+from darts_server.vllm.deferred import (
+    CachingTokenizer,
+    Deferred,
+    change_new_states,
+    changing_state,
+    sampled_logprobs,
+    truncate_output,
+)
 from darts_server.vllm.outputs import make_output, text_of, token_logprobs
 from darts_server.vllm.packed_outputs import receive_packed
-from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import on_rank
+from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
 from darts_server.vllm.resume import Resumption, begin_with, check_resumable
 
 logger = logging.getLogger(__name__)
@@ -254,7 +259,7 @@ class VllmEngine:
     def _options(self, request: PromptRequest, rank: int, order: float) -> Mapping[str, Any]:
         options = on_rank(self._llm, request.options, rank)
         if self.has_priorities:
-            options = {**options, FIELD: combined(options.get(FIELD, 0), order)}
+            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         return options
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:

@@ -27,9 +27,8 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
-from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import on_rank, rank_of
+from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
 from darts_server.vllm.requests import (
     current_beam_search,
     current_options,
@@ -211,7 +210,7 @@ class ShapingLLM(ControlledLLM):
         """Give a request that is not shaped its place among the candidates of groups, if vLLM has priorities."""
         if self.rollouts is None or not has_priorities(self):
             return options
-        return {**options, FIELD: combined(options.get(FIELD, 0), self.rollouts.starting_order(None).of())}
+        return {**options, PRIORITY: combined(options.get(PRIORITY, 0), self.rollouts.starting_order(None).of())}
 
     async def _generate_group(
         self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket

@@ -1,5 +1,6 @@
 """Pass a request's shaping options from vLLM's HTTP handlers to ``generate()``, in context variables."""
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Set
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -14,12 +15,14 @@ from darts_server.identifiers import SESSION_HEADERS, check_name
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
-from darts_server.vllm.xargs import move_xargs, read_xargs
 
 RAW_SUFFIX = ":raw"
 """Suffix of the alias under which a served model is never shaped."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """To vLLM it goes before the ``request_id`` of a body."""
+
+XARGS = "vllm_xargs"
+SAMPLING_PARAMS = "sampling_params"
 
 NO_OPTIONS = RequestOptions()
 _options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
@@ -205,6 +208,39 @@ async def _stream_in(context: _Context, answer: AsyncGenerator[Any, None]) -> As
     async with aclosing(answer):
         async for part in answer:
             yield part
+
+
+def read_xargs(request: Any) -> Mapping[str, Any]:
+    """The extra arguments of a request of any route."""
+    return getattr(request, XARGS, None) or getattr(getattr(request, SAMPLING_PARAMS, None), "extra_args", None) or {}
+
+
+async def move_xargs(request: Any, raw_request: Any) -> None:
+    """Move extra arguments of the token route to where it has them, ``extra_args`` of the sampling parameters.
+
+    Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
+
+    Raises:
+        InvalidRequest: they are no object, or are in two places with different values.
+    """
+    params = getattr(request, SAMPLING_PARAMS, None)
+    if raw_request is None or params is None:
+        return
+    body = await raw_request.body()  # it was read before, and is kept
+    if XARGS.encode() not in body:
+        return
+    sent = json.loads(body)
+    places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
+    merged = dict(params.extra_args or {})
+    for place, xargs in places.items():
+        if xargs is None:
+            continue
+        if not isinstance(xargs, dict):
+            raise InvalidRequest(place, "must be an object; correct or omit it")
+        for name, value in xargs.items():
+            if merged.setdefault(name, value) != value:
+                raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
+    params.extra_args = merged or None
 
 
 def _is_response_request(request: Any) -> bool:

@@ -29,11 +29,12 @@ from darts_server.vllm.deferred import (
     CachingTokenizer,
     Deferred,
     DeferredCompletion,
+    change_new_states,
+    changing_state,
     make_deferred,
     sampled_logprobs,
     truncate_output,
 )
-from darts_server.vllm.new_states import change_new_states, changing_state
 from darts_server.vllm.packed_outputs import receive_packed
 from tests.vllm.tokenizers import multi_byte_tokenizer
 

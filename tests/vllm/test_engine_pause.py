@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.vllm.engine_pause import EnginePause
+from darts_server.vllm.controlled import EnginePause
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.fingerprint import fingerprint_of
+from darts_server.vllm.launch import fingerprint_of
 
 MODEL: dict[str, Any] = {
     "model": "org/name",

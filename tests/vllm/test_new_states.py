@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.new_states import change_new_states, changing_state
+from darts_server.vllm.deferred import change_new_states, changing_state
 
 
 class Processor:

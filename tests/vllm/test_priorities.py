@@ -1,6 +1,6 @@
 from random import Random
 
-from darts_server.vllm.priorities import LEVEL, combined
+from darts_server.vllm.ranks import LEVEL, combined
 
 
 def test_callers_priorities_come_first_and_the_order_decides_among_equal_ones() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.metrics.stats import IterationStats
 
-from darts_server.vllm.steps import Steps
+from darts_server.vllm.launch import Steps
 
 
 def reported(tokens: int, between: list[float], first: int = 0) -> list[tuple[int, float, int]]:
