@@ -10,9 +10,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
-from darts_server.vllm.control_routes import abort_route, note_own_errors
 from darts_server.vllm.lora import VllmLoras
 from darts_server.vllm.ranks import Ranks
+from darts_server.vllm.routes import is_abort_by_route, note_own_error
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
 
@@ -87,7 +87,7 @@ class ControlledLLM(AsyncLLM):
         """
         mode = "wait" if wait_for_inflight_requests else mode
         pause = partial(self.engine_pause.pause, mode, clear_cache)
-        with note_own_errors():
+        with note_own_error():
             await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
@@ -97,7 +97,7 @@ class ControlledLLM(AsyncLLM):
             Conflict: the engine is asleep.
         """
         resume = self.engine_pause.resume
-        with note_own_errors():
+        with note_own_error():
             await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -107,8 +107,8 @@ class ControlledLLM(AsyncLLM):
             UpdateRunning, WeightsLost: of that route.
         """
         abort = partial(super().abort, request_id, internal=internal)
-        with note_own_errors(), abort_route() as is_route:
-            if not is_route or self.updates is None:
+        with note_own_error():
+            if not is_abort_by_route() or self.updates is None:
                 await abort()
             else:  # the route names internal ids if its caller named none
                 await self.updates.coordinator.abort_by_trainer(abort, everything=internal)

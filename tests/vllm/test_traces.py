@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.traces import Traces
+from darts_server.vllm.server import Traces
 from tests.metrics.test_rollouts import record
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
