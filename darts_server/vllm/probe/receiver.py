@@ -13,7 +13,7 @@ import zmq.asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import HiddenState, Probe
-from darts_server.vllm.probe import wire
+from darts_server.vllm.probe.capture import READY, STATES, unpack_states
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ class ProbeReceiver:
     def receive(self, frames: Sequence[bytes]) -> None:
         """Handle a message of a worker."""
         kind, *rest = frames
-        if kind == wire.STATES:
-            for number, tokens, state in wire.unpack_states(*rest):
+        if kind == STATES:
+            for number, tokens, state in unpack_states(*rest):
                 self._deliver(number, HiddenState(tokens, state))
-        elif kind == wire.READY:
+        elif kind == READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
         else:
