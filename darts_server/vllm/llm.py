@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
@@ -38,7 +39,6 @@ from darts_server.vllm.requests import (
 )
 from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
-from darts_server.vllm.watchdog import Pulse, observe_outputs
 
 HAND_BACK_POLL_SECONDS = 0.02
 ANSWER_SECONDS = 3.0
@@ -53,17 +53,16 @@ class ShapingLLM(ControlledLLM):
     rollouts: VllmRollouts | None = None
     died: bool | None = None
     """Whether the engine was dead when it was first shut down; ``None`` before that."""
+    has_sent = False
+    """Whether the engine has sent anything since this was last reset."""
+    on_death: Callable[[], None] = staticmethod(lambda: None)
+    """Called once, when the engine has died."""
     _merge_options: MergeOptions = staticmethod(lambda options, _: options)
 
     def shape(self, rollouts: VllmRollouts | None, merge_options: MergeOptions) -> None:
         """Serve requests as groups of ``rollouts`` from now on; ``None``: shape nothing."""
         self.rollouts = rollouts
         self._merge_options = merge_options
-
-    @cached_property
-    def pulse(self) -> Pulse:
-        """Whether the engine has sent anything lately."""
-        return Pulse()
 
     @property
     def should_respond(self) -> bool:
@@ -281,8 +280,30 @@ class ShapingLLM(ControlledLLM):
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
-            observe_outputs(self.engine_core, self.pulse)
+            self.observe_outputs()
         super()._run_output_handler()  # type: ignore[no-untyped-call]  # of a base class, which mypy cannot exclude
+
+    def observe_outputs(self) -> None:
+        """Note what the engine sends and its death, and let other tasks run between two of its outputs.
+
+        Reading from a queue that is not empty does not yield to the event loop. An API process slower than its engine
+        would therefore work through the whole queue in one turn, while the queue grows: each turn would be longer than
+        the one before, and nothing would be stopped, started or answered meanwhile.
+        """
+        engine_core: Any = self.engine_core
+        get_output = engine_core.get_output_async
+
+        async def get_output_after_yielding() -> Any:
+            await asyncio.sleep(0)
+            try:
+                outputs = await get_output()
+            except EngineDeadError:
+                self.on_death()
+                raise
+            self.has_sent = True
+            return outputs
+
+        engine_core.get_output_async = get_output_after_yielding
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort as vLLM does; a request that runs as a group is aborted as a whole."""

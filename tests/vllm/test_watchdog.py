@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.vllm.watchdog import Pulse, cause_of_death, observe_outputs, wait_until_hung
+from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.shutdown import cause_of_death, wait_until_hung
 
 pytestmark = pytest.mark.anyio
 LIMIT = 0.05
@@ -19,23 +20,28 @@ def anyio_backend() -> str:
 
 
 async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
+    silent: Any = SimpleNamespace(should_respond=True)
     async with asyncio.timeout(30):
-        await wait_until_hung(Pulse(), lambda: True, LIMIT)
+        await wait_until_hung(silent, LIMIT)
 
 
 async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
     """Until the moment when it neither speaks nor rests."""
-    pulse, looks = Pulse(), 0
 
-    def works() -> bool:
-        nonlocal looks
-        looks += 1
-        pulse.beats = looks <= 40
-        return looks > 20
+    class Engine:
+        looks = 0
+        has_sent = False
 
+        @property
+        def should_respond(self) -> bool:
+            self.looks += 1
+            self.has_sent = self.looks <= 40
+            return self.looks > 20
+
+    engine: Any = Engine()
     async with asyncio.timeout(30):
-        await wait_until_hung(pulse, works, LIMIT)
-    assert looks >= 50
+        await wait_until_hung(engine, LIMIT)
+    assert engine.looks >= 50
 
 
 async def test_its_outputs_are_heard_and_so_is_its_death() -> None:
@@ -46,11 +52,12 @@ async def test_its_outputs_are_heard_and_so_is_its_death() -> None:
             raise output
         return output
 
-    engine_core, pulse, deaths = SimpleNamespace(get_output_async=get_output), Pulse(), []
-    pulse.on_death = lambda: deaths.append(1)
-    observe_outputs(engine_core, pulse)
+    deaths: list[int] = []
+    engine_core = SimpleNamespace(get_output_async=get_output)
+    llm: Any = SimpleNamespace(engine_core=engine_core, has_sent=False, on_death=lambda: deaths.append(1))
+    ShapingLLM.observe_outputs(llm)
     assert await engine_core.get_output_async() == "tokens"
-    assert pulse.beats
+    assert llm.has_sent
     assert not deaths
     with pytest.raises(EngineDeadError):
         await engine_core.get_output_async()
