@@ -117,7 +117,10 @@ class ShapingLLM(ControlledLLM):
         assert self.rollouts is not None
         if plan.single:
             ticket = self.admission.admit(1)
-            joining = _join_request(plan, request, prompt_key, shaping.group_id, ticket)
+            name = shaping.group_id
+            # Callers with different keys must not answer each other's requests.
+            join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+            joining = JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
             turn.group_size = plan.size
             return self._generate_joined(joining, turn), ticket
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
@@ -359,14 +362,6 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
-
-
-def _join_request(
-    plan: Plan, request: PromptRequest, prompt_key: str, name: str | None, ticket: Ticket
-) -> JoinRequest[PromptRequest]:
-    # Callers with different keys must not answer each other's requests.
-    join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
 
 
 def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:
