@@ -21,7 +21,7 @@ from math import isnan
 from typing import Any, TypeAlias
 
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -50,7 +50,7 @@ from darts_server.vllm.deferred import (
     sampled_logprobs,
     truncate_output,
 )
-from darts_server.vllm.outputs import make_output, text_of, token_logprobs
+from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
 from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
@@ -132,7 +132,8 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        if self._has_nan(completion):
+        values = sampled_logprobs(completion) or () if self._deferred is None else ()
+        if isnan(sum(values)) or (self._deferred is not None and self._deferred.has_nan()):
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -143,11 +144,6 @@ class VllmCandidate:
         if self._deferred is not None:
             output = self._deferred.output(output)
         return CandidateResult(len(completion.token_ids), reason, output)
-
-    def _has_nan(self, completion: CompletionOutput) -> bool:
-        if self._deferred is not None:
-            return self._deferred.has_nan()
-        return isnan(sum(sampled_logprobs(completion) or ()))
 
 
 class VllmEngine:
@@ -262,7 +258,9 @@ class VllmEngine:
         if not prefix.token_ids:
             return make_output(request.prompt, request.params)
         tokenizer = self._llm.output_processor.tokenizer
-        text = text_of(request.prompt["prompt_token_ids"], request.params, tokenizer, prefix.token_ids)
+        detokenizer = new_detokenizer(request.prompt["prompt_token_ids"], request.params, tokenizer)
+        detokenizer.update(list(prefix.token_ids), False)
+        text = detokenizer.get_next_output_text(finished=True, delta=False)
         return make_output(request.prompt, request.params, prefix, text=text)
 
     def finished_output(

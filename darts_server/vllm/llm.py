@@ -125,8 +125,7 @@ class ShapingLLM(ControlledLLM):
             return self._generate_joined(joining, turn), ticket
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
         note_shaped(request.request_id)
-        outputs = self._generate_group(plan, request, prompt_key, ticket)
-        return self._note_rank(turn, request, outputs), ticket
+        return self._generate_group(plan, request, prompt_key, ticket, turn), ticket
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Check the options of a request for one trajectory that is not rendered yet.
@@ -188,34 +187,22 @@ class ShapingLLM(ControlledLLM):
         if len(reasons) == request.params.n and set(reasons.values()) <= set(FinishReason):
             self.rollouts.learn_unshaped(prompt_key, [(tokens[i], FinishReason(reasons[i])) for i in sorted(reasons)])
 
-    async def _note_rank(
-        self, turn: Turn, request: PromptRequest, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Note which engine runs a group."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
-                yield output
-
     async def _generate_unshaped(
         self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         with ticket:
-            outputs = super().generate(prompt, params, request_id, **self._in_order(options))
+            if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
+                order = self.rollouts.starting_order(None).of()
+                options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+            outputs = super().generate(prompt, params, request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
                 with _unwrap_own_errors():
                     async for output in outputs:
                         yield output
 
-    def _in_order(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give a request that is not shaped its place among the candidates of groups, if vLLM has priorities."""
-        if self.rollouts is None or not has_priorities(self):
-            return options
-        return {**options, PRIORITY: combined(options.get(PRIORITY, 0), self.rollouts.starting_order(None).of())}
-
     async def _generate_group(
-        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
+        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket, turn: Turn
     ) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
@@ -234,12 +221,14 @@ class ShapingLLM(ControlledLLM):
                 try:
                     if streaming:
                         async for output in self._stream(request, run.trajectories(), plan.size):
+                            turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                             yield output
                     else:
                         selected = {}
                         async for trajectory in run.trajectories():
                             await make_deferred(trajectory.output)
                             selected[trajectory.index] = trajectory.output
+                        turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                         yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
                 finally:
                     run.cancel()

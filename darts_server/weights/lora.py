@@ -6,7 +6,7 @@ The engine may read an adapter's files at any time, also for requests that began
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Loras:
         root: Path | None,
     ) -> None:
         self.coordinator = coordinator
-        self.files = LoraFiles(staging)
+        self._staging = staging
         self.served: dict[str, LoadedLora] = {}
         self.staged = staged
         self._engine = engine
@@ -95,7 +95,7 @@ class Loras:
 
         async def fetch(layers: LoraLayers) -> Fetched:
             parsed = parse_config(config, "config")
-            return parsed, await self.files.write(body(layers.max_bytes))
+            return parsed, await self.write_tensors(body(layers.max_bytes))
 
         return await self._put("push", name, fetch, "body", rule, version, stage_seconds=stage_seconds)
 
@@ -122,7 +122,7 @@ class Loras:
         async def fetch(layers: LoraLayers) -> Fetched:
             folder, root = await run_sync(resolve_path, self._root, path)
             config = await run_sync(read_config, folder, root)
-            return config, await self.files.write(stream_tensors(folder, root, layers.max_bytes))
+            return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
 
         return await self._put("disk", name, fetch, "path", rule, version, when_staged, stage_seconds)
 
@@ -142,8 +142,34 @@ class Loras:
         return await self.coordinator.run(update, None, _LoraRemoval(self, engine, name))
 
     def clean_up(self) -> None:
-        """Remove the files of adapters that are neither served nor staged."""
-        self.files.keep_only({name: lora.folder for name, lora in self.served.items()}, self.staged.files)
+        """Remove the folders of adapters that are neither served nor staged, and the links of those not served."""
+        folders = {lora.folder for lora in self.served.values()}
+        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - folders - self.staged.files:
+            shutil.rmtree(folder, ignore_errors=True)
+        for link in self._staging.glob(f"{LINK_PREFIX}*"):
+            if link.name.removeprefix(LINK_PREFIX) not in self.served:
+                link.unlink(missing_ok=True)
+
+    async def write_tensors(self, chunks: AsyncIterator[bytes]) -> Path:
+        """Write these bytes as the tensors of a new adapter. Returns its folder.
+
+        Raises:
+            DiskFull
+        """
+        path = await self._staging.write(chunks)
+        folder = path.with_suffix(FOLDER_SUFFIX)
+        folder.mkdir()
+        path.rename(folder / TENSORS)
+        return folder
+
+    def link(self, name: str, folder: Path) -> Path:
+        """Point the name's link to this folder, atomically. Returns the link."""
+        link = folder.with_name(LINK_PREFIX + name)
+        new = folder.with_name(f"new-{LINK_PREFIX}")
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder)
+        os.replace(new, link)
+        return link
 
     async def _put(
         self,
@@ -234,10 +260,10 @@ class _LoraUpdate:
         self._loras.clean_up()
 
     def discard(self) -> None:
-        self._loras.files.remove(self._new.folder)
+        shutil.rmtree(self._new.folder, ignore_errors=True)
 
     async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
-        link = self._loras.files.link(self._name, lora.folder)
+        link = self._loras.link(self._name, lora.folder)
         await update.run_phase(phase, lambda: self._engine.load(self._name, link))
 
 
@@ -256,7 +282,7 @@ class _LoraRemoval:
         await update.run_phase("load", lambda: self._engine.unload(self._name))
 
     async def roll_back(self, update: Update) -> None:
-        link = self._loras.files.link(self._name, self._loras.served[self._name].folder)
+        link = self._loras.link(self._name, self._loras.served[self._name].folder)
         await update.run_phase("restore", lambda: self._engine.load(self._name, link))
 
     def commit(self) -> None:
@@ -264,46 +290,6 @@ class _LoraRemoval:
 
     def clean_up(self) -> None:
         self._loras.clean_up()
-
-
-class LoraFiles:
-    """Writes, links and removes the folders of this server's LoRA adapters."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-
-    async def write(self, chunks: AsyncIterator[bytes]) -> Path:
-        """Write these bytes as the tensors of a new adapter. Returns its folder.
-
-        Raises:
-            DiskFull
-        """
-        path = await self._staging.write(chunks)
-        folder = path.with_suffix(FOLDER_SUFFIX)
-        folder.mkdir()
-        path.rename(folder / TENSORS)
-        return folder
-
-    def link(self, name: str, folder: Path) -> Path:
-        """Point the name's link to this folder, atomically. Returns the link."""
-        link = folder.with_name(LINK_PREFIX + name)
-        new = folder.with_name(f"new-{LINK_PREFIX}")
-        new.unlink(missing_ok=True)
-        new.symlink_to(folder)
-        os.replace(new, link)
-        return link
-
-    def keep_only(self, folders: Mapping[str, Path], others: Set[Path]) -> None:
-        """Remove every folder and link but these, by name, and the folders ``others``."""
-        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - set(folders.values()) - others:
-            self.remove(folder)
-        for link in self._staging.glob(f"{LINK_PREFIX}*"):
-            if link.name.removeprefix(LINK_PREFIX) not in folders:
-                link.unlink(missing_ok=True)
-
-    def remove(self, folder: Path) -> None:
-        """Remove one adapter's folder."""
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_config(folder: Path, root: Path) -> LoraConfig:

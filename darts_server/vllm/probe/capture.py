@@ -108,7 +108,8 @@ class ProbedRequests:
             arguments = new.sampling_params and new.sampling_params.extra_args
             if arguments and ARGUMENT in arguments and new.req_id not in self._requests:
                 number, *points = arguments[ARGUMENT]
-                request = ProbedRequest(new.req_id, number, count_prompt_tokens(new), tuple(points))
+                prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
+                request = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
                 self._requests[new.req_id] = request
                 self._due.setdefault(self._step + 1, []).append(request)
 
@@ -126,11 +127,6 @@ class ProbedRequests:
         steps = -(-points[0] // self._max_step_tokens)  # rounded up
         earliest = 0 if request.prompt_step is None else request.prompt_step + steps
         self._due.setdefault(max(self._step + 1, earliest), []).append(request)
-
-
-def count_prompt_tokens(new: Any) -> int:
-    """Count them in vLLM's ``NewRequestData``, which has either their ids or their embeddings."""
-    return len(new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds)
 
 
 # --- sending --------------------------------------------------------------------

@@ -124,20 +124,16 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
         except Exception as error:
             probes.disable(f"{type(error).__name__}: {error}")
         else:
-            await _wait_for_engines(llm, probes, answers)
+            if faults := [fault for fault in answers if fault is not None]:
+                probes.disable(faults[0])
+            else:
+                await probes.wait_ready(len(llm.engine_core.core_engines))
         yield probes
     finally:
         if receiving is not None:
             receiving.cancel()
         context.destroy(linger=0)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _wait_for_engines(llm: AsyncLLM, probes: ProbeReceiver, answers: Sequence[str | None]) -> None:
-    if faults := [fault for fault in answers if fault is not None]:
-        probes.disable(faults[0])
-    else:
-        await probes.wait_ready(len(llm.engine_core.core_engines))
 
 
 async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
