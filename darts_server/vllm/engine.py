@@ -47,11 +47,11 @@ from darts_server.vllm.deferred import (
     Deferred,
     change_new_states,
     changing_state,
+    receive_packed,
     sampled_logprobs,
     truncate_output,
 )
 from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
-from darts_server.vllm.packed_outputs import receive_packed
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank

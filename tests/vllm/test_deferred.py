@@ -32,10 +32,10 @@ from darts_server.vllm.deferred import (
     change_new_states,
     changing_state,
     make_deferred,
+    receive_packed,
     sampled_logprobs,
     truncate_output,
 )
-from darts_server.vllm.packed_outputs import receive_packed
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
 ID = "0_cmpl-1"
