@@ -347,7 +347,7 @@ def extract(root: Path) -> dict[str, str]:
 
 def recorded(series: str) -> dict[str, str]:
     """What the files of a series and of the reference say."""
-    said = {}
+    said: dict[str, str | None] = {}
     for each in (REFERENCE, series):
         said |= json.loads((FOLDER / f"{each}.json").read_text())
     return {name: text for name, text in said.items() if text is not None}
