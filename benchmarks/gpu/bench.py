@@ -30,9 +30,8 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.vllm.engine import VllmPort, VllmRollouts
-from darts_server.vllm.launch import RunningEngine
+from darts_server.vllm.launch import RunningEngine, StepListener
 from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.steps import StepListener
 
 LIMITS = Limits(1024)
 DRAIN_SECONDS = 20.0

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from darts_server.vllm.parent import end_with_process
+from darts_server.vllm.plugin import end_with_process
 
 if __name__ == "__main__":
     end_with_process(int(sys.argv.pop(1)))

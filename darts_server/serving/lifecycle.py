@@ -57,37 +57,21 @@ class Drainable(Protocol):
     """A part of the work that runs on a server."""
 
     def drain(self) -> None:
-        """Cancel work that has no connected caller."""
-        ...
+        """Cancel work that has no connected caller, and wait for no further requests."""
 
     async def hand_back(self, reason: DartsError) -> None:
         """End work whose callers can take it unfinished, or for which it is kept, with what it has generated."""
-        ...
 
     def fail(self, error: DartsError) -> None:
         """Fail all running work with this error."""
-        ...
 
 
-class RunningWork(Protocol):
-    """The work that runs on a server."""
+class RunningWork(Drainable, Protocol):
+    """All the work that runs on a server."""
 
     @property
     def is_busy(self) -> bool:
         """Whether any caller waits for running work."""
-        ...
-
-    def drain(self) -> None:
-        """Stop waiting for further requests, and cancel work that has no connected caller."""
-        ...
-
-    async def hand_back(self, reason: DartsError) -> None:
-        """End work whose callers can take it unfinished, or for which it is kept, with what it has generated."""
-        ...
-
-    def fail(self, error: DartsError) -> None:
-        """Fail all running work with this error."""
-        ...
 
 
 class Shutdown:

@@ -10,10 +10,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
-from darts_server.vllm.control_routes import abort_route, note_own_errors
-from darts_server.vllm.engine_pause import EnginePause
 from darts_server.vllm.lora import VllmLoras
 from darts_server.vllm.ranks import Ranks
+from darts_server.vllm.routes import is_abort_by_route, note_own_error
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
 
@@ -36,7 +35,7 @@ class ControlledLLM(AsyncLLM):
         return Ranks(self.vllm_config.parallel_config.data_parallel_size)
 
     @cached_property
-    def engine_pause(self) -> EnginePause:
+    def engine_pause(self) -> "EnginePause":
         """Pauses and resumes the engine, whoever asks for it."""
         return EnginePause(self)
 
@@ -88,7 +87,7 @@ class ControlledLLM(AsyncLLM):
         """
         mode = "wait" if wait_for_inflight_requests else mode
         pause = partial(self.engine_pause.pause, mode, clear_cache)
-        with note_own_errors():
+        with note_own_error():
             await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
@@ -98,7 +97,7 @@ class ControlledLLM(AsyncLLM):
             Conflict: the engine is asleep.
         """
         resume = self.engine_pause.resume
-        with note_own_errors():
+        with note_own_error():
             await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -108,8 +107,8 @@ class ControlledLLM(AsyncLLM):
             UpdateRunning, WeightsLost: of that route.
         """
         abort = partial(super().abort, request_id, internal=internal)
-        with note_own_errors(), abort_route() as is_route:
-            if not is_route or self.updates is None:
+        with note_own_error():
+            if not is_abort_by_route() or self.updates is None:
                 await abort()
             else:  # the route names internal ids if its caller named none
                 await self.updates.coordinator.abort_by_trainer(abort, everything=internal)
@@ -193,3 +192,42 @@ def _tensor_names(request: Any) -> list[str]:
     infos = request.update_info if isinstance(request.update_info, list) else [request.update_info]
     names = infos[0].get("names") if infos and isinstance(infos[0], dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+class EnginePause:
+    """Resume the engine again if it was resumed while it was being paused.
+
+    In vLLM 0.31 a pause that waits for running requests takes effect when the engine is next idle, also after a resume
+    (``EngineCoreProc.pause_scheduler`` leaves a callback). The engine would then be paused while the server takes it
+    for resumed. The same holds for a pause whose caller gave up: it goes on here.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._is_wanted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def pause(self, mode: Any, clear_cache: bool = True) -> None:
+        """Pause the engine. ``mode`` and ``clear_cache``: as for `AsyncLLM.pause_generation`."""
+        self._is_wanted = True
+        task = asyncio.get_running_loop().create_task(self._pause(mode, clear_cache))
+        self._tasks.add(task)  # the event loop itself keeps weak references only
+        task.add_done_callback(self._forget)
+        await asyncio.shield(task)
+
+    async def resume(self) -> None:
+        """Resume the engine."""
+        self._is_wanted = False
+        await AsyncLLM.resume_generation(self._llm)
+
+    async def _pause(self, mode: Any, clear_cache: bool) -> None:
+        try:
+            await AsyncLLM.pause_generation(self._llm, mode=mode, clear_cache=clear_cache)
+        finally:
+            if not self._is_wanted:
+                await AsyncLLM.resume_generation(self._llm)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: the caller may have given up

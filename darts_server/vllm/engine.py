@@ -21,7 +21,7 @@ from math import isnan
 from typing import Any, TypeAlias
 
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -42,15 +42,20 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
-from darts_server.vllm.new_states import change_new_states, changing_state
-from darts_server.vllm.outputs import make_output, text_of, token_logprobs
-from darts_server.vllm.packed_outputs import receive_packed
-from darts_server.vllm.priorities import FIELD, combined, has_priorities
+from darts_server.vllm.deferred import (
+    CachingTokenizer,
+    Deferred,
+    change_new_states,
+    changing_state,
+    receive_packed,
+    sampled_logprobs,
+    truncate_output,
+)
+from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import on_rank
-from darts_server.vllm.resume import Resumption, begin_with, check_resumable
+from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
+from darts_server.vllm.resume import begin_with, check_resumable
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +132,8 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        if self._has_nan(completion):
+        values = sampled_logprobs(completion) or () if self._deferred is None else ()
+        if isnan(sum(values)) or (self._deferred is not None and self._deferred.has_nan()):
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -138,11 +144,6 @@ class VllmCandidate:
         if self._deferred is not None:
             output = self._deferred.output(output)
         return CandidateResult(len(completion.token_ids), reason, output)
-
-    def _has_nan(self, completion: CompletionOutput) -> bool:
-        if self._deferred is not None:
-            return self._deferred.has_nan()
-        return isnan(sum(sampled_logprobs(completion) or ()))
 
 
 class VllmEngine:
@@ -190,9 +191,20 @@ class VllmEngine:
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> VllmCandidate:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
+        llm = self._llm
         with ExitStack() as cleanup:
-            params = request.params_of(index) if probe is None else self._probed_params(request, index, probe, cleanup)
-            deferred = self._defer(params, returns_logprobs=probe is None or not request.adds_logprobs(probe))
+            params = request.params_of(index)
+            if probe is not None:
+                number = None  # without which no hidden states are sent
+                if probe.detect_at and self.probe_width is not None:
+                    number = self._probes.register(probe)
+                    cleanup.callback(self._probes.unregister, number)
+                params = request.probed_params_of(index, probe, number)
+            receive_packed(llm.engine_core)
+            if self._tokenizer.tokenizer is not llm.output_processor.tokenizer:
+                self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+            returns_logprobs = probe is None or not request.adds_logprobs(probe)
+            deferred = Deferred(self._tokenizer, stop_strings=bool(params.stop), returns_logprobs=returns_logprobs)
             with changing_state(deferred.begin):
                 return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
 
@@ -202,16 +214,10 @@ class VllmEngine:
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
         self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
-        whole = Resumption(request.prompt["prompt_token_ids"], request.params_of(index), prefix)
-        with ExitStack() as cleanup, changing_state(partial(begin_with, whole, self._llm.output_processor.tokenizer)):
+        prompt_token_ids, tokenizer = request.prompt["prompt_token_ids"], self._llm.output_processor.tokenizer
+        change = partial(begin_with, prefix, prompt_token_ids, request.params_of(index), tokenizer)
+        with ExitStack() as cleanup, changing_state(change):
             return await self._add(request, index, prompt, params, order, cleanup)
-
-    def _defer(self, params: SamplingParams, *, returns_logprobs: bool) -> Deferred:
-        """Defer what can be deferred of a candidate that is about to start."""
-        receive_packed(self._llm.engine_core)
-        if self._tokenizer.tokenizer is not self._llm.output_processor.tokenizer:
-            self._tokenizer = CachingTokenizer(self._llm.output_processor.tokenizer)
-        return Deferred(self._tokenizer, stop_strings=bool(params.stop), returns_logprobs=returns_logprobs)
 
     async def _add(
         self,
@@ -228,10 +234,12 @@ class VllmEngine:
         group = ranks.group_of(request.request_id)
         rank = ranks.enter(group)
         cleanup.callback(ranks.leave, group)
+        options = on_rank(self._llm, request.options, rank)
+        if self.has_priorities:
+            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         try:
-            collector = await self._llm.add_request(
-                _child_id(request, index), prompt, params, **self._options(request, rank, order)
-            )
+            # The id that vLLM gives to the children of a request with n > 1.
+            collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
         except Exception as error:
             raise translate(error) from error
         return VllmCandidate(
@@ -243,20 +251,6 @@ class VllmEngine:
             constrained=params.structured_outputs is not None,
         )
 
-    def _probed_params(self, request: PromptRequest, index: int, probe: Probe, cleanup: ExitStack) -> SamplingParams:
-        """Register a candidate's probe, and return its sampling parameters."""
-        number = None
-        if probe.detect_at and self.probe_width is not None:
-            number = self._probes.register(probe)
-            cleanup.callback(self._probes.unregister, number)
-        return request.probed_params_of(index, probe, number)
-
-    def _options(self, request: PromptRequest, rank: int, order: float) -> Mapping[str, Any]:
-        options = on_rank(self._llm, request.options, rank)
-        if self.has_priorities:
-            options = {**options, FIELD: combined(options.get(FIELD, 0), order)}
-        return options
-
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens, request.params, self._llm.tokenizer)
 
@@ -264,7 +258,9 @@ class VllmEngine:
         if not prefix.token_ids:
             return make_output(request.prompt, request.params)
         tokenizer = self._llm.output_processor.tokenizer
-        text = text_of(request.prompt["prompt_token_ids"], request.params, tokenizer, prefix.token_ids)
+        detokenizer = new_detokenizer(request.prompt["prompt_token_ids"], request.params, tokenizer)
+        detokenizer.update(list(prefix.token_ids), False)
+        text = detokenizer.get_next_output_text(finished=True, delta=False)
         return make_output(request.prompt, request.params, prefix, text=text)
 
     def finished_output(
@@ -279,11 +275,6 @@ class VllmEngine:
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
-
-
-def _child_id(request: PromptRequest, index: int) -> str:
-    """Return the same id that vLLM gives to the children of a request with n > 1."""
-    return f"{index}_{request.request_id}"
 
 
 class Aborts:

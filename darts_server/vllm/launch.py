@@ -1,25 +1,67 @@
 """Start vLLM's engine, and everything of ours that is bound to it."""
 
+import hashlib
+import json
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats
 
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
-from darts_server.vllm.fingerprint import fingerprint_of
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
 from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
-from darts_server.vllm.steps import StepListener, Steps
 from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
+
+MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
+"""Of a model in a folder: its weights, and what they are put together by."""
+
+StepListener = Callable[[int, float, int], None]
+"""Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
+
+
+class Steps:
+    """Report each step that decoded, see `StepListener`."""
+
+    def __init__(self) -> None:
+        self.listener: StepListener | None = None
+
+    def logger(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """Create the logger of one engine; vLLM calls this for each."""
+        return _StepLogger(vllm_config, engine_index, self)
+
+    def record(self, stats: IterationStats) -> None:
+        between_tokens, started = stats.inter_token_latencies_iter, len(stats.time_to_first_tokens_iter)
+        # Several tokens per sequence have no step time each. A step in which all are the first has none either.
+        one_each = stats.num_generation_tokens == len(between_tokens) + started
+        if self.listener is not None and between_tokens and one_each and (seconds := min(between_tokens)) > 0:
+            # The minimum: a sequence that was preempted in between waited longer than the step took.
+            self.listener(len(between_tokens) + started, seconds, started)
+
+
+class _StepLogger(StatLoggerBase):
+    def __init__(self, vllm_config: VllmConfig, engine_index: int, steps: Steps) -> None:
+        self._steps = steps
+
+    def record(self, scheduler_stats: Any, iteration_stats: IterationStats | None, *_: Any, **__: Any) -> None:
+        if iteration_stats is not None:
+            self._steps.record(iteration_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: vLLM's own loggers log it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +125,30 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()
         llm.shutdown(timeout=CHILD_GRACE_SECONDS)
+
+
+def fingerprint_of(config: VllmConfig) -> str:
+    """Return a hash of a model's name, version and numbers, and of size and time of its files if they are in a folder.
+
+    To be called before the weights are loaded: files that are replaced later give another one at the next start.
+    """
+    model = config.model_config
+    described = {
+        "model": model.model,
+        "revision": model.revision,
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "config": [model.hf_config_path, repr(model.hf_overrides)],  # such as another rope scaling
+        "load_format": str(config.load_config.load_format),
+        "files": _files(Path(model.model)),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of each file that belongs to a model; none of a name on a hub."""
+    paths = [model] if model.is_file() else [path for pattern in MODEL_FILES for path in model.glob(pattern)]
+    stats = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    return [(str(path.relative_to(model)), stat.st_size, stat.st_mtime_ns) for path, stat in stats]

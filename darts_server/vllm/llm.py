@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
@@ -27,9 +28,8 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
 from darts_server.vllm.outputs import merge_outputs, to_choice
-from darts_server.vllm.priorities import FIELD, combined, has_priorities
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import on_rank, rank_of
+from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
 from darts_server.vllm.requests import (
     current_beam_search,
     current_options,
@@ -39,7 +39,6 @@ from darts_server.vllm.requests import (
 )
 from darts_server.vllm.turns import make_turn, remember_answers
 from darts_server.vllm.validation import check_group, check_request
-from darts_server.vllm.watchdog import Pulse, observe_outputs
 
 HAND_BACK_POLL_SECONDS = 0.02
 ANSWER_SECONDS = 3.0
@@ -54,17 +53,16 @@ class ShapingLLM(ControlledLLM):
     rollouts: VllmRollouts | None = None
     died: bool | None = None
     """Whether the engine was dead when it was first shut down; ``None`` before that."""
+    has_sent = False
+    """Whether the engine has sent anything since this was last reset."""
+    on_death: Callable[[], None] = staticmethod(lambda: None)
+    """Called once, when the engine has died."""
     _merge_options: MergeOptions = staticmethod(lambda options, _: options)
 
     def shape(self, rollouts: VllmRollouts | None, merge_options: MergeOptions) -> None:
         """Serve requests as groups of ``rollouts`` from now on; ``None``: shape nothing."""
         self.rollouts = rollouts
         self._merge_options = merge_options
-
-    @cached_property
-    def pulse(self) -> Pulse:
-        """Whether the engine has sent anything lately."""
-        return Pulse()
 
     @property
     def should_respond(self) -> bool:
@@ -119,13 +117,15 @@ class ShapingLLM(ControlledLLM):
         assert self.rollouts is not None
         if plan.single:
             ticket = self.admission.admit(1)
-            joining = _join_request(plan, request, prompt_key, shaping.group_id, ticket)
+            name = shaping.group_id
+            # Callers with different keys must not answer each other's requests.
+            join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+            joining = JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
             turn.group_size = plan.size
             return self._generate_joined(joining, turn), ticket
         ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
         note_shaped(request.request_id)
-        outputs = self._generate_group(plan, request, prompt_key, ticket)
-        return self._note_rank(turn, request, outputs), ticket
+        return self._generate_group(plan, request, prompt_key, ticket, turn), ticket
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Check the options of a request for one trajectory that is not rendered yet.
@@ -187,34 +187,22 @@ class ShapingLLM(ControlledLLM):
         if len(reasons) == request.params.n and set(reasons.values()) <= set(FinishReason):
             self.rollouts.learn_unshaped(prompt_key, [(tokens[i], FinishReason(reasons[i])) for i in sorted(reasons)])
 
-    async def _note_rank(
-        self, turn: Turn, request: PromptRequest, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Note which engine runs a group."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
-                yield output
-
     async def _generate_unshaped(
         self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
     ) -> AsyncGenerator[RequestOutput, None]:
         with ticket:
-            outputs = super().generate(prompt, params, request_id, **self._in_order(options))
+            if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
+                order = self.rollouts.starting_order(None).of()
+                options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+            outputs = super().generate(prompt, params, request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 ticket.mark_started()
                 with _unwrap_own_errors():
                     async for output in outputs:
                         yield output
 
-    def _in_order(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give a request that is not shaped its place among the candidates of groups, if vLLM has priorities."""
-        if self.rollouts is None or not has_priorities(self):
-            return options
-        return {**options, FIELD: combined(options.get(FIELD, 0), self.rollouts.starting_order(None).of())}
-
     async def _generate_group(
-        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket
+        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket, turn: Turn
     ) -> AsyncGenerator[RequestOutput, None]:
         assert self.rollouts is not None
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
@@ -233,12 +221,14 @@ class ShapingLLM(ControlledLLM):
                 try:
                     if streaming:
                         async for output in self._stream(request, run.trajectories(), plan.size):
+                            turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                             yield output
                     else:
                         selected = {}
                         async for trajectory in run.trajectories():
                             await make_deferred(trajectory.output)
                             selected[trajectory.index] = trajectory.output
+                        turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                         yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
                 finally:
                     run.cancel()
@@ -282,8 +272,30 @@ class ShapingLLM(ControlledLLM):
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
-            observe_outputs(self.engine_core, self.pulse)
+            self.observe_outputs()
         super()._run_output_handler()  # type: ignore[no-untyped-call]  # of a base class, which mypy cannot exclude
+
+    def observe_outputs(self) -> None:
+        """Note what the engine sends and its death, and let other tasks run between two of its outputs.
+
+        Reading from a queue that is not empty does not yield to the event loop. An API process slower than its engine
+        would therefore work through the whole queue in one turn, while the queue grows: each turn would be longer than
+        the one before, and nothing would be stopped, started or answered meanwhile.
+        """
+        engine_core: Any = self.engine_core
+        get_output = engine_core.get_output_async
+
+        async def get_output_after_yielding() -> Any:
+            await asyncio.sleep(0)
+            try:
+                outputs = await get_output()
+            except EngineDeadError:
+                self.on_death()
+                raise
+            self.has_sent = True
+            return outputs
+
+        engine_core.get_output_async = get_output_after_yielding
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort as vLLM does; a request that runs as a group is aborted as a whole."""
@@ -339,14 +351,6 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
-
-
-def _join_request(
-    plan: Plan, request: PromptRequest, prompt_key: str, name: str | None, ticket: Ticket
-) -> JoinRequest[PromptRequest]:
-    # Callers with different keys must not answer each other's requests.
-    join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-    return JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
 
 
 def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:

@@ -1,5 +1,6 @@
 """LoRA adapters in vLLM's engine, and the model names under which its server serves them."""
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateFailed
-from darts_server.vllm.checkpoint import Checkpoint
 from darts_server.vllm.requests import RAW_SUFFIX
 from darts_server.weights.lora_config import LoraLayers
+from darts_server.weights.tensors import TensorSet
 
 WEIGHT = ".weight"
 
@@ -20,9 +21,11 @@ class VllmLoras:
 
     A LoRA adapter keeps vLLM's integer id when it is replaced. So a request that began with the previous one continues
     with the new one, and no request ever names an id that is not loaded: the engine would die of it.
+
+    ``checkpoint``: reads the headers of the model's tensors.
     """
 
-    def __init__(self, llm: AsyncLLM, checkpoint: Checkpoint) -> None:
+    def __init__(self, llm: AsyncLLM, checkpoint: Callable[[], Awaitable[TensorSet]]) -> None:
         self._llm = llm
         self._checkpoint = checkpoint
         self._registry: Any = None
@@ -38,7 +41,7 @@ class VllmLoras:
 
     async def layers(self) -> LoraLayers:
         if self._layers is None:
-            tensors = await self._checkpoint.tensors()
+            tensors = await self._checkpoint()
             (names,) = await self._llm.collective_rpc("darts_lora_layers")
             shapes = {
                 name: file.tensors[name + WEIGHT].shape

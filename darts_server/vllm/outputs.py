@@ -68,15 +68,6 @@ def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[floa
     return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
 
 
-def text_of(
-    prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None, token_ids: Sequence[int]
-) -> str:
-    """Return the text of a request that was aborted after these tokens."""
-    detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
-    detokenizer.update(list(token_ids), False)
-    return detokenizer.get_next_output_text(finished=True, delta=False)
-
-
 def new_detokenizer(
     prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> IncrementalDetokenizer:

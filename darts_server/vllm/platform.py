@@ -12,8 +12,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.vllm.parent import end_engine_with_server
-from darts_server.vllm.plugin import SHARE_CORES
+from darts_server.vllm.plugin import SHARE_CORES, end_engine_with_server
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,22 @@
-"""A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``."""
+"""A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
+It lets these processes share cores, and end with the server's, however that ended. vLLM stops its engine when its API
+process stops in order. After SIGKILL, as from the kernel when memory runs out, the engine would run on for good with
+the device's memory. So each process of the engine waits for the end of the one that started it: the engine core for
+that of the server, the workers for that of the engine core. A thread waits, rather than the kernel's
+``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need not be the parent's main
+thread.
+"""
+
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any
-
-from darts_server.vllm.parent import end_with_parent
 
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
 """Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
@@ -18,6 +27,11 @@ RECHECK_MS = 10
 """How often a reader looks for a message in the `BUSY_SECONDS` after the last one, should a notification be lost."""
 BUSY_SECONDS = 1.0
 """How long vLLM spins after a message; it relies on notifications only after that."""
+SERVER_PID = "DARTS_SERVER_PID"
+"""Environment variable with the process id of the server, for the processes of its engine."""
+ENGINE = "vllm.v1.engine.core"
+SOCKET_THREADS = ("process_input_sockets", "process_output_sockets")
+"""What the threads run that receive the engine's requests and send its outputs."""
 
 
 def prepare_process() -> None:
@@ -43,22 +57,17 @@ def share_cores() -> None:
         reader.wait = _notified(getattr(reader.wait, "__wrapped__", reader.wait))
 
 
-def _notified(wait: Callable[..., None]) -> Callable[..., None]:
+def _notified(vllms: Callable[..., None]) -> Callable[..., None]:
     """Let a reader wait for the notification of a message from the start. Polling took a fifth of a core."""
 
-    @wraps(wait)
+    @wraps(vllms)
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
         self.busy_loop_s = 0.0
         if time.monotonic() <= self.last_read + BUSY_SECONDS:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
-        wait(self, timeout_ms)
+        vllms(self, timeout_ms)
 
     return wait_for_notification
-
-
-ENGINE = "vllm.v1.engine.core"
-SOCKET_THREADS = ("process_input_sockets", "process_output_sockets")
-"""What the threads run that receive the engine's requests and send its outputs."""
 
 
 def end_with_threads() -> None:
@@ -85,3 +94,60 @@ def _fatal(run: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return run_or_fail
+
+
+def end_engine_with_server() -> None:
+    """Let the engine of this process, the server's, end with it. Call this before the engine starts."""
+    os.environ[SERVER_PID] = str(os.getpid())
+    _watch_forks()
+
+
+def end_with_parent() -> None:
+    """Let this process end with its parent if it is one of a server's engine.
+
+    vLLM calls this in processes that are spawned. Forks of a process that has called it do not call it again.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or os.environ.get(SERVER_PID) in (None, str(os.getpid())):
+        return
+    end_when_gone(parent.pid, parent.sentinel)
+    _watch_forks()
+
+
+def end_with_process(pid: int) -> None:
+    """Let this process end with its parent, which has this id, however that ends."""
+    if os.getppid() != pid:
+        os._exit(1)  # it has ended already
+    end_when_gone(pid)
+
+
+def end_when_gone(pid: int, sentinel: int | None = None) -> None:
+    """Let this process end when another one, whose child it need not be, has ended.
+
+    ``sentinel``: a pipe of the other one, whose end counts too. Forks may keep it open after the end of the process.
+    """
+    ended = [] if sentinel is None else [sentinel]
+    if hasattr(os, "pidfd_open"):  # Linux
+        try:
+            ended.append(os.pidfd_open(pid))
+        except ProcessLookupError:
+            os._exit(1)
+
+    def exit_after_end() -> None:
+        wait(ended)
+        os._exit(1)  # no caller is left, and a log line could block on a pipe that has no reader
+
+    if ended:
+        Thread(target=exit_after_end, name="darts-parent", daemon=True).start()
+
+
+@cache
+def _watch_forks() -> None:
+    """Let forks of this process, and their forks, end with the process that forked them."""
+    parent = 0
+
+    def note_parent() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    os.register_at_fork(before=note_parent, after_in_child=lambda: end_when_gone(parent))

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.engine.port import Probe, RequestTokens
 from darts_server.rollout.learned.prompts import key_of
-from darts_server.vllm.probe.wire import ARGUMENT
+from darts_server.vllm.probe.capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
 SESSION_ARGUMENT = "session_id"

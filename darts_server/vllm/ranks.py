@@ -1,4 +1,4 @@
-"""Assigns groups to data-parallel engines."""
+"""Which data-parallel engine runs a group, and vLLM's priorities, by which waiting requests start."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,14 @@ RANK = "data_parallel_rank"
 """vLLM's option of ``generate()``, which callers set by its header."""
 KEPT_GROUPS = 4096
 """Groups that have ended, and whose callers may not have their answers yet."""
+
+
+PRIORITY = "priority"
+"""The argument of ``generate()``: ``--scheduling-policy priority`` starts waiting requests by it, the lowest first."""
+LEVEL = 1 << 40
+"""Between two priorities of callers: more milliseconds than a server runs."""
+MOST = (1 << 22) - 1
+"""The priority of callers beyond which all are the same: with the order they have 63 bits."""
 
 
 class Ranks:
@@ -88,3 +96,13 @@ def on_rank(llm: Any, options: Mapping[str, Any], rank: int | None) -> Mapping[s
     if rank is None or options.get(RANK) is not None or llm.vllm_config.parallel_config.data_parallel_size == 1:
         return options
     return {**options, RANK: rank}
+
+
+def has_priorities(llm: Any) -> bool:
+    return bool(llm.vllm_config.scheduler_config.policy == "priority")
+
+
+def combined(priority: int, order: float) -> int:
+    """Return a priority for vLLM: that of the caller, and among equal ones ``order``, in seconds."""
+    level, place = min(max(priority, -MOST), MOST), round(1000 * order)
+    return level * LEVEL + min(max(place, -LEVEL // 2), LEVEL // 2 - 1)

@@ -1,5 +1,6 @@
 """Pass a request's shaping options from vLLM's HTTP handlers to ``generate()``, in context variables."""
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Set
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -14,19 +15,14 @@ from darts_server.identifiers import SESSION_HEADERS, check_name
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
-from darts_server.vllm.xargs import move_xargs, read_xargs
 
 RAW_SUFFIX = ":raw"
 """Suffix of the alias under which a served model is never shaped."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """To vLLM it goes before the ``request_id`` of a body."""
 
-NO_OPTIONS = RequestOptions()
-_options: ContextVar[RequestOptions] = ContextVar("darts_request_options", default=NO_OPTIONS)
-_shaped: ContextVar[list[str] | None] = ContextVar("darts_shaped", default=None)
-_named: ContextVar[set[str] | None] = ContextVar("darts_named_prompts", default=None)
-_session: ContextVar[str | None] = ContextVar("darts_session", default=None)
-_beam_search: ContextVar["BeamSearch | None"] = ContextVar("darts_beam_search", default=None)
+XARGS = "vllm_xargs"
+SAMPLING_PARAMS = "sampling_params"
 
 Handler = Callable[..., Awaitable[Any]]
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
@@ -55,25 +51,45 @@ class BeamSearch:
     ticket: Ticket | None = None
 
 
+@dataclass(slots=True)
+class _Context:
+    """What ``generate()`` reads of the current request, and notes.
+
+    ``groups``: ids of those that it is served as. ``named``: prompts that the caller's prompt key is used for.
+    """
+
+    options: RequestOptions
+    search: BeamSearch | None = None
+    session: str | None = None
+    groups: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
+
+
+_context: ContextVar[_Context | None] = ContextVar("darts_request", default=None)
+
+
 def current_beam_search() -> BeamSearch | None:
     """The beam search of the current request, if it is one."""
-    return _beam_search.get()
+    context = _context.get()
+    return None if context is None else context.search
 
 
 def current_options() -> RequestOptions:
     """The options of the current request."""
-    return _options.get()
+    context = _context.get()
+    return RequestOptions() if context is None else context.options
 
 
 def current_session() -> str | None:
     """The session that a header of the current request names, if any."""
-    return _session.get()
+    context = _context.get()
+    return None if context is None else context.session
 
 
 def note_shaped(request_id: str) -> None:
     """Record that a part of the current request is served as a group of that id."""
-    if (shaped := _shaped.get()) is not None:
-        shaped.append(request_id)
+    if (context := _context.get()) is not None:
+        context.groups.append(request_id)
 
 
 def note_named_prompt(fingerprint: str) -> None:
@@ -82,9 +98,9 @@ def note_named_prompt(fingerprint: str) -> None:
     Raises:
         InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
     """
-    if (named := _named.get()) is not None:
-        named.add(fingerprint)
-        if len(named) > 1:
+    if (context := _context.get()) is not None:
+        context.named.add(fingerprint)
+        if len(context.named) > 1:
             raise InvalidRequest(
                 "X-Darts-Prompt-Key", "names one prompt, and the request has several; send them one by one"
             )
@@ -107,104 +123,91 @@ def attach(
     ``check_options``: raises for options that ``generate()`` would refuse. Streams of the Responses API call that after
     their status was sent. ``extensions``: further fields of requests and answers.
     """
-    gate = _Gate(read_options, raw_names, check_options, tuple(extensions))
-    for attribute, method in GENERATION_HANDLERS:
-        if (serving := getattr(state, attribute, None)) is not None:
-            setattr(serving, method, _behind(gate, getattr(serving, method)))
+    extensions = tuple(extensions)
 
-
-@dataclass(frozen=True, slots=True)
-class _Gate:
-    """What every generation route does with a request before and after its handler. See `attach`."""
-
-    read_options: ReadOptions
-    raw_names: Set[str]
-    check_options: CheckOptions
-    extensions: tuple[Extension, ...]
-
-    async def open(self, request: Any, raw_request: Any) -> "_Context":
-        """Read what a request says of its shaping.
-
-        Raises:
-            InvalidRequest
-        """
+    async def read(request: Any, raw_request: Any) -> _Context:
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
         _check_ids(request, headers)
-        for extension in self.extensions:
+        for extension in extensions:
             extension.before(request)
-        options = self.read_options(headers)
-        if getattr(request, "model", None) in self.raw_names:
+        options = read_options(headers)
+        if getattr(request, "model", None) in raw_names:
             options = replace(options, policy="off")
         await move_xargs(request, raw_request)
         if _is_response_request(request):
-            self.check_options(options, read_xargs(request))
+            check_options(options, read_xargs(request))
         search = None
         if getattr(request, "use_beam_search", False):
             search = BeamSearch(_count_beams(request))
             _check_unshaped(options, read_xargs(request))
         return _Context(options, search, _read_session(headers))
 
-    def close(self, context: "_Context", request: Any, answer: Any, raw_request: Any) -> None:
-        """Record the answer of a handler, and extend it."""
-        for extension in self.extensions:
-            extension.after(request, answer)
-        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
-        if context.groups and metadata is not None:
-            raw_request.state.darts_group_id = _answered_id(context.groups, metadata.request_id)
+    def behind(handler: Handler) -> Handler:
+        @wraps(handler)
+        async def handle(request: Any, raw_request: Any = None) -> Any:
+            context = await read(request, raw_request)
+            token = _context.set(context)
+            try:
+                answer = await handler(request, raw_request)
+            finally:
+                _context.reset(token)
+                if context.search is not None and context.search.ticket is not None:
+                    context.search.ticket.release()
+            for extension in extensions:
+                extension.after(request, answer)
+            metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+            if context.groups and metadata is not None:
+                raw_request.state.darts_group_id = _answered_id(context.groups, metadata.request_id)
+            # The Responses API calls `generate` while its stream is read.
+            is_late = isinstance(answer, AsyncGenerator) and _is_response_request(request)
+            return _stream_in(context, answer) if is_late else answer
 
+        return handle
 
-@dataclass(slots=True)
-class _Context:
-    """What ``generate()`` reads of the current request. ``groups``: ids of those that it is served as."""
-
-    options: RequestOptions
-    search: BeamSearch | None
-    session: str | None
-    groups: list[str] = field(default_factory=list)
-
-    def enter(self) -> Callable[[], None]:
-        """Set the context variables; returns a function that resets them."""
-        values: list[tuple[ContextVar[Any], Any]] = [
-            (_options, self.options),
-            (_shaped, self.groups),
-            (_named, set()),
-            (_beam_search, self.search),
-            (_session, self.session),
-        ]
-        tokens = [(variable, variable.set(value)) for variable, value in values]
-
-        def leave() -> None:
-            for variable, token in tokens:
-                variable.reset(token)
-
-        return leave
-
-
-def _behind(gate: _Gate, handler: Handler) -> Handler:
-    @wraps(handler)
-    async def handle(request: Any, raw_request: Any = None) -> Any:
-        context = await gate.open(request, raw_request)
-        leave = context.enter()
-        try:
-            answer = await handler(request, raw_request)
-        finally:
-            leave()
-            if context.search is not None and context.search.ticket is not None:
-                context.search.ticket.release()
-        gate.close(context, request, answer, raw_request)
-        # The Responses API calls `generate` while its stream is read.
-        is_late = isinstance(answer, AsyncGenerator) and _is_response_request(request)
-        return _stream_in(context, answer) if is_late else answer
-
-    return handle
+    for attribute, method in GENERATION_HANDLERS:
+        if (serving := getattr(state, attribute, None)) is not None:
+            setattr(serving, method, behind(getattr(serving, method)))
 
 
 async def _stream_in(context: _Context, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """Read a stream with the context of its request, in the task that sends it and ends with it."""
-    context.enter()
+    _context.set(context)
     async with aclosing(answer):
         async for part in answer:
             yield part
+
+
+def read_xargs(request: Any) -> Mapping[str, Any]:
+    """The extra arguments of a request of any route."""
+    return getattr(request, XARGS, None) or getattr(getattr(request, SAMPLING_PARAMS, None), "extra_args", None) or {}
+
+
+async def move_xargs(request: Any, raw_request: Any) -> None:
+    """Move extra arguments of the token route to where it has them, ``extra_args`` of the sampling parameters.
+
+    Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
+
+    Raises:
+        InvalidRequest: they are no object, or are in two places with different values.
+    """
+    params = getattr(request, SAMPLING_PARAMS, None)
+    if raw_request is None or params is None:
+        return
+    body = await raw_request.body()  # it was read before, and is kept
+    if XARGS.encode() not in body:
+        return
+    sent = json.loads(body)
+    places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
+    merged = dict(params.extra_args or {})
+    for place, xargs in places.items():
+        if xargs is None:
+            continue
+        if not isinstance(xargs, dict):
+            raise InvalidRequest(place, "must be an object; correct or omit it")
+        for name, value in xargs.items():
+            if merged.setdefault(name, value) != value:
+                raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
+    params.extra_args = merged or None
 
 
 def _is_response_request(request: Any) -> bool:

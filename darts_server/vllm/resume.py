@@ -6,8 +6,6 @@ these tokens too: the output is that of a request that was never stopped, also w
 tokens on both sides.
 """
 
-from dataclasses import dataclass
-
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.tokenizers import TokenizerLike
@@ -30,20 +28,19 @@ RESUMABLE = frozenset(
 All others, also those of later versions of vLLM, are taken to depend on where the prompt ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """A candidate's prompt and sampling parameters as if it had not been stopped, and its first tokens."""
+def begin_with(
+    prefix: TokenSlice,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    tokenizer: TokenizerLike | None,
+    state: RequestState,
+) -> None:
+    """Let a new request's state begin with the tokens that were generated before.
 
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    prefix: TokenSlice
-
-
-def begin_with(resumption: Resumption, tokenizer: TokenizerLike | None, state: RequestState) -> None:
-    """Let a new request's state begin with the tokens that were generated before."""
-    params, prefix = resumption.params, resumption.prefix
-    state.prompt_token_ids = resumption.prompt_token_ids
-    state.detokenizer = new_detokenizer(resumption.prompt_token_ids, params, tokenizer)
+    ``prompt_token_ids``, ``params``: of the candidate as if it had not been stopped.
+    """
+    state.prompt_token_ids = prompt_token_ids
+    state.detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
     state.detokenizer.update(list(prefix.token_ids), False)
     logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
     if state.logprobs_processor is not None and logprobs is not None and prefix.logprobs is not None:

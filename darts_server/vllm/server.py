@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,14 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 from vllm import envs
+from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.observers import GroupObserver
+from darts_server.records import GroupRecord
 from darts_server.serving.lifecycle import Drainable
-from darts_server.vllm import control_routes, route_errors
+from darts_server.vllm import routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
     build_app,
@@ -33,8 +37,6 @@ from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
-from darts_server.vllm.token_stream import announce_choices
-from darts_server.vllm.traces import Traces
 
 logger = getLogger(__name__)
 
@@ -45,6 +47,8 @@ MORE_HELP = {
     "api_server_count": "darts-server: only 1, as API processes share no groups; use --replicas N.",
 }
 KEY_VARIABLE = "VLLM_API_KEY"
+GROUP_SPAN = "darts_group"
+NANOSECONDS = 1_000_000_000
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -84,7 +88,7 @@ def take_api_keys(args: Namespace) -> list[str]:
     return [key for key in given if key]
 
 
-def traces(args: Namespace) -> list[Traces]:
+def traces(args: Namespace) -> "list[Traces]":
     """Make a span of each group, if vLLM's flag says where spans go. Without OpenTelemetry vLLM logs that."""
     return [] if args.otlp_traces_endpoint is None else [Traces()]
 
@@ -111,7 +115,7 @@ async def make_app(
     llm: ShapingLLM,
     args: Namespace,
     read_options: ReadOptions,
-    error_fields: route_errors.ErrorFields,
+    error_fields: routes.ErrorFields,
     extensions: Iterable[Extension] = (),
 ) -> FastAPI:
     """Build vLLM's app on this engine; its generation routes read our options from headers and model names.
@@ -124,9 +128,7 @@ async def make_app(
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
     attach(application.state, read_options, raw_names, llm.check_options, extensions)
-    control_routes.attach(application)
-    route_errors.attach(application.state, error_fields)
-    announce_choices(application.state)
+    routes.attach(application, error_fields)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added
@@ -201,3 +203,45 @@ def _refuse_other_modes(args: Namespace) -> None:
             "that is too slow, --replicas N runs N servers behind one address"
         )
     args.api_server_count = None
+
+
+class Traces(GroupObserver):
+    """Exports an OpenTelemetry span for each group, next to the one that vLLM exports for each candidate.
+
+    The tracer is the one that vLLM sets up for ``--otlp-traces-endpoint``.
+
+    Args:
+        clock: the clock of the records' times, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def group_ended(self, record: GroupRecord) -> None:
+        """Export the group's span: a child of the caller's ``traceparent``, or the root of a new trace without one."""
+        instrument_manual(
+            GROUP_SPAN,
+            start_time=self._unix_nanoseconds(record.started_at),
+            end_time=self._unix_nanoseconds(record.ended_at),
+            attributes=_span_attributes(record),
+            context=extract_trace_context(record.trace),
+        )
+
+    def _unix_nanoseconds(self, seconds: float) -> int:
+        return time.time_ns() - int((self._clock() - seconds) * NANOSECONDS)
+
+
+def _span_attributes(record: GroupRecord) -> dict[str, str | int]:
+    attributes = {
+        "darts.group_id": record.group_id,
+        "darts.prompt_key": record.prompt_key,
+        "darts.policy": record.policy,
+        "darts.outcome": str(record.outcome),
+        "darts.candidates": len(record.candidates),
+        "darts.returned": len(record.selected),
+        "darts.generated_tokens": record.generated_tokens,
+        "darts.returned_tokens": record.returned_tokens,
+        "darts.deadline": record.deadline,
+        "darts.error": record.error,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}

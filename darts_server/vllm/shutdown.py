@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 from fastapi import FastAPI
@@ -19,7 +20,6 @@ from fastapi import FastAPI
 from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
 from darts_server.serving.lifecycle import HAND_BACK_SECONDS, Drainable, Lifecycle, Shutdown
 from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.watchdog import cause_of_death, wait_until_hung
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,9 @@ CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could s
 GRACE_SECONDS = 30.0
 PROMPTS_LOST = 3
 """Exit code of a server that ended in order, but could not save all prompts that it had promised to keep."""
+MAX_POLL_SECONDS = 5.0
+MIN_POLLS = 10
+"""Of the watchdog, within its time limit."""
 CONNECTION_SECONDS = 5
 """For answers to reach slow readers after everything else has ended."""
 
@@ -96,7 +99,7 @@ async def supervise(
         supervision.lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
 
     shutdown = Shutdown(supervision.lifecycle, _EngineWork(llm, work), supervision.grace, stop_http_server)
-    llm.pulse.on_death = report_death
+    llm.on_death = report_death
     tasks = [asyncio.create_task(shutdown.run())]
     if supervision.watchdog:
         tasks.append(asyncio.create_task(_watch(llm, supervision)))
@@ -179,12 +182,39 @@ def _descendants(pid: int | None) -> list[psutil.Process]:
 
 
 async def _watch(llm: ShapingLLM, supervision: Supervision) -> None:
-    await wait_until_hung(llm.pulse, lambda: llm.should_respond, supervision.watchdog)
+    await wait_until_hung(llm, supervision.watchdog)
     supervision.lifecycle.stop(
         EngineHung(
             f"the engine is hung: it has requests, and sent nothing for {supervision.watchdog:g} s (--engine-watchdog)"
         )
     )
+
+
+async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
+    """Return when the engine has sent nothing for ``limit`` seconds in which it should have.
+
+    Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped or
+    starved, does not count.
+    """
+    interval, silent = min(MAX_POLL_SECONDS, limit / MIN_POLLS), 0.0
+    while silent < limit:
+        llm.has_sent = False
+        await asyncio.sleep(interval)
+        silent = silent + interval if llm.should_respond and not llm.has_sent else 0.0
+
+
+def cause_of_death(engine_core: Any) -> str:
+    """Describe what ended the engine's process, as far as its exit code shows."""
+    manager = getattr(engine_core.resources, "engine_manager", None)
+    codes = {} if manager is None else manager.finished_procs()
+    for name, code in codes.items():
+        if code == -signal.SIGKILL:
+            return f"{name} was killed (SIGKILL), most often because the machine has no memory left"
+        if code < 0:
+            return f"{name} was ended by {signal.Signals(-code).name}"
+        if code > 0:
+            return f"{name} ended with exit code {code}; its own error is further up in the log"
+    return "its own error is further up in the log"
 
 
 def _handle_signal(number: int, shutdown: Shutdown, lifecycle: Lifecycle) -> None:

@@ -1,17 +1,24 @@
 """The model in vLLM's engine, for the weights room."""
 
 import logging
+from pathlib import Path
+from typing import Any
 
-from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.vllm.checkpoint import HEAD, Checkpoint
+from anyio.to_thread import run_sync
+from vllm.transformers_utils.repo_utils import get_model_path
+
+from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
 from darts_server.vllm.compat.engine import set_weight_version
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.lora import VllmLoras
-from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
+from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING = "embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Tensors of old checkpoints that no model loads."""
+SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 
 
 class VllmModel:
@@ -23,8 +30,8 @@ class VllmModel:
 
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
-        self._checkpoint = Checkpoint(llm)
-        self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._checkpoint)
+        self._checkpoint: TensorSet | None = None  # read once
+        self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._tensors)
 
     @property
     def weight_version(self) -> int:
@@ -42,7 +49,18 @@ class VllmModel:
                 "weights of a model that takes LoRA adapters cannot be replaced here; push LoRA adapters only, or "
                 "start the server without --enable-lora"
             )
-        return await self._checkpoint.tensors()
+        return await self._tensors()
+
+    async def _tensors(self) -> TensorSet:
+        """The tensors of the checkpoint that vLLM loaded its model from.
+
+        Raises:
+            UpdateUnsupported: the weights of such a model cannot be replaced.
+        """
+        if self._checkpoint is None:
+            self._check_supported()
+            self._checkpoint = await run_sync(self._read_checkpoint)
+        return self._checkpoint
 
     # Not ControlledLLM's pause_generation and resume_generation, which count as the trainer's.
 
@@ -80,3 +98,37 @@ class VllmModel:
             raise UpdateFailed(f"the engine failed while it loaded weights: {error}") from error
         if errors := [error for error in errors if error is not None]:
             raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
+
+    def _check_supported(self) -> None:
+        """Refuse what was never tested: a model that is served with wrong weights does not fail, it trains badly."""
+        config: Any = self._llm.vllm_config
+        sizes = config.parallel_config
+        for name, value in (
+            ("tensor", sizes.tensor_parallel_size),
+            ("pipeline", sizes.pipeline_parallel_size),
+            ("data", sizes.data_parallel_size),
+        ):
+            if value != 1:
+                raise UpdateUnsupported(f"weights of a model with {name} parallelism = {value} cannot be replaced here")
+        for name, setting in (
+            ("quantized weights", self._llm.model_config.quantization),
+            ("speculative decoding", config.speculative_config),
+        ):
+            if setting is not None:
+                raise UpdateUnsupported(f"weights of a model with {name} cannot be replaced here")
+        if config.load_config.load_format not in SAFETENSORS_FORMATS:
+            raise UpdateUnsupported(
+                f"weights of a model with --load-format {config.load_config.load_format} are unknown"
+            )
+        # Where the config ties the head and the checkpoint has one, vLLM compares the two tensors when it starts, and
+        # ties the layers or not. It cannot change that for later weights.
+        if getattr(self._llm.model_config, "word_embeddings_untied_by_checkpoint", False):
+            raise UpdateUnsupported(f"the model's config ties {HEAD}, and its checkpoint has one; remove either")
+
+    def _read_checkpoint(self) -> TensorSet:
+        model = self._llm.model_config
+        try:
+            tensors = read_tensors(Path(get_model_path(model.model, model.revision)), "checkpoint")
+        except InvalidRequest as error:
+            raise UpdateUnsupported(f"the model's tensors are unknown: {error}") from error
+        return {name: file for name, file in tensors.items() if not name.endswith(IGNORED_SUFFIXES)}

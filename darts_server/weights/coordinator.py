@@ -1,19 +1,22 @@
-"""Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule."""
+"""Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule.
 
+An update of our own routes is a `Transaction`: it is applied completely, or rolled back.
+"""
+
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import StrEnum
 from typing import TypeVar
 
-from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.exceptions import Conflict, IllegalMove, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import Observers
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.phases import Update
-from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.rules import Rule, UpdateSettings
-from darts_server.weights.states import State, StateMachine, Transition
+from darts_server.weights.port import Groups, Model, Transaction, UpdateObserver
+from darts_server.weights.rules import Rule, Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,37 @@ MEMORY = (WEIGHTS, KV_CACHE)
 WAKE_UP = "POST /wake_up first"
 
 T = TypeVar("T")
+
+
+class State(StrEnum):
+    """State of the served weights."""
+
+    SERVING = "serving"
+    """No update is in progress."""
+    STAGING = "staging"
+    """The new weights are fetched and checked; the engine serves the old ones."""
+    ANNOUNCED = "announced"
+    """Observers are notified, and the update's rule is applied to running groups."""
+    PAUSED = "paused"
+    """The engine is paused and still has its old weights."""
+    UPDATING = "updating"
+    """The model is being written."""
+    RESTORING = "restoring"
+    """Writing failed; the old weights are loaded again."""
+    LOST = "lost"
+    """The model's weights are undefined, or the engine does not resume. Final."""
+
+
+NEXT = {
+    State.SERVING: {State.STAGING},
+    State.STAGING: {State.ANNOUNCED, State.SERVING},
+    State.ANNOUNCED: {State.PAUSED, State.SERVING, State.LOST},
+    State.PAUSED: {State.UPDATING, State.SERVING, State.LOST},
+    State.UPDATING: {State.SERVING, State.RESTORING, State.LOST},
+    State.RESTORING: {State.SERVING, State.LOST},
+    State.LOST: set[State](),
+}
+"""The states that may follow each. Only the way from updating to serving changes the version."""
 
 
 class Coordinator:
@@ -55,26 +89,96 @@ class Coordinator:
         self._gate = gate
         self._groups = groups
         self.observers = Observers(observers)
-        self._machine = StateMachine(model.weight_version)
+        self.state = State.SERVING
+        self.version = model.weight_version
+        """In the state LOST: the version that was served last."""
+        self._target: int | None = None
         self._source: str | None = None
+        self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False
         self._trainer_pauses = 0  # that the engine has not carried out yet
         self._trainer_resumes = 0
         self._asleep: set[str] = set()
 
     @property
-    def state(self) -> State:
-        return self._machine.state
-
-    @property
-    def version(self) -> int:
-        return self._machine.version
-
-    @property
     def target(self) -> int:
         """Version of the update in progress."""
-        assert self._machine.target is not None
-        return self._machine.target
+        assert self._target is not None
+        return self._target
+
+    def _move(self, after: State) -> None:
+        """Change the state.
+
+        Raises:
+            IllegalMove
+        """
+        if after not in NEXT[self.state]:
+            raise IllegalMove(f"weights in state {self.state} cannot become {after}")
+        if self.state is State.UPDATING and after is State.SERVING:
+            self.version = self.target
+        self.state = after
+        if after is State.SERVING:
+            self._target = None
+
+    # --- an update of our own routes -------------------------------------------
+
+    async def run(self, update: Update, version: int | None, transaction: Transaction) -> UpdateRecord:
+        """Run a transaction. ``version``: of the new weights; ``None`` for the next one.
+
+        Raises:
+            InvalidRequest: the request is bad; nothing was changed.
+            UpdateError: the old version is served.
+            WeightsLost
+        """
+        self.begin(update, version)
+        await self.stage(update, transaction)
+        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
+        self._task = asyncio.create_task(self._run_staged(update, transaction))
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._task)
+
+    async def stage(self, update: Update, transaction: Transaction) -> None:
+        """Stage the weights of an update that has begun. If that fails, the update ends before it was announced.
+
+        Raises:
+            InvalidRequest, UpdateError: nothing was changed.
+        """
+        try:
+            await transaction.stage(update)
+            if update.when_staged is not None:
+                await update.when_staged()
+        except BaseException as error:
+            transaction.clean_up()
+            self._move(State.SERVING)
+            self._end(update, UpdateOutcome.REFUSED, error)
+            raise
+
+    async def _run_staged(self, update: Update, transaction: Transaction) -> UpdateRecord:
+        try:
+            await self.pause(update)
+            try:
+                self.mark_updating()
+                await transaction.apply(update)
+                await self._model.set_version(self.target)
+            except Exception as error:
+                self.mark_restoring()
+                try:
+                    await transaction.roll_back(update)
+                except Exception as second:
+                    lost = self.mark_lost(
+                        f"an update failed ({error}), and restoring the old weights failed too ({second})"
+                    )
+                    try:
+                        await update.run_phase("stop", self._model.abort_requests)
+                    finally:  # also if aborting fails: the caller must learn that the weights are lost
+                        await self.finish(update, lost)
+                        raise lost from error
+                await self.finish(update, error)
+                raise
+            transaction.commit()
+            return await self.finish(update)
+        finally:
+            transaction.clean_up()
 
     # --- an update, from its beginning to its end ---------------------------
 
@@ -92,7 +196,8 @@ class Coordinator:
         if is_applied:
             self._check_weights_awake()
         self._source = update.source
-        self._machine.begin(self.version + 1 if version is None else version)
+        self._move(State.STAGING)
+        self._target = self.version + 1 if version is None else version
 
     def check_free(self) -> None:
         """Check that no update is in progress.
@@ -104,14 +209,9 @@ class Coordinator:
         if self._source is not None:
             raise self._update_running()
 
-    def refuse(self, update: Update, error: BaseException) -> None:
-        """End an update that failed before it was announced."""
-        self._machine.apply(Transition.FAIL)
-        self._end(update, UpdateOutcome.REFUSED, error)
-
     def set_aside(self) -> None:
         """End the staging of weights that another update may apply."""
-        self._machine.apply(Transition.SET_ASIDE)
+        self._move(State.SERVING)
         self._source = None
 
     async def pause(self, update: Update) -> None:
@@ -121,7 +221,7 @@ class Coordinator:
             Conflict: the engine was put to sleep meanwhile.
             UpdateFailed, WeightsLost
         """
-        self._machine.apply(Transition.ANNOUNCE)
+        self._move(State.ANNOUNCED)
         self.observers.notify(lambda observer: observer.update_announced(self.target))
         self._gate.close(UPDATE)
         try:
@@ -130,24 +230,24 @@ class Coordinator:
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
-            self._machine.apply(Transition.PAUSE)
+            self._move(State.PAUSED)
         except Exception as error:
             await self.finish(update, error)
             raise
 
     def mark_updating(self) -> None:
         """Record that the model is being written: its weights are undefined until the update ends."""
-        self._machine.apply(Transition.UPDATE)
+        self._move(State.UPDATING)
         if self._groups is not None:
             self._groups.weights_change()
 
     def mark_restoring(self) -> None:
         """Record that writing failed, and that the old weights are being restored."""
-        self._machine.apply(Transition.FAIL)
+        self._move(State.RESTORING)
 
     def mark_lost(self, reason: str) -> WeightsLost:
         """Record that the model's weights are lost, and refuse all requests. Returns the error to raise."""
-        self._machine.apply(Transition.LOSE)
+        self._move(State.LOST)
         error = f"{reason}; restart the server"
         self._gate.fail(WeightsLost(error))
         return WeightsLost(error)
@@ -166,7 +266,10 @@ class Coordinator:
             error = lost
             raise
         finally:
-            self._settle_state(error)
+            if self.state in (State.ANNOUNCED, State.PAUSED, State.RESTORING) or (
+                self.state is State.UPDATING and error is None
+            ):
+                self._move(State.SERVING)
             self._gate.open(UPDATE)
             outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
             record = self._end(update, UpdateOutcome.LOST if self.state is State.LOST else outcome, error)
@@ -374,15 +477,6 @@ class Coordinator:
             if self.state is State.LOST:  # the first error has been reported, and nothing is served anyway
                 return
             raise self.mark_lost(f"the engine does not resume after an update ({error})") from error
-
-    def _settle_state(self, error: Exception | None) -> None:
-        match self.state:
-            case State.ANNOUNCED | State.PAUSED:
-                self._machine.apply(Transition.FAIL)
-            case State.UPDATING if error is None:
-                self._machine.apply(Transition.SUCCEED)
-            case State.RESTORING:
-                self._machine.apply(Transition.SUCCEED)
 
     def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
         self._source = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from darts_server.exceptions import UpdateError, UpdateFailed
 from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
-from darts_server.weights.phases import Update
 from darts_server.weights.port import Model
+from darts_server.weights.rules import Update
 
 MAX_NAMES = 3
 """Tensors that an error message names."""
@@ -171,15 +171,11 @@ class ExternalUpdates:
             await self._loaded.restore(session.update)
             return "the old weights were restored and are served"
         self._loaded.record_mixture()
+        wrote = f"{session.writes} call{'s' if session.writes > 1 else ''} of /update_weights"
+        if session.names:
+            more = len(session.names) - MAX_NAMES
+            wrote += f", with {', '.join(session.names[:MAX_NAMES])}" + (f" and {more} more" if more > 0 else "")
         return (
-            f"the model may hold a part of the new weights, layer by layer ({_describe_writes(session)}), and the old "
-            "ones are in no file; send a full set"
+            f"the model may hold a part of the new weights, layer by layer ({wrote}), and the old ones are in no file; "
+            "send a full set"
         )
-
-
-def _describe_writes(session: _Session) -> str:
-    calls = f"{session.writes} call{'s' if session.writes > 1 else ''} of /update_weights"
-    if not session.names:
-        return calls
-    more = "" if len(session.names) <= MAX_NAMES else f" and {len(session.names) - MAX_NAMES} more"
-    return f"{calls}, with {', '.join(session.names[:MAX_NAMES])}{more}"

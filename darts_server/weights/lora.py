@@ -1,5 +1,11 @@
-"""LoRA adapters of the served model: pushed, replaced and removed, one at a time."""
+"""LoRA adapters of the served model: pushed, replaced and removed, one at a time.
 
+The engine may read an adapter's files at any time, also for requests that began with a previous adapter of that name
+(vLLM evicts adapters above ``--max-loras`` and loads them again). So each name has a path that stays: a symbolic link.
+"""
+
+import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,18 +13,27 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import Forbidden, InvalidRequest, NotFound
+from darts_server.files import open_file, read_file
 from darts_server.records import UpdateRecord
 from darts_server.weights.coordinator import Coordinator
-from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
-from darts_server.weights.lora_files import CONFIG, TENSORS, LoraFiles, read_config, stream_tensors
-from darts_server.weights.phases import Update
+from darts_server.weights.lora_config import (
+    MAX_CONFIG_BYTES,
+    LoraConfig,
+    LoraLayers,
+    check_lora,
+    dump_config,
+    parse_config,
+)
 from darts_server.weights.port import LoraEngine
-from darts_server.weights.roots import resolve_path
-from darts_server.weights.rules import Rule
+from darts_server.weights.rules import Rule, Update
 from darts_server.weights.staged import StagedUpdates
-from darts_server.weights.staging import Staging
-from darts_server.weights.tensors import read_tensors
-from darts_server.weights.transaction import TransactionRunner
+from darts_server.weights.staging import BUFFER_BYTES, Staging
+from darts_server.weights.tensors import read_tensors, resolve_path
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names of the files."""
+FIELD = "path"
+FOLDER_SUFFIX, LINK_PREFIX = ".lora", "lora-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +60,15 @@ class Loras:
     def __init__(
         self,
         coordinator: Coordinator,
-        transactions: TransactionRunner,
         staged: StagedUpdates,
         engine: LoraEngine | None,
         staging: Staging,
         root: Path | None,
     ) -> None:
         self.coordinator = coordinator
-        self.files = LoraFiles(staging)
+        self._staging = staging
         self.served: dict[str, LoadedLora] = {}
         self.staged = staged
-        self._transactions = transactions
         self._engine = engine
         self._root = root
 
@@ -82,7 +95,7 @@ class Loras:
 
         async def fetch(layers: LoraLayers) -> Fetched:
             parsed = parse_config(config, "config")
-            return parsed, await self.files.write(body(layers.max_bytes))
+            return parsed, await self.write_tensors(body(layers.max_bytes))
 
         return await self._put("push", name, fetch, "body", rule, version, stage_seconds=stage_seconds)
 
@@ -109,7 +122,7 @@ class Loras:
         async def fetch(layers: LoraLayers) -> Fetched:
             folder, root = await run_sync(resolve_path, self._root, path)
             config = await run_sync(read_config, folder, root)
-            return config, await self.files.write(stream_tensors(folder, root, layers.max_bytes))
+            return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
 
         return await self._put("disk", name, fetch, "path", rule, version, when_staged, stage_seconds)
 
@@ -126,11 +139,37 @@ class Loras:
             raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         # Requests cannot continue without the adapter, so no other rule is possible.
         update = Update("delete", Rule.FINISH, lora=name, timeout=self.coordinator.settings.step_timeout)
-        return await self._transactions.run(update, None, _LoraRemoval(self, engine, name))
+        return await self.coordinator.run(update, None, _LoraRemoval(self, engine, name))
 
     def clean_up(self) -> None:
-        """Remove the files of adapters that are neither served nor staged."""
-        self.files.keep_only({name: lora.folder for name, lora in self.served.items()}, self.staged.files)
+        """Remove the folders of adapters that are neither served nor staged, and the links of those not served."""
+        folders = {lora.folder for lora in self.served.values()}
+        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - folders - self.staged.files:
+            shutil.rmtree(folder, ignore_errors=True)
+        for link in self._staging.glob(f"{LINK_PREFIX}*"):
+            if link.name.removeprefix(LINK_PREFIX) not in self.served:
+                link.unlink(missing_ok=True)
+
+    async def write_tensors(self, chunks: AsyncIterator[bytes]) -> Path:
+        """Write these bytes as the tensors of a new adapter. Returns its folder.
+
+        Raises:
+            DiskFull
+        """
+        path = await self._staging.write(chunks)
+        folder = path.with_suffix(FOLDER_SUFFIX)
+        folder.mkdir()
+        path.rename(folder / TENSORS)
+        return folder
+
+    def link(self, name: str, folder: Path) -> Path:
+        """Point the name's link to this folder, atomically. Returns the link."""
+        link = folder.with_name(LINK_PREFIX + name)
+        new = folder.with_name(f"new-{LINK_PREFIX}")
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder)
+        os.replace(new, link)
+        return link
 
     async def _put(
         self,
@@ -153,7 +192,7 @@ class Loras:
         if stage_seconds is not None:
             await self.staged.stage(update, version, transaction, stage_seconds)
             return None
-        return await self._transactions.run(update, version, transaction)
+        return await self.coordinator.run(update, version, transaction)
 
     def _require_lora(self) -> LoraEngine:
         if self._engine is None:
@@ -162,7 +201,7 @@ class Loras:
 
 
 class _LoraUpdate:
-    """Implements :class:`darts_server.weights.transaction.StageableTransaction`: adds or replaces a LoRA adapter."""
+    """Implements :class:`darts_server.weights.port.StageableTransaction`: adds or replaces a LoRA adapter."""
 
     def __init__(
         self,
@@ -221,15 +260,15 @@ class _LoraUpdate:
         self._loras.clean_up()
 
     def discard(self) -> None:
-        self._loras.files.remove(self._new.folder)
+        shutil.rmtree(self._new.folder, ignore_errors=True)
 
     async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
-        link = self._loras.files.link(self._name, lora.folder)
+        link = self._loras.link(self._name, lora.folder)
         await update.run_phase(phase, lambda: self._engine.load(self._name, link))
 
 
 class _LoraRemoval:
-    """Implements :class:`darts_server.weights.transaction.Transaction`: removes a LoRA adapter."""
+    """Implements :class:`darts_server.weights.port.Transaction`: removes a LoRA adapter."""
 
     def __init__(self, loras: Loras, engine: LoraEngine, name: str) -> None:
         self._loras = loras
@@ -243,7 +282,7 @@ class _LoraRemoval:
         await update.run_phase("load", lambda: self._engine.unload(self._name))
 
     async def roll_back(self, update: Update) -> None:
-        link = self._loras.files.link(self._name, self._loras.served[self._name].folder)
+        link = self._loras.link(self._name, self._loras.served[self._name].folder)
         await update.run_phase("restore", lambda: self._engine.load(self._name, link))
 
     def commit(self) -> None:
@@ -251,3 +290,40 @@ class _LoraRemoval:
 
     def clean_up(self) -> None:
         self._loras.clean_up()
+
+
+def read_config(folder: Path, root: Path) -> LoraConfig:
+    """Read PEFT's configuration from a folder below ``root``.
+
+    Raises:
+        InvalidRequest: it is missing, or not supported.
+    """
+    try:
+        text = read_file(folder / CONFIG, MAX_CONFIG_BYTES, root)
+    except OSError as error:
+        raise _unreadable(folder, CONFIG, error) from error
+    return parse_config(text, FIELD)
+
+
+async def stream_tensors(folder: Path, root: Path, limit: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of the tensors in a folder below ``root``, at most ``limit``.
+
+    Raises:
+        InvalidRequest: the file is missing, or larger.
+    """
+    size = 0
+    try:
+        with await run_sync(open_file, folder / TENSORS, root) as file:
+            while chunk := await run_sync(file.read, BUFFER_BYTES):
+                size += len(chunk)
+                if size > limit:
+                    raise InvalidRequest(
+                        FIELD, f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
+                    )
+                yield chunk
+    except OSError as error:
+        raise _unreadable(folder, TENSORS, error) from error
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> InvalidRequest:
+    return InvalidRequest(FIELD, f"{folder} must be a folder with {CONFIG} and {TENSORS}: {name}: {error.strerror}")

@@ -1,11 +1,74 @@
-"""Interfaces that this room needs: the served model, its LoRA adapters, the running groups and observers."""
+"""Interfaces of this room: the served model, its LoRA adapters, the running groups and observers; and transactions."""
 
 from pathlib import Path
 from typing import Protocol
 
+from darts_server.exceptions import Conflict
 from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
+from darts_server.weights.rules import Update
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
+
+
+class StagedFileChanged(Conflict):
+    """A file was changed since it was staged, so its weights can never be applied."""
+
+
+class Transaction(Protocol):
+    """The steps of one update, in the order of their calls. `roll_back` is called only after a failure."""
+
+    async def stage(self, update: Update) -> None:
+        """Fetch and check the new weights, while the engine serves the old ones.
+
+        Raises:
+            InvalidRequest, UpdateError: nothing was changed.
+        """
+
+    async def apply(self, update: Update) -> None:
+        """Load the staged weights into the paused engine.
+
+        Raises:
+            UpdateFailed: the engine's weights are undefined.
+        """
+
+    async def roll_back(self, update: Update) -> None:
+        """Load the previous weights into the paused engine.
+
+        Raises:
+            UpdateFailed
+        """
+
+    def commit(self) -> None:
+        """Record the new weights as the ones that are served."""
+
+    def clean_up(self) -> None:
+        """Remove staged files that are no longer needed, whatever the outcome."""
+
+
+class StageableTransaction(Transaction, Protocol):
+    """A transaction that may be applied some time after `stage`."""
+
+    @property
+    def files(self) -> set[Path]:
+        """Paths that must not be removed until it is applied."""
+
+    async def check_again(self) -> None:
+        """Check that what was staged can still be applied.
+
+        Raises:
+            StagedFileChanged: it never can.
+            InvalidRequest: it cannot now.
+        """
+
+    async def reversal(self) -> "StageableTransaction":
+        """Return a staged transaction that goes back to what is served now. Called before `apply`.
+
+        Raises:
+            InvalidRequest: that is not possible.
+        """
+
+    def discard(self) -> None:
+        """Remove what was staged, except what is served. Other weights may be on their way into the same folder."""
 
 
 class LoraEngine(Protocol):
@@ -17,7 +80,6 @@ class LoraEngine(Protocol):
         Raises:
             UpdateUnsupported: LoRA adapters cannot be pushed to this server; the message says why.
         """
-        ...
 
     def check_name(self, name: str) -> None:
         """Check that a LoRA adapter may be served under this name.
@@ -25,7 +87,6 @@ class LoraEngine(Protocol):
         Raises:
             InvalidRequest: another model is served under it.
         """
-        ...
 
     async def load(self, name: str, folder: Path) -> None:
         """Serve the LoRA adapter in ``folder`` under ``name``, in place of the previous one. Called while the model is
@@ -34,7 +95,6 @@ class LoraEngine(Protocol):
         Raises:
             UpdateFailed
         """
-        ...
 
     async def unload(self, name: str) -> None:
         """Stop serving a LoRA adapter. Called while no request uses it. Harmless if it is not served.
@@ -42,7 +102,6 @@ class LoraEngine(Protocol):
         Raises:
             UpdateFailed
         """
-        ...
 
 
 class Model(Protocol):
@@ -51,12 +110,10 @@ class Model(Protocol):
     @property
     def loras(self) -> LoraEngine | None:
         """``None`` if the server was started without LoRA."""
-        ...
 
     @property
     def weight_version(self) -> int:
         """The version that is served."""
-        ...
 
     async def expected_tensors(self) -> ExpectedTensors:
         """Names, shapes and dtypes of a full set of weights.
@@ -64,7 +121,6 @@ class Model(Protocol):
         Raises:
             UpdateUnsupported: the weights of this model cannot be replaced; the message says why.
         """
-        ...
 
     async def checkpoint_tensors(self) -> TensorSet:
         """The checkpoint that the engine was started with.
@@ -72,19 +128,15 @@ class Model(Protocol):
         Raises:
             UpdateUnsupported
         """
-        ...
 
     async def pause(self) -> None:
         """Pause all running requests, and clear every cache that was computed with the weights."""
-        ...
 
     async def resume(self) -> None:
         """Resume after `pause`. Harmless if the engine is not paused."""
-        ...
 
     async def abort_requests(self) -> None:
         """Abort all running requests: they would continue with undefined weights."""
-        ...
 
     async def load(self, files: FilePlan) -> None:
         """Load a full set of weights, from the very files that were checked. Called while the engine is paused.
@@ -92,7 +144,6 @@ class Model(Protocol):
         Raises:
             UpdateFailed: the model's weights are undefined.
         """
-        ...
 
     async def abandon_update(self) -> None:
         """End an update that was started by vLLM's own routes. Each layer that has not received all of its tensors
@@ -101,15 +152,12 @@ class Model(Protocol):
         Raises:
             UpdateFailed: the model's weights are undefined.
         """
-        ...
 
     async def clear_caches(self) -> None:
         """Clear cached results of old weights, except those that paused requests still need."""
-        ...
 
     async def set_version(self, version: int) -> None:
         """Set the version that is served."""
-        ...
 
 
 class Groups(Protocol):
@@ -117,19 +165,15 @@ class Groups(Protocol):
 
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when the others have ended."""
-        ...
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled. Called while the model is paused."""
-        ...
 
     def resume(self) -> None:
         """Restart the groups that `suspend` stopped. Harmless if there are none."""
-        ...
 
     def abort_all(self, reason: str) -> None:
         """Abort every group, with an error for its caller."""
-        ...
 
 
 class UpdateObserver(Protocol):
@@ -137,8 +181,6 @@ class UpdateObserver(Protocol):
 
     def update_announced(self, version: int) -> None:
         """The engine will be paused, to serve ``version`` afterwards."""
-        ...
 
     def update_ended(self, record: UpdateRecord) -> None:
         """An update ended, with whatever outcome. Called once per update."""
-        ...

@@ -11,9 +11,8 @@ from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateRu
 from darts_server.records import UpdateRecord
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator
-from darts_server.weights.phases import Update
-from darts_server.weights.rules import Rule
-from darts_server.weights.transaction import StageableTransaction, StagedFileChanged, TransactionRunner
+from darts_server.weights.port import StageableTransaction, StagedFileChanged
+from darts_server.weights.rules import Rule, Update
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,10 @@ class StagedUpdate:
 class StagedUpdates:
     """At most one staged update. It ends by a switch, a drop, another update, or time. Observes all updates."""
 
-    def __init__(self, coordinator: Coordinator, transactions: TransactionRunner) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         self.current: StagedUpdate | None = None
         self._coordinator = coordinator
-        self._transactions = transactions
-        self._is_switching = False
+        self.is_switching = False
         self._ended: dict[str, InvalidRequest] = {}
         coordinator.observers.add(self)
 
@@ -81,11 +79,11 @@ class StagedUpdates:
                 f"switch them, or DELETE /darts/v1/weights/staged/{self.current.id}",
             )
         self._coordinator.begin(update, version, is_applied=False)
-        await self._transactions.stage(update, transaction)
+        await self._coordinator.stage(update, transaction)
         target = self._coordinator.target
         self._coordinator.set_aside()
         self.drop_previous()
-        self._keep(update, target, transaction, expires_after)
+        self.keep(update, target, transaction, expires_after)
 
     async def switch(
         self, staged_id: str, rule: Rule | None = None, version: int | None = None, *, keep_previous: bool = False
@@ -108,8 +106,9 @@ class StagedUpdates:
         staged = self._find(staged_id)
         given = staged.update
         update = replace(given, rule=rule or given.rule, seconds=dict(given.seconds))
-        transaction = _Switch(self, staged, self._coordinator.version, keep_previous)
-        return await self._transactions.run(update, staged.version if version is None else version, transaction)
+        previous = Update(PREVIOUS, self._coordinator.settings.rule, timeout=given.timeout)
+        transaction = _Switch(self, staged, previous if keep_previous else None, self._coordinator.version)
+        return await self._coordinator.run(update, staged.version if version is None else version, transaction)
 
     def drop(self, staged_id: str) -> None:
         """Remove staged weights.
@@ -122,7 +121,7 @@ class StagedUpdates:
         """
         self._coordinator.check_not_lost()
         staged = self._find(staged_id)
-        if self._is_switching:
+        if self.is_switching:
             raise UpdateRunning(f"the weights {staged_id} are being switched; try again when that has ended")
         self.end(staged, NotFound("id", f"the weights {staged_id} were dropped; {AGAIN}"))
 
@@ -147,43 +146,24 @@ class StagedUpdates:
                 staged, Conflict("id", f"the weights {staged.id} were dropped: the served ones were lost; {AGAIN}")
             )
             return
-        if record.outcome is not UpdateOutcome.COMPLETED or self._is_switching:
+        if record.outcome is not UpdateOutcome.COMPLETED or self.is_switching:
             return
         why = f"another update, by {record.source}, made version {record.version}"
         self.end(staged, Conflict("id", f"the weights {staged.id} were dropped: {why}; {AGAIN}"))
 
     # --- helpers, also of a switch ---------------------------------------------
 
-    def begin_switch(self, staged: StagedUpdate) -> None:
-        self._is_switching = True
-        _stop_timer(staged)
-
-    def commit_switch(self, staged: StagedUpdate, version_before: int, reversal: StageableTransaction | None) -> None:
-        """Record that staged weights are served, and keep the ones before if ``reversal`` goes back to them."""
-        self._remember(staged, Conflict("id", f"the weights {staged.id} were switched already; nothing is left to do"))
-        self.current = None
-        if reversal is not None:
-            update = Update(PREVIOUS, self._coordinator.settings.rule, timeout=staged.update.timeout)
-            self._keep(update, version_before, reversal, staged.expires_after)
-
-    def end_switch(self, staged: StagedUpdate) -> None:
-        """End a switch, also one that failed: then the weights stay for the whole time again."""
-        self._is_switching = False
-        if self.current is staged:
-            staged.update.seconds.clear()  # they are in the record of the switch that failed
-            self._start_timer(staged)
-
     def end(self, staged: StagedUpdate, error: InvalidRequest) -> None:
         """Remove staged weights, and answer later calls with ``error``."""
-        self._remember(staged, error)
+        self.remember(staged, error)
         _stop_timer(staged)
         self.current = None
         staged.transaction.discard()
 
-    def _keep(self, update: Update, version: int, transaction: StageableTransaction, expires_after: float) -> None:
+    def keep(self, update: Update, version: int, transaction: StageableTransaction, expires_after: float) -> None:
         staged = StagedUpdate(uuid.uuid4().hex, version, update, transaction, expires_after)
         self.current = staged
-        self._start_timer(staged)
+        self.start_timer(staged)
         logger.info("weights for version %d are staged as %s for %g s", version, staged.id, expires_after)
 
     def _find(self, staged_id: str) -> StagedUpdate:
@@ -197,7 +177,7 @@ class StagedUpdates:
             f"drops it; {AGAIN}",
         )
 
-    def _start_timer(self, staged: StagedUpdate) -> None:
+    def start_timer(self, staged: StagedUpdate) -> None:
         staged.expires_at = time.time() + staged.expires_after
         staged.timer = asyncio.get_running_loop().call_later(staged.expires_after, self._expire, staged)
 
@@ -210,25 +190,32 @@ class StagedUpdates:
         why += PUSH_THEM if staged.is_previous else f"{AGAIN}, with a larger expires_after"
         self.end(staged, NotFound("id", why))
 
-    def _remember(self, staged: StagedUpdate, error: InvalidRequest) -> None:
+    def remember(self, staged: StagedUpdate, error: InvalidRequest) -> None:
         self._ended[staged.id] = error
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
 
 class _Switch:
-    """Implements :class:`darts_server.weights.transaction.Transaction`: applies what another one has staged."""
+    """Implements :class:`darts_server.weights.port.Transaction`: applies what another one has staged.
 
-    def __init__(self, owner: StagedUpdates, staged: StagedUpdate, version_before: int, keep_previous: bool) -> None:
+    ``previous``: the update back to what is served now, with ``version_before``; ``None`` if that is not kept.
+    """
+
+    def __init__(
+        self, owner: StagedUpdates, staged: StagedUpdate, previous: Update | None, version_before: int
+    ) -> None:
         self._owner = owner
         self._staged = staged
         self._inner = staged.transaction
+        self.apply, self.roll_back = self._inner.apply, self._inner.roll_back
+        self._previous = previous
         self._version_before = version_before
-        self._keep_previous = keep_previous
         self._reversal: StageableTransaction | None = None
 
     async def stage(self, update: Update) -> None:
-        self._owner.begin_switch(self._staged)
+        self._owner.is_switching = True
+        _stop_timer(self._staged)
         try:
             await update.run_phase("check", self._inner.check_again)
         except StagedFileChanged as error:
@@ -236,21 +223,22 @@ class _Switch:
             ended = Conflict("id", f"{error.message}; {remedy}")
             self._owner.end(self._staged, ended)
             raise ended from error
-        if self._keep_previous:
+        if self._previous is not None:
             self._reversal = await update.run_phase("check", self._inner.reversal)
-
-    async def apply(self, update: Update) -> None:
-        await self._inner.apply(update)
-
-    async def roll_back(self, update: Update) -> None:
-        await self._inner.roll_back(update)
 
     def commit(self) -> None:
         self._inner.commit()
-        self._owner.commit_switch(self._staged, self._version_before, self._reversal)
+        owner, staged = self._owner, self._staged
+        owner.remember(staged, Conflict("id", f"the weights {staged.id} were switched already; nothing is left to do"))
+        owner.current = None
+        if self._previous is not None and self._reversal is not None:
+            owner.keep(self._previous, self._version_before, self._reversal, staged.expires_after)
 
     def clean_up(self) -> None:
-        self._owner.end_switch(self._staged)
+        self._owner.is_switching = False
+        if self._owner.current is self._staged:  # it has failed: the weights stay for the whole time again
+            self._staged.update.seconds.clear()  # they are in the record of the switch that failed
+            self._owner.start_timer(self._staged)
         self._inner.clean_up()
 
 

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import Forbidden, InvalidRequest
 from darts_server.files import Stamp, list_folder, open_file, open_unchanged, path_of, read_file, stamp_of
 
 SUFFIX = ".safetensors"
@@ -71,6 +71,31 @@ class ExpectedTensors:
     def max_bytes(self) -> int:
         """Size of the largest set that fits, in any dtype."""
         return 8 * sum(prod(tensor.shape) for tensor in self.tensors.values()) + MAX_HEADER_BYTES
+
+
+def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
+    """Return the path that a caller means, relative to ``root`` or absolute, and the root to open it below.
+
+    Nothing is opened: links and special files are refused by :mod:`darts_server.files`.
+
+    Raises:
+        Forbidden: there is no root.
+        InvalidRequest: the path is outside.
+    """
+    if root is None:
+        raise Forbidden("weights are read from no folder of this machine; start the server with --weights-root FOLDER")
+    if not path or "\0" in path:
+        raise InvalidRequest("path", "must name a file or folder")
+    given = Path(path)
+    if ".." in given.parts:
+        raise InvalidRequest("path", "must not have '..' in it")
+    if given.is_relative_to(root):
+        given = given.relative_to(root)
+    root = root.resolve()
+    resolved = given if given.is_absolute() else root / given
+    if not resolved.is_relative_to(root):
+        raise InvalidRequest("path", f"is outside {root}, the only folder that weights are read from")
+    return resolved, root
 
 
 def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:

@@ -11,20 +11,23 @@ from anyio.to_thread import run_sync
 from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import Coordinator
+from darts_server.weights.coordinator import Coordinator, State
 from darts_server.weights.export import WeightsExport, open_weights
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
-from darts_server.weights.phases import Update
-from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.roots import resolve_path
-from darts_server.weights.rules import Rule, UpdateSettings
+from darts_server.weights.port import Groups, Model, StagedFileChanged, UpdateObserver
+from darts_server.weights.rules import Rule, Update, UpdateSettings
 from darts_server.weights.staged import StagedUpdates
 from darts_server.weights.staging import Staging
-from darts_server.weights.states import State
-from darts_server.weights.tensors import TensorSet, changed_files, check_tensors, names_by_file, read_tensors
-from darts_server.weights.transaction import StagedFileChanged, TransactionRunner
+from darts_server.weights.tensors import (
+    TensorSet,
+    changed_files,
+    check_tensors,
+    names_by_file,
+    read_tensors,
+    resolve_path,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,9 @@ class Updates:
         self.coordinator = Coordinator(model, gate, settings or UpdateSettings(), observers, groups)
         self.external = ExternalUpdates(self.coordinator, self._loaded, model)
         """Updates through vLLM's own routes."""
-        self._transactions = TransactionRunner(self.coordinator, model)
-        self.staged = StagedUpdates(self.coordinator, self._transactions)
+        self.staged = StagedUpdates(self.coordinator)
         """Updates in two steps."""
-        self.loras = Loras(self.coordinator, self._transactions, self.staged, model.loras, staging, root)
+        self.loras = Loras(self.coordinator, self.staged, model.loras, staging, root)
 
     @property
     def state(self) -> State:
@@ -180,12 +182,12 @@ class Updates:
         if options.stage_seconds is not None:
             await self.staged.stage(update, options.version, transaction, options.stage_seconds)
             return None
-        return await self._transactions.run(update, options.version, transaction)
+        return await self.coordinator.run(update, options.version, transaction)
 
 
 @dataclass(slots=True)
 class _WeightUpdate:
-    """Implements :class:`darts_server.weights.transaction.StageableTransaction`: replaces the model's weights."""
+    """Implements :class:`darts_server.weights.port.StageableTransaction`: replaces the model's weights."""
 
     _model: Model
     _loaded: LoadedWeights

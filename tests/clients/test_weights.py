@@ -21,7 +21,7 @@ from darts_client import (
 )
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.weights.phases import Update
+from darts_server.weights.rules import Update
 from darts_server.weights.updates import Updates
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
@@ -197,7 +197,7 @@ def test_refusals_are_received_while_the_body_is_still_being_sent(
         with pytest.raises(BadRequest, match="an update by vllm is in progress") as busy:
             client.weights.push(large)
         assert busy.value.status_code == 409
-        updates.coordinator.refuse(other, UpdateFailed("over"))
+        updates.coordinator.set_aside()
         with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
             client.weights.push(large)
         assert bad.value.param == "body"

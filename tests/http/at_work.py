@@ -34,7 +34,7 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import RequestOptions, UpdateOutcome
-from darts_server.weights.states import State
+from darts_server.weights.coordinator import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import collect
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from darts_server.vllm.parent import end_with_process
+from darts_server.vllm.plugin import end_with_process
 
 FAILED = 3
 ready = "slow" not in sys.argv

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from darts_server.vllm.parent import end_when_gone, end_with_process
+from darts_server.vllm.plugin import end_when_gone, end_with_process
 from tests.conftest import FORKS
 from tests.integration.fork_server import Forks
 

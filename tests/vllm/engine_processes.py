@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Any
 
-from darts_server.vllm.parent import end_engine_with_server, end_with_parent
+from darts_server.vllm.plugin import end_engine_with_server, end_with_parent
 
 
 def run(method: str, generations: int) -> None:

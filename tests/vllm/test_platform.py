@@ -6,9 +6,8 @@ from vllm.platforms import current_platform
 
 from darts_server.vllm import worker
 from darts_server.vllm.checks import devices
-from darts_server.vllm.parent import SERVER_PID
 from darts_server.vllm.platform import NO_COMPILATION, NO_COMPILER, PLUGINS, can_compile, extension, prepare
-from darts_server.vllm.plugin import SHARE_CORES
+from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES
 
 
 class Users:

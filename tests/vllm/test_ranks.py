@@ -1,4 +1,5 @@
 from collections.abc import AsyncGenerator
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.ranks import RANK, Ranks
+from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
 
 
 @pytest.fixture
@@ -110,3 +111,16 @@ async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
     assert (rank, turn.rank) == (expected, expected)
     assert running == [int(rank == each) for each in range(count)], "later turns count where they run"
     assert llm.ranks._running == [0] * count
+
+
+def test_callers_priorities_come_first_and_the_order_decides_among_equal_ones() -> None:
+    rng = Random(1)
+    requests = [(rng.randint(-3, 3), rng.uniform(-1e6, 1e6)) for _ in range(500)]
+    assert sorted(requests, key=lambda each: combined(*each)) == sorted(requests)
+    assert combined(0, 1.5) == 1500
+
+
+def test_what_is_out_of_range_is_first_or_last_and_has_63_bits() -> None:
+    assert combined(2**63 - 1, 1e30) == combined(2**40, 1e20) < 2**63
+    assert combined(-(2**63), -1e30) >= -(2**63)
+    assert combined(0, 1e30) - combined(0, -1e30) < LEVEL

@@ -11,8 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_beam_search, current_options, with_raw_names
-from darts_server.vllm.xargs import move_xargs
+from darts_server.vllm.requests import attach, current_beam_search, current_options, move_xargs, with_raw_names
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ from pathlib import Path
 from safetensors.numpy import save
 
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import KV_CACHE
+from darts_server.weights.coordinator import KV_CACHE, State
 from darts_server.weights.rules import UpdateSettings
 from darts_server.weights.staging import Staging
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.model import SHAPES, FakeGroups, FakeModel, Recorder, tensors
 

@@ -83,7 +83,7 @@ async def test_an_update_while_files_are_opened_is_noticed(tmp_path: Path, monke
     real = export_module.open_weights
 
     def open_late(*arguments: Any) -> object:
-        harness.updates.coordinator._machine.version += 1
+        harness.updates.coordinator.version += 1
         return real(*arguments)
 
     monkeypatch.setattr("darts_server.weights.updates.open_weights", open_late)

@@ -7,8 +7,8 @@ import pytest
 
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule, UpdateSettings
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.harness import Harness, enter, until
 

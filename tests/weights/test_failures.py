@@ -8,8 +8,8 @@ import pytest
 
 from darts_server.exceptions import UpdateFailed, WeightsLost
 from darts_server.types import UpdateOutcome
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.harness import SHORT_TIMEOUT, Harness, enter, until
 from tests.weights.model import write

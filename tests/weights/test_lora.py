@@ -17,9 +17,9 @@ from darts_server.exceptions import (
 )
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule
 from darts_server.weights.staging import Staging
-from darts_server.weights.states import State
 from darts_server.weights.updates import Updates
 from tests.weights.harness import Harness, until
 from tests.weights.lora_sets import bytes_of, push, save_to

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.harness import Harness, enter, until
 

@@ -9,9 +9,9 @@ from safetensors.numpy import save
 
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule
 from darts_server.weights.staged import MAX_ENDED, StagedUpdate
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions
 from tests.weights.harness import Harness, enter, until
 from tests.weights.lora_sets import push as push_lora

@@ -14,8 +14,8 @@ from darts_server.exceptions import (
     UpdateRunning,
     UpdateUnsupported,
 )
+from darts_server.weights.coordinator import State
 from darts_server.weights.rules import Rule, UpdateSettings
-from darts_server.weights.states import State
 from darts_server.weights.updates import UpdateOptions, Updates
 from tests.weights.harness import Harness, enter, until
 from tests.weights.model import SHAPES, tensors, write

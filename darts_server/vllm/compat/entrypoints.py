@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm import logger as vllm_logger
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
@@ -36,9 +37,8 @@ if TYPE_CHECKING:  # mypy checks against the oldest tested series
     from vllm.entrypoints.launchers.cli_args import make_arg_parser as _make_arg_parser
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 else:
-    _CLI_ARGS = ("entrypoints.common.cli_args", "entrypoints.launchers.cli_args", "entrypoints.openai.cli_args")
+    _CLI_ARGS = ("entrypoints.launchers.cli_args", "entrypoints.openai.cli_args")
     _LAUNCHER = "entrypoints.launchers.launcher"
     _API_SERVER = "entrypoints.openai.api_server"
     FrontendArgs = _find("FrontendArgs", *_CLI_ARGS)
@@ -53,7 +53,6 @@ else:
         "entrypoints.launchers.utils.server_utils",
         "entrypoints.serve.utils.server_utils",
     )
-    cli_env_setup = _find("cli_env_setup", "entrypoints.common.startup", "entrypoints.serve.utils.api_utils")
     load_chat_template = _find("load_chat_template", "renderers.chat_utils", "entrypoints.chat_utils")
 
 __all__ = [

@@ -1,15 +1,225 @@
-"""Takes hidden states out of the steps of a worker."""
+"""Take hidden states out of the steps of a worker, and send them to the API process beside these steps.
 
+A request has a probe if it has the extra argument ``[number, point, …]``: a number that identifies it in the API
+process, and numbers of generated tokens, ascending. A worker sends messages of several frames, the first of which is
+the kind of message.
+"""
+
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
+import zmq
+from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.probed_requests import ProbedRequest, ProbedRequests
-from darts_server.vllm.probe.sender import CapturedRows, HostCopies, Sender
 from darts_server.vllm.probe.steps import Step, reader_for
+
+ARGUMENT = "darts_probe"
+"""Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
+
+READY = b"ready"
+"""Followed by the width of the states and the name of the model runner, as text: this worker will send states."""
+STATES = b"states"
+"""Followed by the number and the tokens of each request, [n, 2] of int64, and by states, [n, width] of float32."""
+FAULT = b"fault"
+"""Followed by an error message: this worker will send nothing more."""
+
+
+def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
+    """Pack states, one per request, [n, width], into the frames of a message."""
+    pairs = np.array([numbers, tokens], dtype=np.int64).T
+    return [STATES, pairs.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
+
+
+def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
+    """Unpack number, tokens and state of each request from the frames behind `STATES`. States own their memory."""
+    identified = np.frombuffer(pairs, dtype=np.int64).reshape(-1, 2)
+    states = np.frombuffer(rows, dtype=np.float32).reshape(len(identified), -1)
+    return [(int(number), int(tokens), row.copy()) for (number, tokens), row in zip(identified, states, strict=True)]
+
+
+# --- which requests to look at, and when ---------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class ProbedRequest:
+    """A request with a probe.
+
+    ``number``: identifies it in the API process. ``prompt_tokens``: their number. ``points``: numbers of generated
+    tokens, ascending, at which no state was taken yet.
+    """
+
+    request_id: str
+    number: int
+    prompt_tokens: int
+    points: tuple[int, ...]
+    prompt_step: int | None = None
+    """The step that computed the last token of its prompt."""
+
+    def reaches(self, computed: int) -> bool:
+        """Whether the ``computed``-th token, prompt included, is at or past a point."""
+        points = self.points  # one read, because the sender's thread may replace them
+        return bool(points) and computed - self.prompt_tokens >= points[0]
+
+    def take(self, computed: int) -> int | None:
+        """Remove the points that the ``computed``-th token has reached; return its number of generated tokens.
+
+        ``None`` if there are none. One state stands for all points that it has reached, so it is sent once.
+        """
+        if not self.reaches(computed):
+            return None
+        tokens = computed - self.prompt_tokens
+        self.points = tuple(point for point in self.points if point > tokens)
+        return tokens
+
+
+class ProbedRequests:
+    """The requests with a probe, from their first step to their end, and when to look at each.
+
+    Requests whose points are all taken are kept as well: vLLM's second model runner receives a preempted request as if
+    it were new, and it must not be probed a second time. A request is looked at when it can have reached its next
+    point: however often it is preempted, a step adds at most ``max_step_tokens`` to what it has generated since its
+    prompt was computed.
+
+    Args:
+        max_step_tokens: generated tokens of a request per step, with speculative decoding.
+    """
+
+    def __init__(self, max_step_tokens: int) -> None:
+        self._max_step_tokens = max_step_tokens
+        self._requests: dict[str, ProbedRequest] = {}
+        self._due: dict[int, list[ProbedRequest]] = {}
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def update(self, scheduled: Any) -> None:
+        """Remove ended and add new requests before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
+        if self._requests:
+            for request_id in scheduled.finished_req_ids:  # first, because a new request may reuse the id
+                self._requests.pop(request_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            arguments = new.sampling_params and new.sampling_params.extra_args
+            if arguments and ARGUMENT in arguments and new.req_id not in self._requests:
+                number, *points = arguments[ARGUMENT]
+                prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
+                request = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
+                self._requests[new.req_id] = request
+                self._due.setdefault(self._step + 1, []).append(request)
+
+    def due(self) -> Sequence[ProbedRequest]:
+        """Return the requests that this step may have brought to a point. Call it in each step while there are any."""
+        self._step += 1
+        return [r for r in self._due.pop(self._step, ()) if r.points and self._requests.get(r.request_id) is r]
+
+    def reschedule(self, request: ProbedRequest, computed: int | None) -> None:
+        """Schedule the next look at a request of which this step computed the ``computed``-th token, if any."""
+        if not (points := request.points):
+            return
+        if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
+            request.prompt_step = self._step
+        steps = -(-points[0] // self._max_step_tokens)  # rounded up
+        earliest = 0 if request.prompt_step is None else request.prompt_step + steps
+        self._due.setdefault(max(self._step + 1, earliest), []).append(request)
+
+
+# --- sending --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedRows:
+    """Rows of a step, [n, width], that are being copied to the host.
+
+    ``tokens``: generated tokens of each request, if the host knows them; otherwise ``computed``, [n], holds those that
+    are computed, prompt included. Both tensors may be read after the event ``ready``.
+    """
+
+    requests: Sequence[ProbedRequest]
+    rows: torch.Tensor
+    tokens: Sequence[int] | None
+    computed: torch.Tensor | None
+    ready: torch.cuda.Event | None
+
+
+class HostCopies:
+    """Copies tensors to the host without blocking the worker.
+
+    On CUDA it copies into pinned memory, on its own stream, which waits for the work queued on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        """Return copies, and the event after which they may be read. The tensors must not be written to any more."""
+        if self._stream is None:
+            return [tensor.cpu() for tensor in tensors], None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._stream)  # or the allocator could reuse its memory before the copy
+            ready = torch.cuda.Event(blocking=True)
+            ready.record()
+        return copies, ready
+
+
+class Sender(threading.Thread):
+    """Sends to the API process from its own thread, which sleeps until a copy is ready.
+
+    The queue is bounded by the API process: at most one state per point of each request that it has started.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="darts-probe", daemon=True)
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called from the thread when it cannot send states any more."""
+        self._address = address
+        self._queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
+
+    def put(self, item: CapturedRows | Sequence[bytes]) -> None:
+        """Queue rows, or the frames of a message. Returns at once."""
+        self._queue.put(item)
+
+    def run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(self._address)
+            while True:
+                item = self._queue.get()
+                try:
+                    message = create_message(item) if isinstance(item, CapturedRows) else item
+                except Exception as error:
+                    self.on_failure()
+                    message = [FAULT, f"{type(error).__name__}: {error}".encode()]
+                if message is not None:
+                    socket.send_multipart(message)
+
+
+def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
+    """Wait for the rows and create their message; ``None`` if no request has reached a point after all."""
+    if captured.ready is not None:
+        captured.ready.synchronize()
+    rows, requests, tokens = captured.rows, captured.requests, captured.tokens
+    if tokens is None:
+        assert captured.computed is not None
+        taken = [request.take(count) for request, count in zip(requests, captured.computed.tolist(), strict=True)]
+        places = [place for place, count in enumerate(taken) if count is not None]
+        if not places:
+            return None
+        rows, requests = rows[places], [requests[place] for place in places]
+        tokens = [count for count in taken if count is not None]
+    return pack_states([request.number for request in requests], tokens, rows.float().numpy())
+
+
+# --- in the worker's steps -------------------------------------------------------
 
 
 def install(worker: Any, address: str) -> str | None:
@@ -53,7 +263,7 @@ class Capture:
     def start(self) -> None:
         """Wrap the runner's steps from now on, and announce it. Whatever fails on this device fails here."""
         self._copy([torch.zeros(1, device=self._runner.device)])
-        self._put([wire.READY, str(self._width).encode(), self._name.encode()])
+        self._put([READY, str(self._width).encode(), self._name.encode()])
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
@@ -111,4 +321,4 @@ class Capture:
         """Stop capturing, so that a fault of the probe does not stop the engine."""
         self.stop()
         self._requests = ProbedRequests(1)
-        self._put([wire.FAULT, f"{type(error).__name__}: {error}".encode()])
+        self._put([FAULT, f"{type(error).__name__}: {error}".encode()])

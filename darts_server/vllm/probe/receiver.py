@@ -13,7 +13,7 @@ import zmq.asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import HiddenState, Probe
-from darts_server.vllm.probe import wire
+from darts_server.vllm.probe.capture import READY, STATES, unpack_states
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ class ProbeReceiver:
     def receive(self, frames: Sequence[bytes]) -> None:
         """Handle a message of a worker."""
         kind, *rest = frames
-        if kind == wire.STATES:
-            for number, tokens, state in wire.unpack_states(*rest):
+        if kind == STATES:
+            for number, tokens, state in unpack_states(*rest):
                 self._deliver(number, HiddenState(tokens, state))
-        elif kind == wire.READY:
+        elif kind == READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
         else:
@@ -124,20 +124,16 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
         except Exception as error:
             probes.disable(f"{type(error).__name__}: {error}")
         else:
-            await _wait_for_engines(llm, probes, answers)
+            if faults := [fault for fault in answers if fault is not None]:
+                probes.disable(faults[0])
+            else:
+                await probes.wait_ready(len(llm.engine_core.core_engines))
         yield probes
     finally:
         if receiving is not None:
             receiving.cancel()
         context.destroy(linger=0)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _wait_for_engines(llm: AsyncLLM, probes: ProbeReceiver, answers: Sequence[str | None]) -> None:
-    if faults := [fault for fault in answers if fault is not None]:
-        probes.disable(faults[0])
-    else:
-        await probes.wait_ready(len(llm.engine_core.core_engines))
 
 
 async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:

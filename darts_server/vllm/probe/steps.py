@@ -6,32 +6,9 @@ tokens come after that row, so speculative decoding does not change it. Rows are
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Step(Protocol):
-    """One step of a model runner."""
-
-    def computed(self, request_id: str) -> int | None:
-        """Count a request's tokens up to the last certain one, prompt included; ``None`` if it is not in this step.
-
-        The count may be too large unless :attr:`exact`.
-        """
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether the host knows how many tokens there are. It does not while drafts are verified on the device."""
-        ...
-
-    def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather their rows, [n, width], and the exact counts, [n], if those of :meth:`computed` may be wrong.
-
-        Both are new tensors on the model's device.
-        """
-        ...
 
 
 class FirstRunnerStep:
@@ -41,6 +18,7 @@ class FirstRunnerStep:
     """
 
     exact = True
+    """Whether the host knows how many tokens there are. It does not while drafts are verified on the device."""
 
     def __init__(self, runner: Any, state: Any) -> None:
         self._batch = runner.input_batch
@@ -48,6 +26,10 @@ class FirstRunnerStep:
         self._rows: torch.Tensor = state.sample_hidden_states
 
     def computed(self, request_id: str) -> int | None:
+        """Count a request's tokens up to the last certain one, prompt included; ``None`` if it is not in this step.
+
+        The count may be too large unless the step is ``exact``.
+        """
         scheduled = self._scheduled.num_scheduled_tokens.get(request_id)
         if scheduled is None:
             return None
@@ -55,6 +37,10 @@ class FirstRunnerStep:
         return int(before) + int(scheduled) - self._drafted(request_id)
 
     def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, None]:
+        """Gather their rows, [n, width], and the exact counts, [n], if those of :meth:`computed` may be wrong.
+
+        Both are new tensors on the model's device.
+        """
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
             first = list(accumulate((1 + self._drafted(r) for r in self._batch.req_ids), initial=0))
@@ -92,6 +78,7 @@ class SecondRunnerStep:
         return rows, self._batch.seq_lens[places] - drafted
 
 
+Step = FirstRunnerStep | SecondRunnerStep
 Reader = Callable[[Any, Any], Step | None]
 
 

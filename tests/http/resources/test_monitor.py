@@ -32,7 +32,7 @@ from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
-from darts_server.weights.states import State
+from darts_server.weights.coordinator import State
 from darts_server.weights.updates import Updates
 from tests.rollout.helpers import Documents, Harness, lengths
 from tests.rollout.observers.test_monitor import EVERYTHING, new_monitor

@@ -5,7 +5,7 @@ from safetensors.numpy import save
 from starlette.testclient import TestClient
 
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.weights.phases import Update
+from darts_server.weights.rules import Update
 from darts_server.weights.updates import Updates
 from tests.weights.lora_sets import CONFIG, bytes_of, save_to
 from tests.weights.model import SHAPES, FakeModel, tensors, write
@@ -93,7 +93,7 @@ def test_faults_have_statuses_of_their_own(here: TestClient, updates: Updates, m
     other = Update("vllm", None)
     updates.coordinator.begin(other, 1)
     assert status() == 409
-    updates.coordinator.refuse(other, UpdateFailed("over"))
+    updates.coordinator.set_aside()
     model.fail["load"] = [UpdateFailed("broken")]
     assert status() == 503
     assert status() == 200

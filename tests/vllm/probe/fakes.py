@@ -13,9 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.capture import Capture
-from darts_server.vllm.probe.sender import CapturedRows, create_message
+from darts_server.vllm.probe.capture import (
+    ARGUMENT,
+    FAULT,
+    STATES,
+    Capture,
+    CapturedRows,
+    create_message,
+    unpack_states,
+)
 
 WIDTH = 2
 
@@ -227,15 +233,15 @@ class FakeScheduler:
             if frames is None:
                 continue
             kind, *rest = frames
-            if kind == wire.FAULT:
+            if kind == FAULT:
                 self.faults += rest
-            elif kind == wire.STATES:
-                for number, tokens, state in wire.unpack_states(*rest):
+            elif kind == STATES:
+                for number, tokens, state in unpack_states(*rest):
                     self.sent.setdefault(number, []).append((tokens, state.tolist()))
 
     @staticmethod
     def _new(request: Request) -> Any:
-        extra = {"other": 1, wire.ARGUMENT: [request.number, *request.points]} if request.points else None
+        extra = {"other": 1, ARGUMENT: [request.number, *request.points]} if request.points else None
         return SimpleNamespace(
             req_id=request.request_id,
             prompt_token_ids=[0] * request.prompt,

@@ -1,16 +1,31 @@
 """The probe of a worker, with a fake scheduler that does all that vLLM's may do, and runners that compute nothing."""
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.vllm.probe import wire
-from darts_server.vllm.probe.capture import Capture
+from darts_server.vllm.probe.capture import (
+    FAULT,
+    READY,
+    STATES,
+    Capture,
+    CapturedRows,
+    HostCopies,
+    ProbedRequest,
+    Sender,
+    create_message,
+    unpack_states,
+)
 from darts_server.vllm.probe.steps import reader_for
 from tests.vllm.probe.fakes import FakeScheduler, FirstRunner, Request, Runner, SecondRunner
 
@@ -74,7 +89,7 @@ def test_a_fault_disables_the_probe_and_not_the_engine() -> None:
     broken = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(sampling_params=None), None], finished_req_ids=set())
     runner.execute_model(broken)
     assert runner.execute_model == before
-    assert [frames[0] for frames in sent] == [wire.READY, wire.FAULT]
+    assert [frames[0] for frames in sent] == [READY, FAULT]
     assert b"AttributeError" in sent[1][1]
 
 
@@ -86,14 +101,6 @@ def test_states_of_another_width_than_the_models_are_a_fault() -> None:
     [fault] = scheduler.faults
     assert b"2 wide" in fault
     assert scheduler.sent == {}
-
-
-def test_dummy_runs_are_not_captured() -> None:
-    runner = SecondRunner(0)
-    capture = Capture(runner, lambda _: None)
-    capture.start()
-    runner.execute_model(None, dummy_run=True)
-    assert runner.execute_model == capture.execute_model
 
 
 def test_a_step_without_a_forward_pass_or_without_the_last_layer_has_no_states() -> None:
@@ -120,3 +127,67 @@ def test_a_runner_that_cannot_be_read_is_refused(changes: dict[str, Any], why: s
         reader_for(runner)
     with pytest.raises(ValueError, match="unknown model runner"):
         reader_for(SimpleNamespace(is_pooling_model=False, device=torch.device("cpu")))
+
+
+# --- sending ---
+
+
+def create_request(number: int, *points: int) -> ProbedRequest:
+    return ProbedRequest(f"name-{number}", number, 10, points)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are too deep for a socket's name
+        yield f"ipc://{Path(folder) / 'states'}"
+
+
+def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(address)
+        sender, failures = Sender(address), list[bool]()
+        sender.on_failure = lambda: failures.append(True)
+        sender.start()
+        sender.put([READY, b"2", b"first"])
+        sender.put(CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
+        sender.put(CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
+        assert socket.poll(10_000)
+        assert socket.recv_multipart() == [READY, b"2", b"first"]
+        kind, *rest = socket.recv_multipart()
+        assert kind == STATES
+        [(number, tokens, state)] = unpack_states(*rest)
+        assert (number, tokens, state.tolist()) == (7, 4, [1.5, 2.5])
+        assert state.dtype == np.float32
+        kind, why = socket.recv_multipart()
+        assert kind == FAULT
+        assert b"ValueError" in why
+        assert failures == [True]
+
+
+def test_counts_from_the_device_decide_if_the_host_has_none() -> None:
+    early, reached, done = create_request(1, 5), create_request(2, 5, 6), create_request(3)
+    rows = torch.tensor([[1.0], [2.0], [3.0]])
+    taken = CapturedRows([early, reached, done], rows, None, torch.tensor([14, 17, 15]), None)
+    frames = create_message(taken)
+    assert frames is not None
+    assert [(number, tokens, state.tolist()) for number, tokens, state in unpack_states(*frames[1:])] == [(2, 7, [2.0])]
+    assert (early.points, reached.points) == ((5,), ())
+    assert create_message(taken) is None
+
+
+def test_copies_on_cpu_need_no_event() -> None:
+    [copied], ready = HostCopies(torch.device("cpu"))([torch.ones(2, 3)])
+    assert copied.tolist() == [[1.0] * 3] * 2
+    assert ready is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_copies_are_complete_after_their_event() -> None:
+    device = torch.device("cuda")
+    rows = torch.arange(1 << 20, device=device, dtype=torch.float32).reshape(1024, -1)
+    wanted = (rows * 3).cpu()
+    [copied], ready = HostCopies(device)([rows * 3])
+    assert ready is not None
+    ready.synchronize()
+    assert copied.is_pinned()
+    assert torch.equal(copied, wanted)

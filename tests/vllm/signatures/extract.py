@@ -3,7 +3,9 @@
     python tests/vllm/signatures/extract.py SRC OUT
 
 SRC is a directory that has the package ``vllm`` in it: ``site-packages``, or an unpacked wheel. OUT is a JSON file, one
-for each series, such as ``tests/vllm/signatures/0.26.json``. Nothing is imported, so a version need not be installed.
+for each series that is not installed where the tests run, such as ``tests/vllm/signatures/0.26.json``. Nothing is
+imported, so a version need not be installed. The file of the newest series, `REFERENCE`, has all names, and those of
+others what is different there: record them again after it, or when a name is added.
 
 By name, as ``module:object``, ``module:Class.attribute`` or ``module:function[text in it]``, the file has one of::
 
@@ -13,7 +15,7 @@ By name, as ``module:object``, ``module:Class.attribute`` or ``module:function[t
     "is module:object"            imported from there
     "there"                       the text is in the function, or the module is there
 
-Names that a version does not have are left out.
+Names that a version does not have are left out, or null where the reference has them.
 """
 
 import ast
@@ -23,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+REFERENCE = "0.32"
+FOLDER = Path(__file__).parent
 FLAGS = {
     "FrontendArgs": "api_key chat_template disable_uvicorn_access_log enable_scale_out enable_ssl_refresh "
     "h11_max_header_count h11_max_incomplete_event_size host port ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers "
@@ -59,8 +63,6 @@ LEANED_ON = {
         "served_model_name shutdown_timeout spec_method spec_model spec_tokens speculative_config worker_extension_cls"
     },
     "vllm.entrypoints.chat_utils": {"load_chat_template": ""},
-    "vllm.entrypoints.common.cli_args": FLAGS,
-    "vllm.entrypoints.common.startup": {"cli_env_setup": ""},
     "vllm.entrypoints.anthropic.serving": {
         "AnthropicServingMessages": "create_chat_completion create_error_response message_stream_converter"
     },
@@ -119,7 +121,6 @@ LEANED_ON = {
     "vllm.platforms.interface": {"Platform": "is_cpu"},
     "vllm.renderers.base": {"BaseRenderer": "default_cmpl_tok_params render_chat_async render_cmpl render_cmpl_async"},
     "vllm.renderers.chat_utils": {"load_chat_template": ""},
-    "vllm.renderers.chat_utils.chat_template": {"load_chat_template": ""},
     "vllm.renderers.inputs.preprocess": {"parse_model_prompt": ""},
     "vllm.renderers.params": {"ChatParams": "chat_template chat_template_kwargs"},
     "vllm.sampling_params": {
@@ -344,9 +345,21 @@ def extract(root: Path) -> dict[str, str]:
     return {name: said for name in names() if (said := source.describe(name)) is not None}
 
 
+def recorded(series: str) -> dict[str, str]:
+    """What the files of a series and of the reference say."""
+    said: dict[str, str | None] = {}
+    for each in (REFERENCE, series):
+        said |= json.loads((FOLDER / f"{each}.json").read_text())
+    return {name: text for name, text in said.items() if text is not None}
+
+
 def main(root: str, out: str) -> None:
     """Write the file."""
-    Path(out).write_text(json.dumps(extract(Path(root)), indent=0) + "\n")
+    said: dict[str, str | None] = {**extract(Path(root))}
+    if Path(out).stem != REFERENCE:
+        reference = recorded(REFERENCE)
+        said = {name: said.get(name) for name in said | reference if said.get(name) != reference.get(name)}
+    Path(out).write_text(json.dumps(said, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from darts_server.exceptions import DartsError, GroupAborted, GroupFailed, InvalidRequest, NotFound, Overloaded
 from darts_server.http.errors import fields_of
 from darts_server.serving.admission import Caller, caller
-from darts_server.vllm.route_errors import attach
+from darts_server.vllm.routes import attach
 
 pytestmark = pytest.mark.anyio
 
@@ -18,6 +18,11 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def attach_to(handlers: dict[str, Any]) -> None:
+    application: Any = SimpleNamespace(routes=[], state=State(handlers))
+    attach(application, fields_of)
 
 
 class Completions:
@@ -75,7 +80,7 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
 ) -> None:
     completions, responses, messages = Completions(), Responses(error), Messages()
     state = {"openai_serving_completion": completions, "openai_serving_responses": responses}
-    attach(State(state | {"anthropic_serving_messages": messages}), fields_of)
+    attach_to(state | {"anthropic_serving_messages": messages})
     expected = {"message": str(error), "type": kind, "param": param, "code": code}
     caller.set(Caller())
     assert completions.create_error_response(error).error.model_dump() == expected
@@ -96,7 +101,7 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
 async def test_a_response_in_the_background_that_is_not_streamed_fails(before: str, after: str) -> None:
     responses = Responses(GroupAborted("no"))
     responses.response_store["r"] = SimpleNamespace(status=before)
-    attach(State({"openai_serving_responses": responses}), fields_of)
+    attach_to({"openai_serving_responses": responses})
     await responses._run_background_request(SimpleNamespace(request_id="r"))
     assert responses.response_store["r"].status == after
 
@@ -104,7 +109,7 @@ async def test_a_response_in_the_background_that_is_not_streamed_fails(before: s
 async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
     responses = Responses(GroupAborted("was aborted"))
     responses.response_store["r"] = SimpleNamespace(status="in_progress")
-    attach(State({"openai_serving_responses": responses}), fields_of)
+    attach_to({"openai_serving_responses": responses})
     stream = responses.responses_background_stream_generator("r")
     async with asyncio.timeout(10):
         *_, event = [event async for event in stream]
@@ -116,7 +121,7 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
     error = ValueError("no")
     completions, responses, messages = Completions(), Responses(error), Messages()
     state = {"openai_serving_completion": completions, "openai_serving_responses": responses}
-    attach(State(state | {"anthropic_serving_messages": messages}), fields_of)
+    attach_to(state | {"anthropic_serving_messages": messages})
     assert completions.create_error_response(error) == create_error_response(error)
     assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
     with pytest.raises(ValueError, match="no"):
@@ -127,7 +132,7 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
 
 async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
     messages = Messages()
-    attach(State({"anthropic_serving_messages": messages}), fields_of)
+    attach_to({"anthropic_serving_messages": messages})
 
     async def chat() -> AsyncGenerator[str, None]:
         yield "data: {}\n\n"

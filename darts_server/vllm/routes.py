@@ -1,0 +1,260 @@
+"""What we change in vLLM's own routes: our errors in their answers, and streams with several choices.
+
+vLLM's routes answer every exception that they do not know with a 500. An error that is raised before its answer begins
+reaches FastAPI's handlers, ours among them. These do not:
+
+* in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
+* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event, and
+  what is not streamed stays queued;
+* ``/v1/messages`` turns it into an answer itself, and in a stream fails to parse the event that the chat route sends;
+* the handlers of some control routes catch all exceptions.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass
+from functools import wraps
+from http import HTTPStatus
+from logging import getLogger
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from darts_server.exceptions import DartsError
+from darts_server.serving.admission import caller
+from darts_server.vllm.compat import GENERATION_HANDLERS
+
+logger = getLogger(__name__)
+
+ABORT = "/abort_requests"
+CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})
+"""Those whose handlers catch all exceptions."""
+ERROR_EVENT = 'data: {"error":'
+
+ErrorFields = Callable[[DartsError], Mapping[str, Any]]
+"""Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
+Handler = Callable[..., Awaitable[Any]]
+
+
+def attach(application: FastAPI, fields_of: ErrorFields) -> None:
+    """Let vLLM's routes answer our errors as FastAPI's handlers do, with ``fields_of`` an error."""
+    for route in application.routes:
+        if isinstance(route, APIRoute) and route.path in CONTROL_PATHS and route.dependant.call is not None:
+            route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
+    state = application.state
+    for attribute, _ in GENERATION_HANDLERS:
+        if (serving := getattr(state, attribute, None)) is not None:
+            _make_own_errors(serving, fields_of)
+    if (responses := getattr(state, "openai_serving_responses", None)) is not None:
+        _end_responses(responses)
+    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
+        _end_messages(messages)
+    if (tokens := getattr(state, "serving_tokens", None)) is not None:
+        _announce_choices(tokens)
+
+
+# --- control routes -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _ControlCall:
+    """A call of a control route. ``is_abort``: of the one that aborts requests, and it has not done so yet."""
+
+    is_abort: bool
+    error: DartsError | None = None
+
+
+_control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call", default=None)
+
+
+@contextmanager
+def note_own_error() -> Iterator[None]:
+    """Note an error of ours that is raised inside, for the caller of the control route."""
+    try:
+        yield
+    except DartsError as error:
+        if (call := _control_call.get()) is not None and call.error is None:
+            call.error = error
+        raise
+
+
+def is_abort_by_route() -> bool:
+    """Whether this abort is that of the route for it: the first one in its call. What follows from it is not."""
+    call = _control_call.get()
+    if call is None or not call.is_abort:
+        return False
+    call.is_abort = False
+    return True
+
+
+def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
+    @wraps(handler)
+    async def handle(**values: Any) -> Any:
+        call = _ControlCall(is_abort)
+        token = _control_call.set(call)
+        try:
+            answer = await handler(**values)
+        finally:
+            _control_call.reset(token)
+        if call.error is not None:
+            raise call.error
+        return answer
+
+    return handle
+
+
+# --- errors of generation routes --------------------------------------------------
+
+
+class ErrorEvent(BaseModel):
+    """OpenAI's event for an error in a stream of the Responses API."""
+
+    type: Literal["error"] = "error"
+    code: str
+    message: str
+    param: str | None
+    sequence_number: int
+
+
+def _make_own_errors(serving: Any, fields_of: ErrorFields) -> None:
+    make_error = serving.create_error_response
+
+    def make(message: Any, *args: Any, **more: Any) -> Any:
+        if not isinstance(message, DartsError):
+            return make_error(message, *args, **more)
+        fields = fields_of(message)
+        status = HTTPStatus(fields["code"])
+        response = make_error(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
+        response.error.message = fields["message"]  # vLLM removes what looks like a path
+        return response
+
+    serving.create_error_response = make
+
+
+def _end_responses(responses: Any) -> None:
+    """End streams of the Responses API by an event, and let responses in the background fail."""
+    stream, stream_stored = responses.responses_stream_generator, responses.responses_background_stream_generator
+    run = responses._run_background_request
+
+    async def mark_failed(response_id: str) -> None:
+        """Say of a response that runs in the background, and is stored, that it has failed, as vLLM does."""
+        async with responses.response_store_lock:
+            stored = responses.response_store.get(response_id)
+            if stored is not None and stored.status not in ("completed", "cancelled"):
+                stored.status = "failed"
+
+    async def stream_with_error(request: Any, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        number = -1
+        try:
+            async with aclosing(stream(request, *args, **more)) as events:
+                async for event in events:
+                    number = getattr(event, "sequence_number", number)
+                    yield event
+        except Exception as error:
+            if not isinstance(error, DartsError):
+                logger.exception("a stream of the Responses API failed")
+            await mark_failed(request.request_id)
+            fields = responses.create_error_response(error).error
+            yield ErrorEvent(
+                code=str(fields.code), message=fields.message, param=fields.param, sequence_number=number + 1
+            )
+
+    async def stream_stored_until_error(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        # vLLM's ends with nothing but the event of the response's completion.
+        async with aclosing(stream_stored(*args, **more)) as events:
+            async for event in events:
+                yield event
+                if isinstance(event, ErrorEvent):
+                    return
+
+    async def run_and_mark(request: Any, *args: Any, **more: Any) -> None:
+        try:
+            await run(request, *args, **more)
+        except DartsError as error:
+            logger.warning("response %s, which runs in the background, failed: %s", request.request_id, error)
+            await mark_failed(request.request_id)
+
+    # vLLM's converts an error of the engine to an event that it has no type for.
+    responses._convert_generation_error_to_streaming_response = _raise
+    responses.responses_stream_generator = stream_with_error
+    responses.responses_background_stream_generator = stream_stored_until_error
+    responses._run_background_request = run_and_mark
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _end_messages(messages: Any) -> None:
+    """Answer our errors on ``/v1/messages``, and end its streams by Anthropic's event."""
+    chat, convert = messages.create_chat_completion, messages.message_stream_converter
+
+    async def answer(*args: Any, **more: Any) -> Any:
+        try:
+            return await chat(*args, **more)
+        except DartsError as error:
+            caller.get().answered = error  # for its headers
+            return messages.create_error_response(error)
+
+    async def convert_with_errors(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        errors: list[Mapping[str, Any]] = []
+
+        async def until_error() -> AsyncGenerator[str, None]:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.startswith(ERROR_EVENT):
+                        errors.append(json.loads(chunk.removeprefix("data: "))["error"])
+                        return
+                    yield chunk
+
+        async with aclosing(until_error()) as whole, aclosing(convert(whole)) as events:
+            async for event in events:
+                yield event
+        for error in errors:
+            data = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+            yield f"event: error\ndata: {json.dumps(data)}\n\n"
+
+    messages.create_chat_completion = answer
+    messages.message_stream_converter = convert_with_errors
+
+
+# --- the token route ----------------------------------------------------------------
+
+
+def _announce_choices(serving: Any) -> None:
+    """Let its streams begin with all choices, most of them empty: it has room only for those of the first output.
+
+    The route sends no event for empty ones.
+    """
+    stream = serving.serve_tokens_stream_generator
+
+    def stream_all(request: Any, outputs: AsyncGenerator[RequestOutput, None], *more: Any) -> Any:
+        return stream(request, with_all_choices(outputs, request.sampling_params.n), *more)
+
+    serving.serve_tokens_stream_generator = stream_all
+
+
+async def with_all_choices(
+    outputs: AsyncGenerator[RequestOutput, None], choices: int
+) -> AsyncGenerator[RequestOutput, None]:
+    """Add the missing ones of ``choices`` choices to the first output, empty and unfinished."""
+    is_first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            if is_first:
+                is_first = False
+                present = {choice.index for choice in output.outputs}
+                missing = [
+                    CompletionOutput(index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
+                    for index in range(choices)
+                    if index not in present
+                ]
+                output = copy(output)
+                output.outputs = [*output.outputs, *missing]
+            yield output
