@@ -17,8 +17,8 @@ from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
 from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
-from darts_server.store.document import Name
-from darts_server.store.transactions import TransactionStore
+from darts_server.store.archive import Name
+from darts_server.store.transactions import CarriedFile
 from darts_server.types import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SavedPrompts:
         model: fingerprint of what is served. What another one has generated is not used.
     """
 
-    def __init__(self, disk: TransactionStore, model: str) -> None:
+    def __init__(self, disk: CarriedFile, model: str) -> None:
         self._disk = disk
         self._model = model
 
@@ -69,9 +69,9 @@ class SavedPrompts:
             logger.error("prompts that were carried over cannot be saved: %s", error)
         return saved
 
-    def _changes(self, prompts: Iterable[Owned], until: float) -> Iterator[dict[Name, bytes | None]]:
+    def _changes(self, prompts: Iterable[Owned], until: float) -> Iterator[dict[Name, bytes]]:
         """Yield what is to be written, in parts of about `WRITE_BYTES`."""
-        changes: dict[Name, bytes | None] = {}
+        changes: dict[Name, bytes] = {}
         size = 0
         for number, (owner, prompt) in enumerate(prompts):
             if time.monotonic() >= until:
