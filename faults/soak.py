@@ -63,7 +63,7 @@ from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
-from darts_server.store.backend import MAX_IN_MEMORY
+from darts_server.store.store import MAX_IN_MEMORY
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16

@@ -1,6 +1,6 @@
 """State that survives a restart: flat JSON documents by kind and key, in one SQLite file or in memory."""
 
-from darts_server.store.document import Document, Scalar
+from darts_server.store.archive import Document, Scalar
 from darts_server.store.store import Store
 
 __all__ = ["Document", "Scalar", "Store"]

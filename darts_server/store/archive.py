@@ -1,7 +1,8 @@
-"""Packs everything learned into one file: a line of ASCII, then gzip'd JSON lines.
+"""Documents as text: each one as a flat JSON object, and all of them packed into one file.
 
-The first line is ``darts-state VERSION SHA256``, the SHA-256 (hex) of all bytes after it. Each JSON line is
-``[kind, key, document]``, in ascending order of kind and key (by code point).
+A packed file is a line of ASCII, then gzip'd JSON lines. The first line is ``darts-state VERSION SHA256``, the SHA-256
+(hex) of all bytes after it. Each JSON line is ``[kind, key, document]``, in ascending order of kind and key (by code
+point).
 
 It is text and not an image of the database, so it does not depend on SQLite's pages and can be read with
 ``tail -n +2 FILE | zcat``; and what is uploaded is parsed as JSON, never by a database engine or as a pickle.
@@ -13,31 +14,88 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from darts_server.exceptions import StateDamaged, StateTooNew
-from darts_server.store.document import DOCUMENT_BYTES, KEY_BYTES, Row, check_name, encode
+from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 
+Scalar = str | int | float | bool | None
+Document = Mapping[str, Scalar]
+Name = tuple[str, str]
+"""Kind and key."""
+Row = tuple[str, str, str]
+"""Kind, key and the document's JSON text."""
+
+KEY_BYTES = 64 * 1024
+"""In UTF-8. A whole prompt may be its own key; callers hash what is larger."""
+DOCUMENT_BYTES = 64 * 1024
+"""In UTF-8. Statistics take some hundred. With the key's limit every row is within SQLite's own."""
 VERSION = 1
 LIMIT_BYTES = 1024 * 1024 * 1024
 """Of JSON lines: some million prompts. A gzip bomb would decompress to a thousand times its own size."""
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FIRST_LINE = re.compile(rb"darts-state ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
 _LINE_BYTES = 6 * (KEY_BYTES + DOCUMENT_BYTES) + 100  # JSON may write a byte as \u00XX
 _LEVEL = 3  # higher levels hardly compress digits better
 
 
+def check_name(kind: str, key: str) -> Name:
+    """Check that kind and key can be stored, and return both.
+
+    Raises:
+        ValueError: ``kind`` is not a short lower-case identifier.
+        InvalidRequest: ``key``, which callers choose, is not Unicode text of at most ``KEY_BYTES``.
+    """
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"a kind is a lower-case identifier of at most 64 characters, not {kind!r}")
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{kind} key", "is not well-formed Unicode (it has a lone surrogate)") from None
+    if size > KEY_BYTES:
+        raise InvalidRequest(f"{kind} key", f"has {size} bytes, and {KEY_BYTES} are the most; send a hash of it")
+    return kind, key
+
+
+def encode(document: Document) -> str:
+    """Encode a document as compact JSON.
+
+    Raises:
+        TypeError: it is not flat: a name is no string, or a value no JSON scalar.
+        ValueError: a number is not finite, a string is not well-formed Unicode, or it has more than ``DOCUMENT_BYTES``.
+    """
+    for name, value in document.items():
+        if not isinstance(name, str) or not isinstance(value, Scalar):
+            raise TypeError(f"a document holds JSON scalars by name, not {value!r} as {name!r}")
+    text = json.dumps(dict(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if len(text.encode()) > DOCUMENT_BYTES:
+        raise ValueError(f"a document has at most {DOCUMENT_BYTES} bytes of JSON")
+    return text
+
+
+def decode(text: str) -> dict[str, Scalar]:
+    """Decode a JSON text that ``encode`` made.
+
+    Raises:
+        StateDamaged: ``encode`` did not make it.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise StateDamaged(f"the state holds {text[:40]!r} where a JSON object should be")
+    return document
+
+
 def pack(rows: Iterable[Row]) -> bytes:
     """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
-    packed = [compressor.compress(_line(row)) for row in rows]
-    packed.append(compressor.flush())
-    body = b"".join(packed)
+    packed = [
+        compressor.compress(f"[{json.dumps(kind)},{json.dumps(key, ensure_ascii=False)},{text}]\n".encode())
+        for kind, key, text in rows
+    ]
+    body = b"".join([*packed, compressor.flush()])
     return b"darts-state %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
-
-
-def _line(row: Row) -> bytes:
-    kind, key, text = row
-    return f"[{json.dumps(kind)},{json.dumps(key, ensure_ascii=False)},{text}]\n".encode()
 
 
 def unpack(data: bytes, limit: int) -> Iterator[Row]:
@@ -59,36 +117,31 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
         raise _damaged("is incomplete or was changed: its checksum is wrong")
     file = io.BytesIO(data)
     file.seek(first.end())
-    previous: tuple[str, str] | None = None
-    for line in _lines(file, limit):
-        row = _row(line)
-        if previous is not None and row[:2] <= previous:
-            raise _damaged(f"has {row[0]} {row[1][:64]!r} twice or out of order")
-        previous = row[:2]
-        yield row
-
-
-def _lines(file: io.BytesIO, limit: int) -> Iterator[bytes]:
     size = 0
+    previous: Name | None = None
+    with gzip.GzipFile(fileobj=file, mode="rb") as lines:
+        while line := _read_line(lines):
+            size += len(line)
+            if size > limit:
+                raise _damaged(f"has more than {limit} bytes when decompressed")
+            if not line.endswith(b"\n"):
+                raise _damaged("has a line that is too long or cut off")
+            try:
+                kind, key, document = json.loads(line)
+                row = (*check_name(kind, key), encode(document))
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise _damaged(f"has a line that is no document ({error})") from error
+            if previous is not None and row[:2] <= previous:
+                raise _damaged(f"has {kind} {key[:64]!r} twice or out of order")
+            previous = row[:2]
+            yield row
+
+
+def _read_line(lines: gzip.GzipFile) -> bytes:
     try:
-        with gzip.GzipFile(fileobj=file, mode="rb") as lines:
-            while line := lines.readline(_LINE_BYTES):
-                size += len(line)
-                if size > limit:
-                    raise _damaged(f"has more than {limit} bytes when decompressed")
-                if not line.endswith(b"\n"):
-                    raise _damaged("has a line that is too long or cut off")
-                yield line
+        return lines.readline(_LINE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(f"cannot be decompressed ({error})") from error
-
-
-def _row(line: bytes) -> Row:
-    try:
-        kind, key, document = json.loads(line)
-        return *check_name(kind, key), encode(document)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(f"has a line that is no document ({error})") from error
 
 
 def _damaged(what: str) -> StateDamaged:

@@ -1,31 +1,48 @@
-"""Documents in a SQLite file that several processes of one host may share."""
+"""The state file ``state.db``: an SQLite file that is checked before anything may change it.
 
+Servers of one host may share it: SQLite lets one write at a time, and each sees what the others have committed.
+"""
+
+import os
+import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from itertools import islice
 from pathlib import Path
 
-from darts_server.exceptions import StateError
-from darts_server.store import schema
-from darts_server.store.document import Name, Row, checksum
+from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
+from darts_server.store.archive import Name, Row
 
 FILE_NAME = "state.db"
+VERSION = 1
+APPLICATION_ID = 0x44415254  # "DART"
+BUSY_SECONDS = 5.0
+"""How long a statement waits for another process's transaction. The longest, a restore, takes seconds."""
 _LOG_BYTES = 64 * 1024 * 1024
 """Size to which SQLite shrinks its log again after a restore."""
-_PLACEHOLDERS = 500
-"""Keys in one statement; the oldest SQLite takes 999."""
+_TABLES = {
+    "documents": "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
+    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID",
+    "restores": "CREATE TABLE restores (generation INTEGER NOT NULL)",
+}
 _SELECT = "SELECT kind, key, document, crc FROM documents"
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
 )
+_TRANSIENT = {
+    getattr(sqlite3, f"SQLITE_{name}") for name in ("BUSY", "CANTOPEN", "FULL", "IOERR", "LOCKED", "PERM", "READONLY")
+}
+"""SQLite's primary result codes for errors of the disk or of other processes, not of the file's content."""
 
 
-class SqliteBackend:
-    """Stores rows in the file ``state.db`` in ``folder``, created if missing.
+class Database:
+    """Rows in ``folder``/state.db, which is created if missing.
 
-    One connection reads and one writes, so that a reader never waits for a writer. Commits are synced to the disk.
+    `write` may run in one thread while another one reads; only one thread at a time may do either. Every method may
+    raise ``StateError``, and then has changed nothing.
 
     Raises:
         StateDamaged, StateTooNew: the file cannot be used; it was not touched.
@@ -33,22 +50,19 @@ class SqliteBackend:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
-        try:
+        self._path = path = folder / FILE_NAME
+        with translate_errors(path), ExitStack() as opened:
             folder.mkdir(parents=True, exist_ok=True)
-            if not self._path.exists():
-                with schema.translate_errors(self._path):
-                    schema.create(self._path)
-        except OSError as error:
-            raise StateError(f"{self._path} cannot be created: {error}; give another --state-dir") from error
-        schema.refuse_special_files(self._path)
-        schema.check_file(self._path)
-        with schema.translate_errors(self._path), ExitStack() as opened:
-            self._writer = opened.enter_context(closing(schema.connect(self._path, "rw")))
-            self._reader = opened.enter_context(closing(schema.connect(self._path, "ro")))
+            if not path.exists():
+                create(path)
+            refuse_special_files(path)
+            _check_file(path)
+            # One connection reads and one writes, so that a reader never waits for the disk of a writer.
+            self._writer = opened.enter_context(closing(connect(path, "rw")))
+            self._reader = opened.enter_context(closing(connect(path, "ro")))
             self._writer.execute("PRAGMA synchronous = FULL")
             self._writer.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-            self._file_id = _file_id(self._path)
+            self._status = path.stat()
             self._writer.execute("BEGIN IMMEDIATE")
             # Fails if the file is read-only: the start is the time to say so.
             self._writer.execute("UPDATE restores SET generation = 0")
@@ -56,85 +70,190 @@ class SqliteBackend:
             self._connections = opened.pop_all()
 
     def read(self, name: Name) -> str | None:
-        with schema.translate_errors(self._path):
+        """Return the document's JSON text."""
+        with translate_errors(self._path):
             rows = self._reader.execute(f"{_SELECT} WHERE kind = ? AND key = ?", name).fetchall()
-        return next((text for _, _, text in schema.verify_rows(self._path, rows)), None)
+        return next((text for _, _, text in _verified(self._path, rows)), None)
 
-    def count(self, kind: str, pending: list[str]) -> int:
-        with schema.translate_errors(self._path):
+    def count(self, kind: str, unwritten: Iterable[str]) -> int:
+        """Count the keys of ``kind``, stored and ``unwritten`` (without repetition) together."""
+        exists = "SELECT 1 FROM documents WHERE kind = ? AND key = ?"
+        with translate_errors(self._path):
             self._reader.execute("BEGIN")  # one snapshot for all statements: the writer may commit between them
             try:
                 [[stored]] = self._reader.execute("SELECT count(*) FROM documents WHERE kind = ?", (kind,))
-                return int(stored) + len(pending) - self._count_stored(kind, pending)
+                return int(stored) + sum(
+                    self._reader.execute(exists, (kind, key)).fetchone() is None for key in unwritten
+                )
             finally:
                 self._reader.execute("ROLLBACK")
 
-    def _count_stored(self, kind: str, keys: list[str]) -> int:
-        count, remaining = 0, iter(keys)
-        while some := list(islice(remaining, _PLACEHOLDERS)):
-            marks = ", ".join("?" * len(some))
-            statement = f"SELECT count(*) FROM documents WHERE kind = ? AND key IN ({marks})"
-            count += int(self._reader.execute(statement, (kind, *some)).fetchone()[0])
-        return count
-
     @contextmanager
     def snapshot(self, kind: str | None) -> Iterator[Iterator[Row]]:
-        """Uses a connection of its own. SQLite's log cannot shrink while it is open."""
+        """Rows of a kind, or of all kinds, as they are at this moment, ordered by kind and key.
+
+        It uses a connection of its own. SQLite's log cannot shrink while it is open.
+        """
         self._refuse_replaced()
-        with schema.translate_errors(self._path), closing(schema.connect(self._path, "ro")) as connection:
+        with translate_errors(self._path), closing(connect(self._path, "ro")) as connection:
             where, arguments = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
-            rows = connection.execute(f"{_SELECT} {where} ORDER BY kind, key", arguments)
-            yield schema.verify_rows(self._path, rows)
+            yield _verified(self._path, connection.execute(f"{_SELECT} {where} ORDER BY kind, key", arguments))
 
     def generation(self) -> int:
-        with schema.translate_errors(self._path):
-            return _generation(self._reader)
+        """Count how often everything was replaced, by any process."""
+        with translate_errors(self._path):
+            return int(self._reader.execute("SELECT generation FROM restores").fetchone()[0])
 
-    def write(self, texts: Mapping[Name, str], generation: int | None) -> bool:
-        with self._transaction():
-            if generation not in (None, _generation(self._writer)):
-                return False
-            self._writer.executemany(_UPSERT, _with_checksums((*name, text) for name, text in texts.items()))
-        return True
+    def write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
+        """Add or overwrite rows, all at once; they are on the disk when this returns.
 
-    def replace(self, rows: Iterable[Row]) -> None:
-        with self._transaction():
-            self._writer.execute("DELETE FROM documents")
-            self._writer.executemany("INSERT INTO documents VALUES (?, ?, ?, ?)", _with_checksums(rows))
-            self._writer.execute("UPDATE restores SET generation = generation + 1")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
+        ``replace``: they replace everything, as one more generation.
+        """
         self._refuse_replaced()
-        with schema.translate_errors(self._path):
+        with translate_errors(self._path), self._writer:  # commits, or rolls back
             self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                schema.refuse_newer(self._path, self._writer)
-                yield
-                self._writer.execute("COMMIT")
-            finally:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-
-    def _refuse_replaced(self) -> None:
-        if _file_id(self._path) != self._file_id:
-            raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
+            refuse_foreign(self._path, self._writer, APPLICATION_ID, VERSION)  # another server may have migrated it
+            if replace:
+                self._writer.execute("DELETE FROM documents")
+                self._writer.execute("UPDATE restores SET generation = generation + 1")
+            self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
 
     def close(self) -> None:
         self._connections.close()
 
+    def _refuse_replaced(self) -> None:
+        if not (self._path.exists() and os.path.samestat(self._path.stat(), self._status)):
+            raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Connect in autocommit mode, for any thread, one at a time. ``mode``: parameters of SQLite's URI."""
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    return connection
+
+
+def create(path: Path) -> None:
+    """Create an empty state file, unless another process is first.
+
+    It is written under another name and linked, so that it appears complete or not at all.
+    """
+    stray = Path(f"{path}-wal")
+    if stray.exists() and not path.exists():  # in this order: SQLite creates the log after the file
+        raise StateDamaged(f"{stray} exists without {path.name}: put that file back, or move this one away too")
+    new = path.with_name(f"{path.name}.new-{secrets.token_hex(8)}")
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        new.touch(exist_ok=False)  # with the umask's rights: SQLite would let only the owner write
+        with closing(connect(new, "rw")) as connection:
+            connection.executescript(
+                f"PRAGMA journal_mode = WAL; PRAGMA application_id = {APPLICATION_ID}; BEGIN; "
+                f"{'; '.join(_TABLES.values())}; INSERT INTO restores VALUES (0); "
+                f"PRAGMA user_version = {VERSION}; COMMIT"
+            )
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            Path(f"{new}{suffix}").unlink(missing_ok=True)
 
 
-def _generation(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT generation FROM restores").fetchone()[0])
+def refuse_special_files(path: Path) -> None:
+    """Check that a file and its logs are regular files: SQLite would wait for ever for the writer of a pipe.
+
+    Raises:
+        StateDamaged: one is not.
+    """
+    for suffix in ("", "-wal", "-shm"):
+        file = Path(f"{path}{suffix}")
+        if file.exists() and not stat.S_ISREG(file.stat().st_mode):
+            raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
 
 
-def _with_checksums(rows: Iterable[Row]) -> Iterator[tuple[str, str, str, int]]:
-    return ((*row, checksum(*row)) for row in rows)
+def refuse_foreign(path: Path, connection: sqlite3.Connection, application_id: int, version: int) -> None:
+    """
+    Raises:
+        StateDamaged: the file is another program's.
+        StateTooNew: a newer version wrote it.
+    """
+    if _pragma(connection, "application_id") != application_id:
+        raise damaged(path, "it is another program's file")
+    found = _pragma(connection, "user_version")
+    if isinstance(found, int) and found > version:
+        raise StateTooNew(
+            f"{path} was written by a newer darts-server (schema {found}, this one reads {version}); "
+            "it was not touched. Upgrade, or give another --state-dir"
+        )
+
+
+def refuse_broken(path: Path, connection: sqlite3.Connection) -> None:
+    """Let SQLite check the structure of the whole file. Raises ``StateDamaged``."""
+    if (found := _pragma(connection, "quick_check(1)")) != "ok":
+        raise damaged(path, str(found).splitlines()[-1])
+
+
+def _check_file(path: Path) -> None:
+    """Check the whole state file, and change nothing."""
+    # Without its log at first (immutable): otherwise SQLite would create files beside one that is not ours.
+    with closing(connect(path, "ro&immutable=1")) as connection:
+        refuse_foreign(path, connection, APPLICATION_ID, VERSION)
+    with closing(connect(path, "ro")) as connection:
+        refuse_foreign(path, connection, APPLICATION_ID, VERSION)
+        refuse_broken(path, connection)
+        tables = dict(connection.execute("SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"))
+        if tables != _TABLES or _pragma(connection, "user_version") != VERSION:
+            raise damaged(path, "its tables are not ours")
+        if _pragma(connection, "journal_mode") != "wal":
+            raise damaged(path, "it is not in WAL mode")
+        if connection.execute("SELECT count(*), min(typeof(generation)) FROM restores").fetchone() != (1, "integer"):
+            raise damaged(path, "it does not say how often it was restored")
+        for _ in _verified(path, connection.execute(_SELECT)):
+            pass
+
+
+def _verified(path: Path, rows: Iterable[tuple[object, ...]]) -> Iterator[Row]:
+    """Yield the rows without their checksums. Raises ``StateDamaged`` at a row whose checksum is wrong."""
+    with translate_errors(path):
+        for kind, key, text, crc in rows:
+            if not (isinstance(kind, str) and isinstance(key, str) and isinstance(text, str)):
+                raise damaged(path, "a value is of the wrong type")
+            if checksum(kind, key, text.encode()) != crc:
+                raise damaged(path, f"the checksum of {kind} {key[:64]!r} is wrong")
+            yield kind, key, text
+
+
+def checksum(kind: str, key: str, value: bytes) -> int:
+    """CRC-32 of a row. SQLite checks the structure of its pages, but not their content."""
+    return zlib.crc32(value, zlib.crc32(f"{kind}\0{key}\0".encode()))
+
+
+def damaged(path: Path, what: str) -> StateDamaged:
+    return StateDamaged(
+        f"{path} is damaged: {what}; it was not touched. Put a saved copy in its place, or move it "
+        f"({path.name}, {path.name}-wal, {path.name}-shm) away to start without what it holds"
+    )
+
+
+@contextmanager
+def translate_errors(path: Path) -> Iterator[None]:
+    """Translate SQLite's and the operating system's errors to ours."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{path} cannot be used: {error}; give another --state-dir") from error
+    except UnicodeDecodeError as error:  # of sqlite3, when SQLite's message quotes damaged text
+        raise damaged(path, "its tables are not ours") from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", -1) & 0xFF  # errors of the Python module have none
+        if code not in _TRANSIENT:
+            raise damaged(path, str(error)) from error
+        remedy = "look for a full disk, missing rights, another process that holds it, or a folder not on a local disk"
+        kind = StateFull if code == sqlite3.SQLITE_FULL else StateError
+        raise kind(f"{path} cannot be used: {error} ({error.sqlite_errorname}); {remedy}") from error
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> object:
+    row: tuple[object, ...] = connection.execute(f"PRAGMA {name}").fetchone()
+    return row[0]

@@ -1,17 +1,33 @@
 """The store of documents that the other rooms use."""
 
+import heapq
+import logging
+import threading
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError, StateTooNew
-from darts_server.store.archive import LIMIT_BYTES, pack, unpack
-from darts_server.store.backend import MAX_IN_MEMORY, MemoryBackend
-from darts_server.store.buffered import BufferedBackend
-from darts_server.store.database import SqliteBackend
-from darts_server.store.document import Document, Row, Scalar, check_name, decode, encode
-from darts_server.store.writer import BackgroundWriter
+from darts_server.store import archive
+from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
+from darts_server.store.database import Database
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.5
+"""Between two writes, so that one takes many documents. With the write itself it stays below the second that a killed
+process may lose."""
+CACHE_SECONDS = 0.5
+"""With the other process's ``FLUSH_SECONDS`` its documents are seen about a second after they were put."""
+MAX_IN_MEMORY = 2**18
+"""Documents of each kind. A prompt's takes some hundred bytes, and data sets seldom have more prompts."""
+
+# Texts by kind and key. Ordered: to find the oldest of a plain dict takes longer the more were deleted before it.
+_Texts = defaultdict[str, OrderedDict[str, str]]
 
 
 class Store(AbstractContextManager["Store"]):
@@ -42,15 +58,23 @@ class Store(AbstractContextManager["Store"]):
         max_in_memory: int = MAX_IN_MEMORY,
         check: Callable[[str, Document], None] = lambda kind, document: None,
     ) -> None:
-        self._check = check
-        self._documents = BufferedBackend(MemoryBackend(max_in_memory) if folder is None else SqliteBackend(folder))
-        self._writer = BackgroundWriter(self._documents.write)
-        self._is_closed = False
-
-    @property
-    def fault(self) -> str | None:
+        self.fault: str | None = None
         """Why nothing can be written at present; None if the last write succeeded."""
-        return self._writer.fault
+        self._check = check
+        self._max_in_memory = max_in_memory
+        self._database = None if folder is None else Database(folder)
+        self._lock = threading.Lock()  # of all below, and of reading from the file
+        self._write_lock = threading.Lock()  # one write or restore at a time; taken before the other lock
+        self._pending = _Texts(OrderedDict)  # to be written; without a file, all there is
+        self._in_flight = _Texts(OrderedDict)  # being written
+        self._cache: dict[Name, str | None] = {}  # of reads, up to a point in time
+        self._cached_until = 0.0
+        self._restores = 0  # without a file, which counts itself
+        self._is_closed = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_stopped, name="darts-store", daemon=True)
+        if self._database is not None:
+            self._thread.start()
 
     def put(self, kind: str, key: str, document: Document) -> None:
         """Store the document, in place of the previous one of that name.
@@ -61,8 +85,11 @@ class Store(AbstractContextManager["Store"]):
             ValueError: a number is not finite, the document has more than 64 KiB, ``kind`` is no identifier.
             StateError: the store is closed.
         """
-        self._documents.put(check_name(kind, key), encode(document))
-        self._writer.wake()
+        name, text = check_name(kind, key), archive.encode(document)
+        with self._lock:
+            self._refuse_closed()
+            self._add(self._pending, (*name, text))
+            self._cache.pop(name, None)
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
         """Return a copy of the newest document of that name, or None.
@@ -71,70 +98,167 @@ class Store(AbstractContextManager["Store"]):
             InvalidRequest, ValueError: as ``put``.
             StateError: the store is closed, or its file can no longer be read.
         """
-        text = self._documents.get(check_name(kind, key))
-        return None if text is None else decode(text)
+        name = check_name(kind, key)
+        with self._lock:
+            self._refuse_closed()
+            text = self._pending[kind].get(key) or self._in_flight[kind].get(key)
+            if text is None and self._database is not None:
+                # The same few documents are read again and again, and each read of the file takes several system calls.
+                if (now := time.monotonic()) >= self._cached_until:
+                    self._cache, self._cached_until = {}, now + CACHE_SECONDS
+                if name not in self._cache:
+                    self._cache[name] = self._database.read(name)
+                text = self._cache[name]
+        return None if text is None else archive.decode(text)
 
     def count(self, kind: str) -> int:
         """Count the documents of a kind. Takes milliseconds per 100,000. Raises ``StateError`` as ``get``."""
-        return self._documents.count(kind)
+        with self._lock:
+            self._refuse_closed()
+            if self._database is None:
+                return len(self._pending[kind])
+            return self._database.count(kind, self._pending[kind].keys() | self._in_flight[kind].keys())
 
     def generation(self) -> int:
         """Count how often ``restore`` has replaced everything, in any process. Raises ``StateError`` as ``get``."""
-        return self._documents.generation()
-
-    def items(self, kind: str) -> Iterator[tuple[str, dict[str, Scalar]]]:
-        """Yield keys and documents of a kind, by key, as they are when the first is taken. Raises as ``get``."""
-        for _, key, text in self._documents.rows(kind):
-            yield key, decode(text)
+        with self._lock:
+            self._refuse_closed()
+            return self._restores if self._database is None else self._database.generation()
 
     def flush(self) -> None:
         """Write everything that was put before, and wait for it. Raises ``StateError`` if that fails."""
-        if error := self._writer.try_write():
+        if error := self._try_write():
             raise StateError(str(error)) from error
 
     def export(self) -> bytes:
         """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""
-        return pack(self._documents.rows(None))
+        return archive.pack(self._rows(None))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES, keep: Collection[str] = ()) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
 
-        Documents that are put before it returns are lost too, here and in the other processes. ``limit``: bytes that
-        the data may have when decompressed. ``keep``: kinds of documents that stay as they are here.
+        Documents that are put before it returns are lost too. ``limit``: bytes that the data may have when
+        decompressed. ``keep``: kinds of documents that stay as they are here.
 
         Raises:
             StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
                 that cannot be used; nothing was changed.
             StateError: it could not be written; nothing was changed.
         """
-        for row in unpack(data, limit):  # check all of it before anything is changed
+        for row in archive.unpack(data, limit):  # check all of it before anything is changed
             self._check_row(row)
+        restored = _Texts(OrderedDict)
+        with self._write_lock:
+            try:
+                with self._lock:
+                    self._refuse_closed()
+                kept = [row for kind in sorted(keep) for row in self._rows(kind)]
+                rows = chain(kept, (row for row in archive.unpack(data, limit) if row[0] not in keep))
+                if self._database is None:
+                    for row in rows:
+                        self._add(restored, row)
+                else:
+                    self._database.write(rows, replace=True)
+            except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
+                raise StateError(str(error)) from error
+            with self._lock:
+                self._pending, self._cache = restored, {}
+                self._restores += 1
+
+    def close(self) -> None:
+        """Write what is pending and close. Raises ``StateError`` if that cannot be written; it is lost then."""
+        if self._is_closed:
+            return
+        self._stop.set()
+        if self._database is not None:
+            self._thread.join()
         try:
-            kept = [row for kind in sorted(keep) for row in self._documents.rows(kind)]
-            self._documents.replace(chain(kept, (row for row in unpack(data, limit) if row[0] not in keep)))
-        except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
-            raise StateError(str(error)) from error
+            self.flush()
+        finally:
+            with self._write_lock, self._lock:
+                self._is_closed = True
+                if self._database is not None:
+                    self._database.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, texts: _Texts, row: Row) -> None:
+        kind, key, text = row
+        texts[kind][key] = text
+        if self._database is None:
+            texts[kind].move_to_end(key)
+            if len(texts[kind]) > self._max_in_memory:
+                texts[kind].popitem(last=False)
+
+    def _rows(self, kind: str | None) -> Iterator[Row]:
+        """Rows of a kind, or of all, ordered by kind and key, as they are when the first one is taken."""
+        with ExitStack() as reading:
+            with self._lock:
+                self._refuse_closed()
+                kinds = {*self._pending, *self._in_flight} if kind is None else {kind}
+                unwritten = sorted(
+                    (each, key, text)
+                    for each in kinds
+                    for key, text in {**self._in_flight[each], **self._pending[each]}.items()
+                )
+                written = () if self._database is None else reading.enter_context(self._database.snapshot(kind))
+            previous: Name | None = None
+            for row in heapq.merge(unwritten, written, key=itemgetter(0, 1)):  # of two the unwritten one comes first
+                if row[:2] != previous:
+                    yield row
+                previous = row[:2]
 
     def _check_row(self, row: Row) -> None:
         kind, key, text = row
         try:
-            self._check(kind, decode(text))
+            self._check(kind, archive.decode(text))
         except ValueError as error:
             raise StateDamaged(
                 f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
                 "nothing was changed. Send a saved file, byte for byte"
             ) from error
 
-    def close(self) -> None:
-        """Write what is pending and close. Raises ``StateError`` if that cannot be written; it is lost then."""
+    def _refuse_closed(self) -> None:
         if self._is_closed:
-            return
-        self._is_closed = True
-        self._writer.stop()
-        try:
-            self.flush()
-        finally:
-            self._documents.close()
+            raise StateError("the store is closed")
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _write_until_stopped(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS):
+            self._try_write()
+
+    def _try_write(self) -> Exception | None:
+        """Write now, in the caller's thread. An error is returned, kept in ``fault`` and logged once."""
+        try:
+            self._write()
+        except Exception as error:
+            if self.fault != str(error):
+                logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
+            self.fault = str(error)
+            return error
+        if self.fault is not None:
+            logger.warning("the learned state is written again")
+        self.fault = None
+        return None
+
+    def _write(self) -> None:
+        """Write what is pending. After an error all of it is pending again, except where there is a newer text."""
+        with self._write_lock:
+            with self._lock:
+                self._refuse_closed()
+                if self._database is None or not any(self._pending.values()):
+                    return
+                writing = self._in_flight = self._pending
+                rows = [(kind, key, text) for kind, texts in writing.items() for key, text in texts.items()]
+                self._pending = _Texts(OrderedDict)
+            try:
+                self._database.write(rows)
+            except BaseException:
+                with self._lock:
+                    for kind, newer in self._pending.items():
+                        writing[kind].update(newer)
+                    self._pending = writing
+                raise
+            finally:
+                with self._lock:
+                    self._in_flight = _Texts(OrderedDict)

@@ -21,6 +21,7 @@ from darts_server.rollout.learned import latency
 from darts_server.store import Store
 from tests.ingress.servers import OBSERVATIONS, FakeServer, RunningIngress, fake_servers, ingress, until
 from tests.rollout.exchange.learners import Learner, play
+from tests.store.reading import saved_documents
 
 pytestmark = pytest.mark.anyio
 
@@ -49,12 +50,14 @@ class LearningServer:
     def learned(self) -> dict[str, Any]:
         """Statistics of prompts and deadlines."""
         kinds = ("prompt", "prompt_rewards", "losses", "lost_groups", "deadline")
-        return {f"{kind} {key}": document for kind in kinds for key, document in self.store.items(kind)}
+        return {
+            f"{kind} {key}": document for kind in kinds for key, document in saved_documents(self.store, kind).items()
+        }
 
     @property
     def groups(self) -> int:
         """Groups of all prompts that it has learned from."""
-        return sum(int(str(document["groups"])) for _, document in self.store.items("prompt"))
+        return sum(document["groups"] for document in saved_documents(self.store, "prompt").values())
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Launch, Server, 
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
+from tests.store.reading import saved_documents
 
 pytestmark = pytest.mark.engine
 LONG = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
@@ -79,7 +80,7 @@ def test_a_server_exits_cleanly_on_sigterm(serve: Serve, tmp_path: Path) -> None
         server.process.wait(180)
         assert server.process.returncode == 0, server.log_tail()
     with Store(tmp_path / "state") as store:
-        [(_, stats)] = store.items("prompt")
+        [stats] = saved_documents(store, "prompt").values()
     assert stats["groups"] == 1
     assert stats["candidates"] == 8
 

@@ -16,6 +16,7 @@ from darts_server.demo.server import DARTS, serving
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
+from tests.store.reading import saved_documents
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PROMPT = "7a-5b*4>"
@@ -80,7 +81,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
     assert all(whole_or_aborted(group) for group in body["groups"])
     assert psutil.wait_procs(engines, timeout=120)[1] == []
     with Store(tmp_path / "s") as store:
-        [(_, stats)] = store.items("prompt")
+        [stats] = saved_documents(store, "prompt").values()
     assert isinstance(stats["groups"], int)
     assert stats["groups"] > 1
     lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]

@@ -21,6 +21,7 @@ from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_counted
 from tests.integration.weights import perturbed, put
+from tests.store.reading import saved_documents
 
 pytestmark = pytest.mark.engine
 LOSS_SECONDS = 3.0
@@ -39,7 +40,7 @@ WRITTEN = {"prompt", "step", "profile", "deadline", "latency"}
 def learned(state: Path) -> dict[str, dict[str, Any]]:
     with Store(state) as store:
         kinds = (*WRITTEN, "dataset", "price")
-        return {kind: dict(store.items(kind)) for kind in kinds}
+        return {kind: saved_documents(store, kind) for kind in kinds}
 
 
 def wait_written(state: Path, keys: int) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from darts_server.demo.server import Server
 from darts_server.rollout.learned import latency
-from darts_server.store.archive import LIMIT_BYTES, pack, unpack
-from darts_server.store.document import Row
+from darts_server.store.archive import LIMIT_BYTES, Row, pack, unpack
 
 pytestmark = pytest.mark.engine
 BODY = {"model": "tiny", "prompt": "2a+3b-1c>", "n": 2, "max_tokens": 100}

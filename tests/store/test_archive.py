@@ -1,4 +1,4 @@
-"""The file format of exported state."""
+"""Which keys and documents can be stored, and the file format of exported state."""
 
 import gzip
 import hashlib
@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.exceptions import StateDamaged, StateTooNew
-from darts_server.store.archive import pack, unpack
-from darts_server.store.document import Row, Scalar, encode
+from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.store.archive import Row, Scalar, check_name, decode, encode, pack, unpack
 
 LIMIT = 10**6
 ROWS: list[Row] = [("dataset", "", '{"n":1}'), ("prompt", "a", "{}"), ("prompt", "ä 😀\0\n", '{"x":null,"y":"z"}')]
@@ -110,3 +109,38 @@ def test_more_than_the_limit_is_refused() -> None:
     documents = [["prompt", f"{n:04}", {"n": n}] for n in range(100)]
     with pytest.raises(StateDamaged, match="more than 500 bytes"):
         list(unpack(lines(*documents), 500))
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_key(key: str) -> None:
+    assert check_name("prompt", key) == ("prompt", key)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "x" * 65537, "\u00e4" * 32769], ids=["surrogate", "long", "long in UTF-8"])
+def test_an_impossible_key_is_an_invalid_request(key: str) -> None:
+    with pytest.raises(InvalidRequest, match="prompt key"):
+        check_name("prompt", key)
+
+
+@pytest.mark.parametrize("kind", ["", "Not a kind", "1", "a\n", "x" * 65])
+def test_a_kind_must_be_an_identifier(kind: str) -> None:
+    with pytest.raises(ValueError, match="kind"):
+        check_name(kind, "a")
+
+
+@pytest.mark.parametrize("document", [{"a": {}}, {"a": [1]}, {1: 1}, {"a": b""}], ids=repr)
+def test_a_document_must_be_flat(document: dict[str, float]) -> None:
+    with pytest.raises(TypeError, match="JSON scalars"):
+        encode(document)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800", "x" * 65536], ids=lambda v: repr(v)[:9])
+def test_a_value_must_be_finite_well_formed_and_small(value: float | str) -> None:
+    with pytest.raises(ValueError, match=r"JSON|surrogates"):
+        encode({"a": value})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 50_000, "1" * 5000], ids=lambda t: t[:3])
+def test_text_that_is_no_document_is_damage(text: str) -> None:
+    with pytest.raises(StateDamaged, match="JSON object"):
+        decode(text)

@@ -7,6 +7,7 @@ import pytest
 
 from darts_server.store import Store
 from tests.store.children import start
+from tests.store.reading import saved_documents
 
 LOSS_SECONDS = 6.0
 """Puts older than this must survive. On an idle machine one second is enough; on a busy one the writer starts late."""
@@ -26,7 +27,7 @@ def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, seconds: floa
     put_at = {int(line.split()[0]): float(line.split()[1]) for line in said if line.endswith("\n")}
     old = [number for number, at in put_at.items() if at < killed - LOSS_SECONDS]
     with Store(tmp_path) as store:
-        found = dict(store.items("prompt"))
+        found = saved_documents(store, "prompt")
     assert old
     assert all(found.get(f"{number:08}") == {"number": number} for number in old)
     assert list(found) == [f"{number:08}" for number in range(len(found))]  # what is lost is the end
@@ -41,7 +42,7 @@ def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: 
             time.sleep(0.011 * attempt)
             child.kill()
         with Store(tmp_path) as store:
-            numbers = [document["number"] for _, document in store.items("prompt")]
+            numbers = [document["number"] for document in saved_documents(store, "prompt").values()]
         assert numbers in ([0] * 3000, [1] * 3001)
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
 from darts_server.store import Store
+from darts_server.store.archive import Scalar
 from darts_server.store.database import FILE_NAME
-from darts_server.store.document import Scalar
 from tests.store.children import start
+from tests.store.reading import saved_documents
 
 DOCUMENTS: dict[str, dict[str, Scalar]] = {f"{n:032}": {"number": n, "mean": n / 7} for n in range(50)}
 
@@ -54,7 +55,7 @@ def opened(data: bytes, log: bytes = b"") -> dict[str, dict[str, Scalar]] | None
             Path(f"{path}-wal").write_bytes(log)
         try:
             with Store(Path(folder)) as store:
-                return dict(store.items("prompt"))
+                return saved_documents(store, "prompt")
         except StateError as error:
             message = str(error)
         assert str(path) in message

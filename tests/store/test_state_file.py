@@ -9,8 +9,7 @@ import pytest
 
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 from darts_server.store import Store
-from darts_server.store.database import FILE_NAME
-from darts_server.store.schema import connect, create, translate_errors
+from darts_server.store.database import FILE_NAME, checksum, connect, create, translate_errors
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
@@ -122,3 +121,8 @@ def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, suffix: 
     os.mkfifo(path)
     with pytest.raises(StateDamaged, match=f"state.db{suffix} is not a regular file"):
         Store(tmp_path)
+
+
+def test_the_checksum_covers_kind_key_and_text_separately() -> None:
+    rows = [("a", "b", b"{}"), ("a", "b{}", b""), ("ab", "", b"{}"), ("a", "b", b"{ }")]
+    assert len({checksum(*row) for row in rows}) == len(rows)

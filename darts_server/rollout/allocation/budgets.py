@@ -9,9 +9,9 @@ from darts_server.policy.budget import cv_log_mean, predict_seconds
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.rollout.allocation.expectation import expect
-from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.statistics import Dataset
 
 SEED = 0
 """Seed of the simulated cohorts: the same statistics give the same prediction."""

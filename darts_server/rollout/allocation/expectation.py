@@ -7,8 +7,8 @@ import numpy as np
 
 from darts_server.engine.port import RequestTokens
 from darts_server.policy.simulation.forecast import Expectation
-from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.statistics import Dataset
 
 
 def expect(

@@ -11,18 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from darts_server.engine.port import PromptRenderer, TokenSlice
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
-from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
-from darts_server.store.document import Name
-from darts_server.store.transactions import TransactionStore
-from darts_server.types import FinishReason
+from darts_server.store.archive import Name
+from darts_server.store.transactions import CarriedFile
+from darts_server.types import FinishReason, PromptSpec
 
 logger = logging.getLogger(__name__)
 
+_PROMPT = TypeAdapter(PromptSpec)
 KIND = "carried"
 FORMAT = 1
 TOKENS, LOGPROBS = "<i4", "<f8"
@@ -46,7 +47,7 @@ class SavedPrompts:
         model: fingerprint of what is served. What another one has generated is not used.
     """
 
-    def __init__(self, disk: TransactionStore, model: str) -> None:
+    def __init__(self, disk: CarriedFile, model: str) -> None:
         self._disk = disk
         self._model = model
 
@@ -69,9 +70,9 @@ class SavedPrompts:
             logger.error("prompts that were carried over cannot be saved: %s", error)
         return saved
 
-    def _changes(self, prompts: Iterable[Owned], until: float) -> Iterator[dict[Name, bytes | None]]:
+    def _changes(self, prompts: Iterable[Owned], until: float) -> Iterator[dict[Name, bytes]]:
         """Yield what is to be written, in parts of about `WRITE_BYTES`."""
-        changes: dict[Name, bytes | None] = {}
+        changes: dict[Name, bytes] = {}
         size = 0
         for number, (owner, prompt) in enumerate(prompts):
             if time.monotonic() >= until:
@@ -201,7 +202,7 @@ def _encode(owner: str | None, prompt: CarriedPrompt, model: str) -> bytes:
             "format": FORMAT,
             "model": model,
             "owner": owner,
-            "prompt": encode_prompt(prompt.prompt).decode(),
+            "prompt": _PROMPT.dump_json(prompt.prompt, exclude_none=True).decode(),
             "identity": prompt.identity,
             "group": None if prompt.group is None else _encode_group(prompt.group),
         }
@@ -236,7 +237,7 @@ def _decode(document: bytes) -> tuple[Mapping[str, Any], Owned]:
     owner, (key, content) = fields["owner"], fields["identity"]
     if not (isinstance(owner, str | None) and isinstance(key, str) and isinstance(content, str)):
         raise ValueError("its owner or its identity is no text")
-    prompt = decode_prompt(fields["prompt"].encode())
+    prompt = _PROMPT.validate_json(fields["prompt"], strict=True)
     if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
         raise ValueError("it has no prompt")
     return fields, (owner, CarriedPrompt(prompt, (key, content)))

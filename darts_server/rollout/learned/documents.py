@@ -1,12 +1,16 @@
-"""Learned values that survive a restart, as documents in the store."""
+"""Learned values that survive a restart, as documents in the store: small JSON values, and blobs of any size."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from darts_server.exceptions import StateError
+from darts_server.policy.checks import check_count
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +21,11 @@ Parse = Callable[[Any], Any]
 
 MAX_LOGGED = 100
 """Documents of a kind that are named in the log as unusable, each once."""
+PART_SUFFIX = "_part"
+PART_BYTES = 48_000
+"""Of a blob: 64,000 bytes as base64, within the limit of a document."""
+MAX_PARTS = (1 << 26) // PART_BYTES
+"""64 MiB: several times the largest quality head."""
 
 
 class DocumentStore(Protocol):
@@ -116,3 +125,124 @@ class StoredValues:
             self._documents.put(self._kind, key, {"value": json.dumps(value)})
         except StateError as error:
             logger.warning("the learned %s %s was not stored: %s", self._kind, key, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """``numbers``: saved together with the bytes."""
+
+    data: bytes
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The document that lists a blob's parts. ``slot``: where they are."""
+
+    slot: int
+    parts: int
+    digest: str
+    numbers: Mapping[str, int]
+
+
+class BlobStore:
+    """Blobs of one kind. Only one thread at a time may save a key.
+
+    A blob is split into parts, one document each, and a manifest: documents, and lines of a saved state, are small. A
+    key has two slots: a new blob is written to the slot that the manifest does not name, and the manifest after it. So
+    every reader finds one blob or the other complete, also in another process, or after one was killed while it saved.
+    """
+
+    def __init__(self, documents: DocumentStore, kind: str) -> None:
+        self._documents = documents
+        self._kind = kind
+        self._unusable = UnusableLog(kind)
+
+    def digest(self, key: str) -> str | None:
+        """Return the SHA-256 of the key's blob; ``None`` if there is none that can be read.
+
+        Raises:
+            StateError: nothing can be read at present.
+        """
+        manifest = self._manifest(key)
+        return None if manifest is None else manifest.digest
+
+    def load(self, key: str) -> Blob | None:
+        """Return the key's blob; ``None`` if there is none that is complete.
+
+        Raises:
+            StateError: nothing can be read at present.
+        """
+        manifest = self._manifest(key)
+        if manifest is None:
+            return None
+        data = b""
+        with suppress(KeyError, ValueError):  # of a part that was made up
+            parts = self._parts(key, manifest.slot, manifest.parts)
+            data = b"".join(b64decode(str(part["data"]), validate=True) for _, part in parts)
+        if hashlib.sha256(data).hexdigest() != manifest.digest:
+            logger.warning("the learned %s %s is incomplete, and is learned again", self._kind, key)
+            return None
+        return Blob(data, manifest.numbers)
+
+    def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
+        """Save a blob in place of the key's previous one. Returns its digest.
+
+        Raises:
+            StateError: the previous one is still there.
+        """
+        previous = self._manifest(key)
+        slot = 0 if previous is None else 1 - previous.slot
+        parts = [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
+        for number, part in enumerate(parts):
+            text = b64encode(part).decode()
+            self._documents.put(self._kind + PART_SUFFIX, _part_key(key, slot, number), {"data": text})
+        digest = hashlib.sha256(data).hexdigest()
+        # The store's field is "side": it is in state files and archives.
+        self._documents.put(self._kind, key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
+        if previous is not None:  # the store cannot delete: empty the old parts
+            for name, _ in self._parts(key, previous.slot, previous.parts):
+                self._documents.put(self._kind + PART_SUFFIX, name, {"data": ""})
+        return digest
+
+    def _parts(self, key: str, slot: int, count: int) -> Iterator[tuple[str, Document]]:
+        """Yield keys and documents of a slot in order, up to the first that is missing."""
+        for number in range(count):
+            name = _part_key(key, slot, number)
+            part = self._documents.get(self._kind + PART_SUFFIX, name)
+            if part is None:
+                return
+            yield name, part
+
+    def _manifest(self, key: str) -> Manifest | None:
+        document = self._documents.get(self._kind, key)
+        try:
+            return None if document is None else parse_document(document, _parse_manifest)
+        except ValueError as error:
+            self._unusable.add(key, error)
+            return None
+
+
+def blob_parsers(kind: str) -> dict[str, Callable[[Document], object]]:
+    """Return functions that parse the documents of blobs, by kind. They raise for what is none."""
+    return {kind: _parse_manifest, kind + PART_SUFFIX: _check_part}
+
+
+def _parse_manifest(document: Document) -> Manifest:
+    match document:
+        case {"side": int(slot), "parts": int(parts), "digest": str(digest), **numbers}:
+            if slot not in (0, 1) or not 0 <= parts <= MAX_PARTS:
+                raise ValueError(f"side must be 0 or 1, and parts in [0, {MAX_PARTS}]")
+            for name, number in numbers.items():
+                check_count(name, number)
+            return Manifest(slot, parts, digest, {name: n for name, n in numbers.items() if isinstance(n, int)})
+    raise ValueError("side and parts must be whole numbers, and digest a text")
+
+
+def _check_part(document: Document) -> None:
+    if not isinstance(document.get("data"), str):
+        raise ValueError("data must be a text")
+
+
+def _part_key(key: str, slot: int, number: int) -> str:
+    return f"{key}/{slot}/{number:05d}"

@@ -1,12 +1,119 @@
-"""Everything that is learned from rollouts, as one value."""
+"""Everything that is learned from rollouts, as one value, and of it the length statistics of the whole data set."""
+
+from dataclasses import asdict
+from typing import Any
 
 from darts_server.observers import GroupObserver
+from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
+from darts_server.policy.lengths.estimate import LengthEstimate, estimate_lengths
+from darts_server.policy.lengths.profile import LengthProfile, ProfileState
+from darts_server.policy.lengths.ratios import ratios_to_mean
+from darts_server.policy.lengths.stats import DatasetStats, PromptStats
 from darts_server.records import GroupRecord
-from darts_server.rollout.learned.dataset import Dataset
-from darts_server.rollout.learned.documents import DocumentStore
+from darts_server.rollout.debounce import Debounce
+from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.prompts import Prompts
+from darts_server.rollout.learned.prompts import Prompts, observations
 from darts_server.rollout.learned.rewards import Rewards
+from darts_server.types import Outcome
+
+STEP_GROUPS = 256
+"""Groups that count as a step while the weight version does not change: a usual number of prompts."""
+WRITE_DELAY_SECONDS = 0.3
+"""The store buffers for another half second, so that a killed process loses at most the last second."""
+KEY = "all"
+
+
+def _parse_step(value: Any) -> list[tuple[int, LengthEstimate]]:
+    check_length("groups", value, STEP_GROUPS)
+    for version, mean, std in value:
+        check_count("version", version)
+        check_number("mean", mean, MIN_MEAN)
+        if std is not None:
+            check_number("std", std)
+    return [(version, LengthEstimate(mean, std)) for version, mean, std in value]
+
+
+PARSERS: dict[str, Parse] = {
+    "dataset": lambda value: DatasetStats(**value),
+    "step": _parse_step,
+    "profile": lambda value: ProfileState(**value),
+}
+"""How values are parsed, by kind."""
+
+
+class Dataset:
+    """Aggregate lengths over all prompts and keep the result in ``documents``.
+
+    A step ends when the weight version changes, or after `STEP_GROUPS` groups.
+    """
+
+    def __init__(self, documents: DocumentStore) -> None:
+        self._stats = StoredValues(documents, "dataset", PARSERS["dataset"])
+        self._steps = StoredValues(documents, "step", PARSERS["step"])
+        self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
+        self._ratios: list[list[tuple[float, bool]]] = []  # by group: one fades all before it
+        self._groups: list[tuple[int, LengthEstimate]] = []
+        self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
+        self._restores = Restores(documents)
+
+    @property
+    def stats(self) -> DatasetStats:
+        """Standard deviation and mean of lengths over the last steps."""
+        self._write_later.run_pending()
+        return self._load_stats()
+
+    @property
+    def profile(self) -> LengthProfile:
+        """Distribution of lengths relative to the mean of their prompt."""
+        self._write_later.run_pending()
+        return LengthProfile(self._profiles.load(KEY))
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a group was learned from."""
+        return bool(self._groups) or self._steps.load(KEY) is not None
+
+    def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
+        """Learn from a completed group. ``earlier``: statistics of its prompt before this group."""
+        observed = observations(record)
+        if record.outcome is not Outcome.COMPLETED or not observed:
+            return
+        self._forget_replaced()
+        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        self._groups.append((version, estimate_lengths(observed)))
+        self._ratios.append(ratios_to_mean(observed, earlier))
+        self._write_later.request()
+
+    def flush(self) -> None:
+        """Write everything that is pending to ``documents``."""
+        self._write_later.run_pending()
+
+    def _load_stats(self) -> DatasetStats:
+        return self._stats.load(KEY) or DatasetStats()
+
+    def _forget_replaced(self) -> None:
+        """Forget groups that ended before learned state was restored."""
+        if self._restores.noticed():
+            self._ratios, self._groups = [], []
+
+    def _write(self) -> None:
+        self._forget_replaced()
+        if not self._groups:
+            return
+        ratios, groups = self._ratios, self._groups
+        self._ratios, self._groups = [], []
+        profile = LengthProfile(self._profiles.load(KEY))
+        for group in ratios:
+            profile.observe(group)
+        self._profiles.save(KEY, asdict(profile.state))
+        step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
+        for version, estimate in groups:
+            if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
+                self._stats.save(KEY, asdict(self._load_stats().with_step(group for _, group in step)))
+                step = []
+            step.append((version, estimate))
+        self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
 
 
 class Statistics(GroupObserver):

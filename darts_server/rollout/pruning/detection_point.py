@@ -7,7 +7,7 @@ import numpy as np
 
 from darts_server.policy.pruning.calibration import Calibration, CalibrationState, Calibrator
 from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
-from darts_server.rollout.learned.blobs import BlobStore
+from darts_server.rollout.learned.documents import BlobStore
 
 RECENT_QUALITIES = 1024
 """Qualities that a survival curve is fitted to, pruned trajectories included: several steps with a usual batch size."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.rollout.learned.blobs import BlobStore
+from darts_server.rollout.learned.documents import BlobStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadStatus, Score
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.blobs import BlobStore
-from darts_server.rollout.learned.documents import DocumentStore
+from darts_server.rollout.learned.documents import BlobStore, DocumentStore
 from darts_server.rollout.pruning.detection_point import (
     DetectionPoint,
     DetectionPoints,

@@ -12,8 +12,7 @@ from darts_server.exceptions import StateError
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
 from darts_server.records import GroupKey
 from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.blobs import BlobStore
-from darts_server.rollout.learned.documents import DocumentStore
+from darts_server.rollout.learned.documents import BlobStore, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.pruning.detection_point import DetectionPoint
 from darts_server.rollout.pruning.score_kinds import ScoreKind, logprob_score

@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.rollout.batches.carried import CarriedPrompt, Carry
 from darts_server.rollout.batches.saved import WRITE_BYTES, SavedPrompts
-from darts_server.store.transactions import TransactionStore
+from darts_server.store.transactions import CarriedFile
 from darts_server.types import PromptSpec
 from tests.rollout.batches.test_saved import STOPPING, serving
 
@@ -38,7 +38,7 @@ async def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
         assert await server.registry.close() == 0
 
 
-class FullDisk(TransactionStore):
+class FullDisk(CarriedFile):
     """Has room for one write."""
 
     writes = 0
@@ -56,6 +56,6 @@ def test_what_was_written_before_an_error_counts_as_saved(tmp_path: Path, caplog
     with FullDisk(tmp_path) as store:
         saved = SavedPrompts(store, "model").save(prompts)
     assert "cannot be saved: " in caplog.text
-    with TransactionStore(tmp_path) as store:
+    with CarriedFile(tmp_path) as store:
         assert [prompt.identity[0] for _, prompt in SavedPrompts(store, "model").take(0)] == ["0", "1"][:saved]
     assert saved == 2

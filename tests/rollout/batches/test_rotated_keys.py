@@ -8,7 +8,7 @@ from darts_server.engine.scripted import Script
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.serving.admission import Caller, caller
-from darts_server.store.transactions import TransactionStore
+from darts_server.store.transactions import CarriedFile
 from darts_server.types import PromptSpec
 from tests.rollout.batches.streams import new_registry
 from tests.rollout.batches.test_aborted import begin, finish, request
@@ -53,7 +53,7 @@ async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
 
 
 async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(tmp_path: Path) -> None:
-    with TransactionStore(tmp_path) as store:
+    with CarriedFile(tmp_path) as store:
         saved = SavedPrompts(store, "model")
         saved.save([("one", prompt) for prompt in kept("a", "b")] + [("two", prompt) for prompt in kept("c")])
         harness = Harness(lambda *_: Script(1))

@@ -23,7 +23,7 @@ from darts_server.rollout.batches.run import BatchRun
 from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
 from darts_server.rollout.carried import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.store.transactions import TransactionStore
+from darts_server.store.transactions import CarriedFile
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
     SHAPINGS,
@@ -77,9 +77,9 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
     prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     prompts.append((None, carried_prompt("y", with_logprobs=False)))
-    with TransactionStore(tmp_path) as store:
+    with CarriedFile(tmp_path) as store:
         SavedPrompts(store, "model").save(prompts)
-    with TransactionStore(tmp_path) as store:
+    with CarriedFile(tmp_path) as store:
         saved = SavedPrompts(store, "model")
         assert saved.is_durable
         taken = saved.take(0)
@@ -89,7 +89,7 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
 
 @pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
 def test_what_other_weights_have_generated_is_not_used(model: str, version: int) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         assert not SavedPrompts(store, "model").is_durable
         SavedPrompts(store, "model").save([(None, carried_prompt("a")), (None, carried_prompt("b", 1))])
         taken = [prompt for _, prompt in SavedPrompts(store, model).take(version)]
@@ -101,7 +101,7 @@ def test_what_other_weights_have_generated_is_not_used(model: str, version: int)
 def test_a_prompt_that_cannot_be_read_is_lost_alone(
     change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
         document = json.loads(store.read(KIND, "00000000") or b"") | change
@@ -136,7 +136,7 @@ def wrong_group(**change: object) -> CarriedPrompt:
 def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_once(
     change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, wrong_group(**change)), (None, carried_prompt("b")), (None, wrong_group(**change))])
         taken = [prompt for _, prompt in saved.take(0)]
@@ -146,7 +146,7 @@ def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_o
 
 
 def test_a_row_with_a_wrong_checksum_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, carried_prompt(name)) for name in "abc"])
         store._connection.execute("UPDATE entries SET value = x'00' WHERE key = '00000001'")
@@ -174,7 +174,7 @@ def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(
     path: tuple[str | int, ...], value: object, field: str | None
 ) -> None:
     """Whoever wrote it knew how to make a checksum."""
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
         document = json.loads(store.read(KIND, "00000000") or b"")
@@ -195,7 +195,7 @@ def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(
 
 
 def test_a_document_that_is_nested_too_deeply_is_lost_alone() -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
         store.write({(KIND, "00000000"): b"[" * 200_000})
@@ -203,7 +203,7 @@ def test_a_document_that_is_nested_too_deeply_is_lost_alone() -> None:
 
 
 def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
         store._connection.execute("PRAGMA query_only = ON")
         assert SavedPrompts(store, "model").take(0) == []
@@ -215,14 +215,14 @@ def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) ->
 def test_a_large_prompt_is_saved_beside_others(tmp_path: Path) -> None:
     """More than is written at once."""
     texts = ["a" * 3_000_000 + str(number) for number in range(5)]
-    with TransactionStore(tmp_path) as store:
+    with CarriedFile(tmp_path) as store:
         saved = SavedPrompts(store, "model")
         assert saved.save((None, CarriedPrompt(PromptSpec(text=text), (text, ""))) for text in texts) == 5
         assert [prompt.prompt.text for _, prompt in saved.take(0)] == texts
 
 
 def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(caplog: pytest.LogCaptureFixture) -> None:
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
 
@@ -255,7 +255,7 @@ def test_prompts_whose_texts_are_not_made_in_time_start_again(caplog: pytest.Log
             return await super().to_sample(output)
 
     async def scenario() -> None:
-        with TransactionStore() as store:
+        with CarriedFile() as store:
             saved = SavedPrompts(store, "model")
             prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
             await saved.save_in_time(prompts, SlowTexts(), with_tokens=True)
@@ -272,7 +272,7 @@ def test_a_prompt_whose_text_cannot_be_made_starts_again_alone(caplog: pytest.Lo
                 raise RuntimeError("no such token")
             return await super().to_sample(output)
 
-    with TransactionStore() as store:
+    with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
         asyncio.run(saved.save_in_time(prompts, BrokenTexts(), with_tokens=True))
@@ -301,7 +301,7 @@ class Server:
         has_initial_weights: bool = True,
     ) -> None:
         self.harness = Harness(script)  # type: ignore[arg-type]
-        self._store = TransactionStore(folder)
+        self._store = CarriedFile(folder)
         saved = SavedPrompts(self._store, "model")
         more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
         self.registry = new_registry(self.harness, policy, texts=texts, **more)

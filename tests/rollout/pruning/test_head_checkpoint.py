@@ -3,8 +3,7 @@ import logging
 import pytest
 
 from darts_server.exceptions import StateError
-from darts_server.rollout.learned.blobs import Blob, BlobStore
-from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.learned.documents import Blob, BlobStore, Scalar
 from darts_server.rollout.pruning.head_checkpoint import KEY, SAVE_SECONDS, HeadCheckpoint
 from tests.rollout.helpers import Documents
 

@@ -3,7 +3,7 @@
 import pytest
 
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.dataset import Dataset
+from darts_server.rollout.learned.statistics import Dataset
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
