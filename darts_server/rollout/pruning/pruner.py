@@ -12,10 +12,9 @@ from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
+from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.quality.evaluation import Evaluation, ScoreMetrics
-from darts_server.quality.report import TrainerReport
-from darts_server.quality.types import HeadStatus, Score
+from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.blobs import BlobStore

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import Calibration, label_from_reward
 from darts_server.policy.pruning.logprob_scores import logprob_to_score, lowest_window_logprob, mean_logprob
-from darts_server.quality.evaluation import WINDOW
+from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.rollout.pruning.pending_labels import MAX_BYTES
 
 
