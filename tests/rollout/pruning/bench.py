@@ -14,9 +14,9 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
+from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
-from darts_server.rollout.pruning.scorer import Assessment
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
