@@ -34,7 +34,7 @@ from darts_server.observers import GroupObserver
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.report import TrainerReport
+from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention

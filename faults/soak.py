@@ -34,10 +34,9 @@ from darts_server.metrics import QualityMetrics, RolloutMetrics
 from darts_server.policies import OFF
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
+from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.policy.voting.answers import create_extractor
-from darts_server.quality.evaluation import WINDOW
 from darts_server.quality.head import Head
-from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadSettings
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import Carry
@@ -188,10 +187,6 @@ class LocalHead(Head):
         self._learned = 0
         self._trained = trained
 
-    @property
-    def report(self) -> TrainerReport:
-        return TrainerReport(self.status, self.prior, self.metrics(), self._learned, self.steps)
-
     def start(self) -> None:
         """Do nothing: there is no process."""
 
@@ -201,7 +196,7 @@ class LocalHead(Head):
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
         learned = super().learn(hidden, position, target, survival)
         self._learned += learned
-        if self._learned % TRAIN_EVERY == 0 and self.train(TRAIN_STEPS).steps:
+        if self._learned % TRAIN_EVERY == 0 and self.train(TRAIN_STEPS):
             self._trained(self.state())
         return learned
 

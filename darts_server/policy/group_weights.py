@@ -4,7 +4,7 @@ from math import isfinite
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.group import Group
-from darts_server.policy.pruning.failures import weight_factor
+from darts_server.policy.pruning.survival import weight_factor
 from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 

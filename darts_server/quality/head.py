@@ -5,31 +5,32 @@ Usage::
     head = Head(width=4096)
     head.score(hidden, position=512).value             # 0.5: nothing is learned yet
     head.learn(hidden, position=512, target=1.0, survival=0.7)
-    head.train(steps=50, seconds=1.0)                  # in any thread
+    head.train(steps=50, seconds=1.0)
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
-from darts_server.policy.pruning.calibration import Label
-from darts_server.quality.evaluation import Evaluation, ScoreMetrics
-from darts_server.quality.features import Single, Standardiser, assemble_feature
-from darts_server.quality.network import Network
-from darts_server.quality.replay import ReplayBuffer
-from darts_server.quality.snapshot import Snapshot
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
+from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
+from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
+from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, Weights, assemble_feature
+from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
 
 MAX_LOSS = 20.0
 """Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
+GRADIENT_NORM = 1.0
+"""Longer gradients are clipped, so that one unusual batch cannot ruin the weights."""
 
 
 class Head:
-    """Any thread may call any method. Scores come from the last good snapshot and never wait for training.
+    """Scores come from the last good snapshot.
 
     Args:
         width: of the model's hidden states.
@@ -49,9 +50,6 @@ class Head:
         self.width = width
         self.divergences = 0
         self._clock = clock
-        # Guards replay, standardiser, evaluation and counters, and is never held during a training step.
-        self._data_lock = threading.Lock()
-        self._network_lock = threading.Lock()
         max_weight = settings.max_weight if settings.corrected else None
         self._replay = ReplayBuffer(
             width + 1,
@@ -67,109 +65,12 @@ class Head:
         )
         self._snapshot = Snapshot(self._network.weights(), self._standardiser, 0)
         self._has_diverged = False
+        self._labels = self._trained_steps = 0
+        self._trained_seconds = 0.0
+        self._loss: float | None = None
 
     @property
     def status(self) -> HeadStatus:
-        with self._data_lock:
-            return self._status()
-
-    @property
-    def prior(self) -> float:
-        """Share of correct ones among the labels in the buffer: the score while the status is not ``READY``."""
-        with self._data_lock:
-            return self._replay.prior
-
-    @property
-    def steps(self) -> int:
-        """Training steps behind the current weights."""
-        return self._snapshot.steps
-
-    def metrics(self) -> ScoreMetrics:
-        """How good its scores were on labels that it had not been trained on."""
-        with self._data_lock:
-            return self._evaluation.metrics()
-
-    def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
-
-        Raises:
-            ValueError: ``hidden`` has another width, or ``position`` is below 1.
-        """
-        feature = self._feature(hidden, position)
-        with self._data_lock:
-            status = HeadStatus.BAD_FEATURE if feature is None else self._status()
-            if feature is None or status is not HeadStatus.READY:
-                return Score(self._replay.prior, status)
-            snapshot = self._snapshot
-        return Score(snapshot.score(feature), status)
-
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """Add a labelled trajectory; ``False`` if its feature is not finite: then it is only counted.
-
-        ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
-
-        Raises:
-            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
-        """
-        Label(0.0, target, survival)  # raises if they are out of range
-        feature = self._feature(hidden, position)
-        if feature is None:
-            return False
-        snapshot = self._snapshot
-        # The label evaluates the head from before it is learned, so it must be scored first.
-        label = Label(snapshot.score(feature), target, survival) if snapshot.steps else None
-        with self._data_lock:
-            if label is not None:
-                self._evaluation.add(label)
-            self._replay.add(feature, target, survival)
-            self._standardiser = self._standardiser.after(feature)
-        return True
-
-    def train(self, steps: int, seconds: float = math.inf) -> TrainingResult:
-        """Make at most ``steps`` steps, start none after ``seconds``, and use the new weights for scores.
-
-        With too few labels, or with labels that are all equal, it does nothing. If the training diverges (the loss or a
-        weight is not finite, or the loss exceeds `MAX_LOSS`), the head returns to its last good snapshot with a new
-        optimiser, and scores are the prior until a training succeeds.
-        """
-        with self._network_lock:
-            with self._data_lock:
-                standardiser = self._standardiser
-                if len(self._replay) < self.settings.min_labels or self._replay.is_one_class:
-                    return TrainingResult(0, None)
-            end = self._clock() + seconds
-            losses: list[float] = []
-            while len(losses) < steps and self._clock() < end:
-                losses.append(self._step(standardiser))
-                if not losses[-1] < MAX_LOSS:  # also true of NaN
-                    break
-            return self._finish_training(standardiser, losses)
-
-    def state(self) -> bytes:
-        """Serialize weights, optimiser and scale of the last good training, without the replay buffer."""
-        return self._snapshot.to_bytes(self.width, self.settings.hidden)
-
-    def restore(self, data: bytes) -> None:
-        """Continue from what `state` returned; the replay buffer and metrics stay. Waits for a training in progress.
-
-        Raises:
-            StateDamaged, StateTooNew: nothing was changed.
-            InvalidRequest: it is of a model or a head of another size; nothing was changed.
-        """
-        restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
-        with self._network_lock, self._data_lock:
-            self._network.load(restored.weights, moments=restored.steps > 0)
-            self._standardiser = restored.standardiser
-            self._snapshot, self._has_diverged = restored, False
-
-    # --- helpers, some of which need a lock to be held ------------------------
-
-    def _feature(self, hidden: NDArray[np.floating], position: int) -> Single | None:
-        if hidden.shape != (self.width,):
-            raise ValueError(f"hidden must have shape ({self.width},), got {hidden.shape}")
-        return assemble_feature(hidden, position)
-
-    def _status(self) -> HeadStatus:
         labels, has_trained = len(self._replay), self._snapshot.steps > 0
         if self._has_diverged:
             return HeadStatus.DIVERGED
@@ -181,23 +82,238 @@ class Head:
             return HeadStatus.READY
         return HeadStatus.FEW_LABELS if labels else HeadStatus.NO_LABELS
 
-    def _step(self, standardiser: Standardiser) -> float:
-        with self._data_lock:
-            batch = self._replay.sample(self.settings.batch_size)
-        return self._network.fit(standardiser.apply(batch.features), batch)
+    @property
+    def steps(self) -> int:
+        """Training steps behind the current weights."""
+        return self._snapshot.steps
 
-    def _finish_training(self, standardiser: Standardiser, losses: list[float]) -> TrainingResult:
-        """Score by the new weights from now on, or return to the last good ones."""
+    @property
+    def report(self) -> TrainerReport:
+        return TrainerReport(
+            status=self.status,
+            prior=self._replay.prior,
+            metrics=self.metrics(),
+            labels=self._labels,
+            steps=self.steps,
+            trained_steps=self._trained_steps,
+            trained_seconds=self._trained_seconds,
+            loss=self._loss,
+            divergences=self.divergences,
+        )
+
+    def metrics(self) -> ScoreMetrics:
+        """How good its scores were on labels that it had not been trained on."""
+        return self._evaluation.metrics()
+
+    def score(self, hidden: NDArray[np.floating], position: int) -> Score:
+        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
+
+        Unless the status is ``READY``, it is the share of correct ones among the labels in the buffer.
+
+        Raises:
+            ValueError: ``hidden`` has another width, or ``position`` is below 1.
+        """
+        feature = assemble_feature(hidden, self.width, position)
+        status = HeadStatus.BAD_FEATURE if feature is None else self.status
+        if feature is None or status is not HeadStatus.READY:
+            return Score(self._replay.prior, status)
+        return Score(self._snapshot.score(feature), status)
+
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
+        """Add a labelled trajectory; ``False`` if its feature is not finite: then it is only counted.
+
+        ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
+
+        Raises:
+            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+        """
+        Label(0.0, target, survival)  # raises if they are out of range
+        feature = assemble_feature(hidden, self.width, position)
+        self._labels += 1
+        if feature is None:
+            return False
+        if self.steps:  # the label evaluates the head from before it is learned
+            self._evaluation.add(Label(self._snapshot.score(feature), target, survival))
+        self._replay.add(feature, target, survival)
+        self._standardiser = self._standardiser.after(feature)
+        return True
+
+    def train(self, steps: int, seconds: float = math.inf) -> int:
+        """Make at most ``steps`` steps, start none after ``seconds``, and score by the new weights; return the steps.
+
+        With too few labels, or with labels that are all equal, it does nothing. If the training diverges (the loss or a
+        weight is not finite, or the loss exceeds `MAX_LOSS`), the head returns to its last good snapshot with a new
+        optimiser, and scores are the prior until a training succeeds; no step counts then.
+        """
+        started = self._clock()
+        if len(self._replay) < self.settings.min_labels or self._replay.is_one_class:
+            return 0
+        losses: list[float] = []
+        while len(losses) < steps and self._clock() < started + seconds:
+            batch = self._replay.sample(self.settings.batch_size)
+            losses.append(self._network.fit(self._standardiser.apply(batch.features), batch))
+            if not losses[-1] < MAX_LOSS:  # also true of NaN
+                break
         if not losses:
-            return TrainingResult(0, None)
+            return 0
+        self._trained_seconds += self._clock() - started
         weights = self._network.weights()
-        is_good = losses[-1] < MAX_LOSS and weights.are_finite
-        if is_good:
-            snapshot = Snapshot(weights, standardiser, self._snapshot.steps + len(losses))
-        else:
-            snapshot = self._snapshot
-            self._network.load(snapshot.weights, moments=False)
-        with self._data_lock:
-            self._snapshot, self._has_diverged = snapshot, not is_good
-            self.divergences += not is_good
-        return TrainingResult(len(losses), math.fsum(losses) / len(losses)) if is_good else TrainingResult(0, None)
+        self._has_diverged = not (losses[-1] < MAX_LOSS and weights.are_finite)
+        if self._has_diverged:
+            self.divergences += 1
+            self._network.load(self._snapshot.weights, moments=False)
+            return 0
+        self._snapshot = Snapshot(weights, self._standardiser, self.steps + len(losses))
+        self._trained_steps += len(losses)
+        self._loss = math.fsum(losses) / len(losses)
+        return len(losses)
+
+    def state(self) -> bytes:
+        """Serialize weights, optimiser and scale of the last good training, without the replay buffer."""
+        return self._snapshot.to_bytes(self.width, self.settings.hidden)
+
+    def restore(self, data: bytes) -> None:
+        """Continue from what `state` returned; the replay buffer and metrics stay.
+
+        Raises:
+            StateDamaged, StateTooNew: nothing was changed.
+            InvalidRequest: it is of a model or a head of another size; nothing was changed.
+        """
+        restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
+        self._network.load(restored.weights, moments=restored.steps > 0)
+        self._standardiser = restored.standardiser
+        self._snapshot, self._has_diverged = restored, False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """``features``: [batch, width]. ``targets``, ``weights``: [batch]; the weights of the whole buffer have mean 1."""
+
+    features: Single
+    targets: Single
+    weights: Single
+
+
+class ReplayBuffer:
+    """The last ``capacity`` examples. Batches are sampled with replacement, newer examples more often.
+
+    Args:
+        width: of a feature.
+        capacity: examples; each takes 4 ``width`` bytes, allocated at once.
+        half_life: an example that is so many examples older is sampled half as often.
+        max_weight: bound of the inverse propensity weights; ``None`` gives each example the weight 1.
+        rng: samples batches.
+    """
+
+    def __init__(
+        self, width: int, *, capacity: int, half_life: float, max_weight: float | None, rng: np.random.Generator
+    ) -> None:
+        self._features = np.zeros((capacity, width), dtype=np.float32)
+        self._targets = np.zeros(capacity)
+        self._survivals = np.ones(capacity)
+        self._added = 0
+        self._half_life = half_life
+        self._max_weight = max_weight
+        self._rng = rng
+
+    def __len__(self) -> int:
+        return min(self._added, self._targets.size)
+
+    @property
+    def is_one_class(self) -> bool:
+        """Whether all targets are equal, so that there is nothing to learn from them."""
+        targets = self._targets[: len(self)]
+        return not targets.size or float(np.ptp(targets)) == 0.0
+
+    @property
+    def prior(self) -> float:
+        """Weighted share of positives, with one pseudo-label of each class, so that it is never 0 or 1."""
+        count = len(self)
+        return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
+
+    def add(self, feature: Single, target: float, survival: float) -> None:
+        place = self._added % self._targets.size
+        self._features[place], self._targets[place], self._survivals[place] = feature, target, survival
+        self._added += 1
+
+    def sample(self, size: int) -> Batch:
+        """Copy a batch out of the buffer, which must not be empty."""
+        count = len(self)
+        age = (self._added - 1 - np.arange(count)) % count
+        probabilities = np.exp2(-age / self._half_life)
+        sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
+        return Batch(
+            features=self._features[sampled],
+            targets=self._targets[sampled].astype(np.float32),
+            weights=self._weights()[sampled].astype(np.float32),
+        )
+
+    def _weights(self) -> Floats:
+        count = len(self)
+        if self._max_weight is None:
+            return np.ones(count)
+        return inverse_propensity_weights(self._survivals[:count], self._max_weight)
+
+
+class Network:
+    """Linear, ReLU, linear, to one logit; binary cross-entropy and Adam.
+
+    The initial weights come from ``seed`` alone. Torch's global generator is not used, because an engine in the same
+    process may rely on its state. ``device``: torch's name of the device to compute on.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, learning_rate: float, weight_decay: float, seed: int, device: str = "cpu"
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._learning_rate = learning_rate
+        self._weight_decay = weight_decay
+        self._device = torch.device(device)
+        initial = {
+            "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
+            "hidden_bias": torch.zeros(hidden),
+            "out_weight": torch.zeros(1, hidden),  # so that all initial scores are a half
+            "out_bias": torch.zeros(1),
+        }
+        self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
+        self._optimiser = self._create_optimiser()
+
+    def fit(self, features: Single, batch: Batch) -> float:
+        """Make one step on a batch, with its ``features`` standardised; return the loss before the step, in nats."""
+        p = self._parameters
+        x, targets, weights = (torch.from_numpy(a).to(self._device) for a in (features, batch.targets, batch.weights))
+        hidden = functional.relu(functional.linear(x, p["hidden_weight"], p["hidden_bias"]))
+        logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
+        loss = functional.binary_cross_entropy_with_logits(logits, targets, weight=weights)
+        self._optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
+        self._optimiser.step()
+        return float(loss.detach())
+
+    def weights(self) -> Weights:
+        """Copy everything learned."""
+        arrays = {name: p.detach().cpu().numpy().copy() for name, p in self._parameters.items()}
+        for name, p in self._parameters.items():
+            adam = self._optimiser.state.get(p, {})
+            for m in MOMENTS:
+                initial = torch.zeros(()) if m == "step" else torch.zeros_like(p)
+                arrays[f"{name}.{m}"] = adam.get(m, initial).cpu().numpy().copy()
+        return Weights(arrays)
+
+    def load(self, weights: Weights, *, moments: bool) -> None:
+        """Continue from these weights, with a new optimiser unless ``moments`` are to be loaded as well."""
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                p.copy_(torch.from_numpy(weights.arrays[name]))
+        self._optimiser = self._create_optimiser()
+        if moments:
+            for name, p in self._parameters.items():
+                self._optimiser.state[p] = {m: self._moment(weights, name, m) for m in MOMENTS}
+
+    def _moment(self, weights: Weights, name: str, moment: str) -> torch.Tensor:
+        tensor = torch.from_numpy(weights.arrays[f"{name}.{moment}"].copy())
+        return tensor if moment == "step" else tensor.to(self._device)  # Adam keeps its step counter on the CPU
+
+    def _create_optimiser(self) -> torch.optim.Adam:
+        return torch.optim.Adam(self._parameters.values(), lr=self._learning_rate, weight_decay=self._weight_decay)

@@ -1,40 +1,36 @@
 """A quality head that is trained in a process of its own, and scores in this one."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import NamedTuple
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.exceptions import InvalidRequest, StateError
 from darts_server.policy.pruning.calibration import Label
-from darts_server.quality.evaluation import ScoreMetrics
-from darts_server.quality.features import assemble_feature
-from darts_server.quality.messages import Example, Message, pack_examples
-from darts_server.quality.report import TrainerReport, TrainingSchedule
-from darts_server.quality.snapshot import Snapshot
-from darts_server.quality.trainer_process import COMMAND, TrainerProcess
-from darts_server.quality.types import HeadSettings, HeadStatus, Score
+from darts_server.quality.snapshot import Snapshot, assemble_feature
+from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
 
 logger = logging.getLogger(__name__)
 
+Example = tuple[NDArray[np.floating], int, float, float]
+"""The arguments of `head.Head.learn`."""
+COMMAND = (sys.executable, "-m", "darts_server.quality.trainer")
+"""A command rather than a ``multiprocessing.Process``: that one would import the server's main module again."""
 MAX_DEATHS = 3
 """Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
 DEATH_SECONDS = 3600.0
 GRACE_SECONDS = 5.0
-"""To end in: a training takes a second, and importing torch takes some."""
-
-
-class _Current(NamedTuple):
-    """The newest report and snapshot. One value, so that a reader in another thread never sees half of a change."""
-
-    report: TrainerReport
-    snapshot: Snapshot | None
+"""To finish a training in, which takes a second."""
+ANSWER_SECONDS = 300.0
+"""After them the process hangs. A training takes a second, but importing torch from a slow disk may take minutes."""
 
 
 class RemoteHead:
@@ -48,8 +44,9 @@ class RemoteHead:
         schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
         clock: seconds; the deaths of the process are counted by it.
-        command: runs the trainer; the descriptors of its two pipes are appended.
-        grace: seconds in which the process must end.
+        command: runs the trainer; the descriptor of its pipe is appended.
+        grace: seconds that `close` gives the process.
+        answer_seconds: in which the process must answer.
     """
 
     def __init__(
@@ -63,6 +60,7 @@ class RemoteHead:
         clock: Callable[[], float] = time.monotonic,
         command: Sequence[str] = COMMAND,
         grace: float = GRACE_SECONDS,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
@@ -74,14 +72,14 @@ class RemoteHead:
         self._clock = clock
         self._command = tuple(command)
         self._grace = grace
-        self._current = _Current(TrainerReport(), None)
+        self._answer_seconds = answer_seconds
+        # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
+        self._current: tuple[TrainerReport, Snapshot | None] = TrainerReport(), None
         self._changed = threading.Condition()  # for all below
         self._unsent: deque[Example] = deque(maxlen=settings.capacity)  # the head would not remember more than that
-        self._state: bytes = b""
-        self._restore_unsent = False
+        self._state = b""
         self._restores = 0
-        self._process: TrainerProcess | None = None
-        self._process_ended = False
+        self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -97,23 +95,22 @@ class RemoteHead:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(self._grace)
-            if thread.is_alive() and (process := self._process) is not None:
-                process.kill()  # it does not read, so that the thread cannot even send
-            thread.join()
+        if self._thread is not None:
+            self._thread.join(self._grace)
+            if (process := self._process) is not None:
+                process.kill()  # it still starts, or hangs
+            self._thread.join()
 
     # --- scoring and learning -----------------------------------------------
 
     @property
     def status(self) -> HeadStatus:
-        return HeadStatus.TRAINER_LOST if self.is_lost else self._current.report.status
+        return HeadStatus.TRAINER_LOST if self.is_lost else self.report.status
 
     @property
     def report(self) -> TrainerReport:
         """The last report of the process."""
-        return self._current.report
+        return self._current[0]
 
     @property
     def pid(self) -> int | None:
@@ -121,13 +118,9 @@ class RemoteHead:
         process = self._process
         return None if process is None else process.pid
 
-    def metrics(self) -> ScoreMetrics:
-        """How good its scores were on labels that it had not been trained on."""
-        return self._current.report.metrics
-
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
         """See `head.Head.score`."""
-        feature = self._feature(hidden, position)
+        feature = assemble_feature(hidden, self.width, position)
         report, snapshot = self._current
         status = HeadStatus.BAD_FEATURE if feature is None else self.status
         if feature is None or snapshot is None or status is not HeadStatus.READY:
@@ -135,17 +128,17 @@ class RemoteHead:
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """See `head.Head.learn`; the example waits until the process takes it."""
+        """See `head.Head.learn`; the example waits until the head is trained next."""
         Label(0.0, target, survival)  # raises if they are out of range
-        if self._feature(hidden, position) is None:
+        if assemble_feature(hidden, self.width, position) is None:
             return False
         with self._changed:
-            self._unsent.append(Example(hidden, position, target, survival))
+            self._unsent.append((hidden, position, target, survival))
             self._changed.notify_all()
         return True
 
     def restore(self, data: bytes) -> None:
-        """Continue from a saved state; empty ``data`` stands for a new head.
+        """Continue from a saved state; empty ``data`` stands for a new head, without labels.
 
         Raises:
             StateDamaged, StateTooNew, InvalidRequest: nothing was changed.
@@ -155,25 +148,19 @@ class RemoteHead:
         status = HeadStatus.READY if steps else HeadStatus.NO_LABELS
         with self._changed:
             self._restores += 1
-            self._state, self._restore_unsent = data, True
-            self._current = _Current(TrainerReport(status, steps=steps, restores=self._restores), snapshot)
+            self._state = data
+            self._current = TrainerReport(status, steps=steps), snapshot
+            if not data:
+                self._unsent.clear()
             self._changed.notify_all()
 
-    def _feature(self, hidden: NDArray[np.floating], position: int) -> NDArray[np.float32] | None:
-        if hidden.shape != (self.width,):
-            raise ValueError(f"hidden must have shape ({self.width},), got {hidden.shape}")
-        return assemble_feature(hidden, position)
-
-    # --- the process, in threads of their own --------------------------------
+    # --- the process, in a thread of its own ----------------------------------
 
     def _supervise(self) -> None:
         """Keep a process running until `close`, or until it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._closed:
-            try:
-                self._run_process()
-            except OSError as error:
-                logger.error("the quality head's trainer cannot be started: %s", error)
+            self._run_process()
             if self._closed:
                 return
             deaths.append(self._clock())
@@ -184,74 +171,94 @@ class RemoteHead:
             logger.warning("the quality head's trainer died and is restarted")
 
     def _run_process(self) -> None:
-        """Start one process and send to it until it ends or the head is closed."""
-        process = TrainerProcess(self._command)
-        with self._changed:
-            self._process, self._process_ended = process, False
-        reader = threading.Thread(target=self._read_reports, args=(process,), name="darts-quality-reports", daemon=True)
-        reader.start()
-        try:
-            self._send_messages(process)
-        finally:
-            process.end(self._grace)
-            reader.join()
-            process.close()
-            with self._changed:
+        """Start one process, and train in it until it dies or the head is closed."""
+        ours, theirs = Pipe()
+        with ours:
+            try:
+                with theirs:  # kept open here, it would hide the death of the process
+                    process = subprocess.Popen(
+                        [*self._command, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    )
+            except OSError as error:
+                logger.error("the quality head's trainer cannot be started: %s", error)
+                return
+            self._process = process
+            threading.Thread(target=self._notice_end, args=[process], daemon=True).start()
+            try:
+                self._train(ours, process)
+            except (EOFError, OSError):
+                pass  # it has died; the supervisor counts that
+            except Exception as error:  # unpickling may raise anything
+                logger.error("a report of the quality head's trainer cannot be read: %r", error)
+            finally:
+                process.kill()  # it has nothing to save: all that is kept was in its reports
+                process.wait()
                 self._process = None
 
-    def _send_messages(self, process: TrainerProcess) -> None:
-        try:
-            process.send(self._opening())
-            while (messages := self._wait_for_messages()) is not None:
-                for message in messages:
-                    process.send(message)
-        except OSError:
-            pass  # it has died; the supervisor counts that
+    def _train(self, pipe: "Connection[Any, Any]", process: "subprocess.Popen[bytes]") -> None:
+        """Exchange messages with the process until it ends or the head is closed.
 
-    def _opening(self) -> Message:
-        with self._changed:
-            self._restore_unsent = False
-            fields = {
-                "width": self.width,
-                "settings": asdict(self.settings),
-                "device": self._device,
-                "schedule": asdict(self._schedule),
-                "restores": self._restores,
-            }
-            return Message(fields, self._state)
+        Raises:
+            EOFError, OSError: the process has died.
+        """
+        pipe.send((self.width, self.settings, self._device, self._schedule))
+        restores, due = -1, 0.0  # a new process first restores the newest state
+        while (message := self._wait_for_message(process, restores, due)) is not None:
+            restores, restored, examples = message
+            # Sending blocks while the pipe is full, so a process that hangs is ended by another thread.
+            watchdog = threading.Timer(self._answer_seconds, self._kill_hanging, [process])
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                pipe.send((restored, examples))
+                report, state = pipe.recv()
+            finally:
+                watchdog.cancel()
+            due = time.monotonic() + self._schedule.max_delay
+            self._apply(report, state, restores)
 
-    def _wait_for_messages(self) -> list[Message] | None:
-        """Wait until there is something to send; ``None`` if the process has ended or is to end."""
+    def _wait_for_message(
+        self, process: "subprocess.Popen[bytes]", received: int, due: float
+    ) -> tuple[int, bytes | None, list[Example]] | None:
+        """Wait for a restore after the last one ``received``, or until the head is to be trained on new labels.
+
+        Return the number of restores, the restored state and the labels; ``None`` once the head is closed or the
+        process has ended.
+        """
+
+        def is_urgent() -> bool:
+            return self._closed or process.returncode is not None or received != self._restores
+
         with self._changed:
-            self._changed.wait_for(lambda: self._unsent or self._restore_unsent or self._process_ended or self._closed)
-            if self._process_ended or self._closed:
+            self._changed.wait_for(lambda: self._unsent or is_urgent())
+            until_due = max(0.0, due - time.monotonic())
+            self._changed.wait_for(lambda: len(self._unsent) >= self._schedule.min_labels or is_urgent(), until_due)
+            if self._closed or process.returncode is not None:
                 return None
-            examples, restore = list(self._unsent), self._restore_unsent
-            restores, state = self._restores, self._state
+            if received != self._restores:
+                return self._restores, self._state, []
+            examples = list(self._unsent)
             self._unsent.clear()
-            self._restore_unsent = False
-        messages = [Message({"kind": "restore", "restores": restores}, state)] if restore else []
-        return [*messages, Message({"kind": "labels"}, pack_examples(examples))] if examples else messages
+            return received, None, examples
 
-    def _read_reports(self, process: TrainerProcess) -> None:
-        try:
-            while (message := process.receive()) is not None:
-                self._apply(TrainerReport.from_json(message.fields), message.body)
-        except (OSError, ValueError, KeyError, TypeError, StateError, InvalidRequest) as error:
-            if self._closed and isinstance(error, OSError):
-                return  # it was killed in the middle of a report
-            logger.error("a report of the quality head's trainer cannot be read: %r", error)
-        finally:
-            with self._changed:
-                self._process_ended = True
-                self._changed.notify_all()
+    def _notice_end(self, process: "subprocess.Popen[bytes]") -> None:
+        process.wait()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _apply(self, report: TrainerReport, state: bytes) -> None:
-        """Score by the new state from now on, unless it is older than the last restore."""
+    def _kill_hanging(self, process: "subprocess.Popen[bytes]") -> None:
+        logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
+        process.kill()
+
+    def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
+        """Score by the new state from now on, unless there was a restore after those that it was trained from."""
         snapshot = Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
         with self._changed:
-            if report.restores != self._restores:
+            if restores != self._restores:
                 return
-            self._current = _Current(report, snapshot or self._current.snapshot)
+            self._current = report, snapshot or self._current[1]
             self._state = state or self._state
         self._on_report(report, state)

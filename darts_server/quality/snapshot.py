@@ -1,15 +1,29 @@
-"""A trained head at one moment: it makes the scores, and it is what is saved. Plain numpy."""
+"""A trained head at one moment: it scores hidden states, and it is what is saved. Plain numpy.
 
+A saved head is a line of ASCII, then safetensors. The line is ``darts-quality-head VERSION SHA256``, with the SHA-256
+(hex) of all bytes after it. Integers are JSON in the metadata of the safetensors part. Nothing is pickled, so bytes
+from the network cannot run code.
+"""
+
+import hashlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
 
-from darts_server.exceptions import InvalidRequest
-from darts_server.quality.features import Single, Standardiser
-from darts_server.quality.serialization import pack, state_damaged, unpack
+from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 
+MEMORY = 4096
+"""Features over which mean and variance are taken, roughly. They must follow a policy whose hidden states drift."""
+CLIP = 10.0
+"""Standard deviations. Values further out are outliers, and must not outweigh all the others."""
+MIN_VARIANCE = 1e-12
+"""A feature with less variance is constant and carries no information."""
 LOGIT_RANGE = 60.0
 """Logits are clipped to it, so that ``exp`` cannot overflow; beyond it a sigmoid is as good as 0 or 1."""
 MAX_WEIGHT = 1e6
@@ -18,27 +32,64 @@ SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state that torch's Adam keeps for each parameter."""
 NUMBERS = ("width", "hidden", "steps", "seen")
+VERSION = 1
+LARGEST = 2**52
+_FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
+_NUMBERS = "numbers"
 
-Arrays = Mapping[str, NDArray[np.float32]]
+Single = NDArray[np.float32]
+Floats = NDArray[np.float64]
 
 
-def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all arrays of a network and its optimiser."""
-    parameters: dict[str, tuple[int, ...]] = {
-        "hidden_weight": (hidden, width),
-        "hidden_bias": (hidden,),
-        "out_weight": (1, hidden),
-        "out_bias": (1,),
-    }
-    moments = {f"{name}.{m}": () if m == "step" else parameters[name] for name in SHAPES for m in MOMENTS}
-    return parameters | moments
+def assemble_feature(hidden: NDArray[np.floating], width: int, position: int) -> Single | None:
+    """Append the logarithm of its position to a hidden state; ``None`` if a value is not a finite float32.
+
+    With the position as an input, one head serves all detection points, and also states that were taken some tokens
+    past one. With a single detection point it is constant, and standardising removes it.
+
+    Raises:
+        ValueError: ``hidden`` is not a vector of ``width``, or ``position`` is below 1.
+    """
+    if hidden.shape != (width,):
+        raise ValueError(f"hidden must have shape ({width},), got {hidden.shape}")
+    if position < 1:
+        raise ValueError(f"position must be at least 1, got {position}")
+    with np.errstate(over="ignore"):
+        feature = np.append(hidden, np.log2(position)).astype(np.float32)
+    return feature if np.isfinite(feature).all() else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standardiser:
+    """Running mean and variance. Immutable: `after` returns the next one."""
+
+    count: int
+    mean: Floats
+    variance: Floats
+
+    @staticmethod
+    def blank(width: int) -> "Standardiser":
+        return Standardiser(0, np.zeros(width), np.zeros(width))
+
+    def after(self, feature: Single) -> "Standardiser":
+        """Add a feature: exactly for the first `MEMORY` ones; from then on, older ones lose weight exponentially."""
+        count = min(self.count + 1, MEMORY)
+        deviation = feature - self.mean
+        mean = self.mean + deviation / count
+        return Standardiser(count, mean, self.variance + (deviation * (feature - mean) - self.variance) / count)
+
+    def apply(self, features: Single) -> Single:
+        """Scale one feature, or rows of them, to mean 0 and variance 1."""
+        spread = np.where(self.variance > MIN_VARIANCE, np.sqrt(self.variance), np.inf)
+        scaled: Floats = (features - self.mean) / spread
+        return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """The weights of a network at one moment, with the optimiser's moments. Its arrays are never written to."""
 
-    arrays: Arrays
+    arrays: Mapping[str, NDArray[np.float32]]
 
     @property
     def are_finite(self) -> bool:
@@ -61,7 +112,7 @@ class Snapshot:
     steps: int
 
     def score(self, feature: Single) -> float:
-        """Compute the score s' of a feature that `features.assemble_feature` returned."""
+        """Compute the score s' of a feature that `assemble_feature` returned."""
         return self.weights.score(self.standardiser.apply(feature))
 
     def to_bytes(self, width: int, hidden: int) -> bytes:
@@ -99,3 +150,65 @@ class Snapshot:
         if any((np.abs(arrays[name]) > MAX_WEIGHT).any() for name in SHAPES):
             raise state_damaged(f"has weights above {MAX_WEIGHT:g}")
         return Snapshot(weights, Standardiser(numbers["seen"], mean, variance), numbers["steps"])
+
+
+def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all arrays of a network and its optimiser."""
+    parameters: dict[str, tuple[int, ...]] = {
+        "hidden_weight": (hidden, width),
+        "hidden_bias": (hidden,),
+        "out_weight": (1, hidden),
+        "out_bias": (1,),
+    }
+    moments = {f"{name}.{m}": () if m == "step" else parameters[name] for name in SHAPES for m in MOMENTS}
+    return parameters | moments
+
+
+def pack(arrays: Mapping[str, NDArray[np.generic]], numbers: Mapping[str, int]) -> bytes:
+    """Serialize arrays and numbers; equal ones give equal bytes."""
+    body = safetensors.save(
+        {name: np.asarray(x, order="C") for name, x in arrays.items()},
+        metadata={_NUMBERS: json.dumps(dict(numbers), sort_keys=True)},
+    )
+    return b"darts-quality-head %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
+
+
+def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]:
+    """Read the arrays and numbers that `pack` serialized.
+
+    Raises:
+        StateDamaged: `pack` did not make this, or bytes are missing or changed.
+        StateTooNew: a newer version made it.
+    """
+    line = _FIRST_LINE.match(data)
+    if not line:
+        raise state_damaged("does not begin like one")
+    if int(line[1]) > VERSION:
+        raise StateTooNew(
+            f"the quality head given was saved by a newer darts-server (format {int(line[1])}, this one reads "
+            f"{VERSION}); nothing was changed. Upgrade this server"
+        )
+    body = data[line.end() :]
+    if hashlib.sha256(body).hexdigest().encode() != line[2]:
+        raise state_damaged("is incomplete or was changed: its checksum is wrong")
+    try:
+        numbers = json.loads(_metadata(body)[_NUMBERS])
+        arrays = safetensors.load(body)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise state_damaged(f"cannot be read ({error!r})") from error
+    if not isinstance(numbers, dict) or not all(type(n) is int and 0 <= n <= LARGEST for n in numbers.values()):
+        raise state_damaged(f"has numbers that are not integers in [0, {LARGEST}]")
+    return arrays, numbers
+
+
+def state_damaged(problem: str) -> StateDamaged:
+    return StateDamaged(f"the quality head given {problem}; nothing was changed. Give a saved one, byte for byte")
+
+
+def _metadata(body: bytes) -> dict[str, str]:
+    """Read the metadata from the header of safetensors: JSON, after its length in eight bytes, little-endian.
+
+    The reader for bytes of the library returns tensors only.
+    """
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    return dict(header["__metadata__"])

@@ -1,11 +1,13 @@
-"""Settings, scores and statuses of a head, wherever it is trained. Nothing here imports torch."""
+"""Settings, scores and reports of a head, wherever it is trained. Nothing here imports torch."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 from darts_server.policy.pruning.calibration import MAX_WEIGHT
-from darts_server.quality.evaluation import WINDOW
+from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
+
+NO_METRICS = ScoreMetrics(0, None, None, None)
 
 
 class HeadStatus(StrEnum):
@@ -68,8 +70,34 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """``steps``: made and kept. ``loss``: their mean loss in nats; ``None`` without any."""
+class TrainingSchedule:
+    """When a head is trained, and how long.
 
-    steps: int
-    loss: float | None
+    A training starts with ``min_labels`` new labels, or with any new label once the last training is ``max_delay``
+    seconds ago. It makes at most ``max_steps`` steps, and starts none after ``max_seconds``.
+    """
+
+    min_labels: int = 64
+    max_delay: float = 1.0
+    max_steps: int = 50
+    max_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    """A head at one moment, without its weights.
+
+    ``prior``: share of correct ones among the labels; a half without any. ``steps``: all training steps behind the
+    weights. ``labels``, ``trained_steps``, ``trained_seconds``, ``divergences``: since this head was created. ``loss``:
+    mean of the last good training, in nats.
+    """
+
+    status: HeadStatus = HeadStatus.NO_LABELS
+    prior: float = 0.5
+    metrics: ScoreMetrics = NO_METRICS
+    labels: int = 0
+    steps: int = 0
+    trained_steps: int = 0
+    trained_seconds: float = 0.0
+    loss: float | None = None
+    divergences: int = 0

@@ -20,7 +20,7 @@ from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.poller import ProgressPoller
-from darts_server.rollout.pruning.scorer import CandidateScorer
+from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue

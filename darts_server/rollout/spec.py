@@ -12,7 +12,7 @@ from darts_server.observers import GroupObserver
 from darts_server.policy.group import Group
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.pruning.scorer import CandidateScorer
+from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.start_queue import StartQueue
 
 SURVIVAL_STREAM = (1,)

@@ -1,16 +1,17 @@
 """The head learns, follows drift, and returns the prior with a status while it cannot be trusted."""
 
 import math
-import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from darts_server.policy.pruning.score_metrics import auc
-from darts_server.quality.head import Head
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainingResult
+from darts_server.quality.head import Batch, Head, Network, ReplayBuffer
+from darts_server.quality.snapshot import Single
+from darts_server.quality.types import HeadSettings, HeadStatus, Score
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, train_step, trained_head
 
 
@@ -105,7 +106,7 @@ def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_wh
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
     assert head.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
-    assert head.train(5) == TrainingResult(0, None)
+    assert head.train(5) == 0
     head.learn(hidden, 512, 1.0)
     score = head.score(hidden, 512)
     assert score.value == pytest.approx(2 / 3)
@@ -113,7 +114,7 @@ def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_wh
     for i in range(QUICK.min_labels):
         head.learn(hidden + i, 512, float(i % 2))
     assert head.score(hidden, 512).status is HeadStatus.UNTRAINED
-    assert head.train(5).steps == 5
+    assert head.train(5) == 5
     assert head.score(hidden, 512).status is head.status is HeadStatus.READY
     assert head.steps == 5
 
@@ -123,7 +124,7 @@ def test_with_labels_of_one_class_the_score_is_the_prior(target: float) -> None:
     head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
     for _ in range(200):
         head.learn(rng.normal(size=WIDTH), 512, target)
-    assert head.train(5) == TrainingResult(0, None)
+    assert head.train(5) == 0
     score = head.score(np.zeros(WIDTH), 512)
     assert score.value == pytest.approx(target, abs=0.01)
     assert score.status is HeadStatus.ONE_CLASS
@@ -167,11 +168,11 @@ def test_a_training_that_diverges_is_undone() -> None:
     for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     before = head.state()
-    assert head.train(50) == TrainingResult(0, None)
+    assert head.train(50) == 0
     assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 1, 0)
     assert head.state() == before
     assert head.score(np.zeros(WIDTH), 512).value == pytest.approx(0.5, abs=0.2)
-    assert head.train(50) == TrainingResult(0, None)
+    assert head.train(50) == 0
     assert head.divergences == 2
 
 
@@ -180,8 +181,8 @@ def test_the_training_after_a_divergence_starts_from_the_last_good_weights() -> 
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
     for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
-    assert head.train(2) == TrainingResult(0, None)
-    assert head.train(1).steps == 1
+    assert head.train(2) == 0
+    assert head.train(1) == 1
     assert (head.status, head.divergences) == (HeadStatus.READY, 1)
 
 
@@ -189,12 +190,12 @@ def test_a_loss_that_explodes_is_a_divergence_even_if_it_is_finite() -> None:
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
     for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
-    assert head.train(1).steps == 1  # kept, so all its weights are finite
-    assert head.train(1) == TrainingResult(0, None)
+    assert head.train(1) == 1  # kept, so all its weights are finite
+    assert head.train(1) == 0
     assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 1, 1)
 
 
-# --- time and threads -------------------------------------------------------
+# --- time -------------------------------------------------------
 
 
 def test_training_stops_when_its_time_is_up() -> None:
@@ -202,53 +203,9 @@ def test_training_stops_when_its_time_is_up() -> None:
     head = Head(WIDTH, QUICK, clock=lambda: float(next(ticks)))
     for hidden, target in SyntheticTask().trajectories(64):
         head.learn(hidden, 512, target)
-    assert head.train(100, seconds=3.5).steps == 3
-    assert head.train(100, seconds=0.0) == TrainingResult(0, None)
+    assert head.train(100, seconds=3.5) == 3
+    assert head.train(100, seconds=0.0) == 0
     assert head.status is HeadStatus.READY
-
-
-def test_scoring_and_learning_continue_during_a_training() -> None:
-    """Each score is from one of the snapshots, none from a half-finished training."""
-    task = SyntheticTask()
-    head = Head(WIDTH, QUICK)
-    for hidden, target in task.trajectories(64):
-        head.learn(hidden, 512, target)
-    probe, trained = np.full(WIDTH, 101.0), [head.score(np.full(WIDTH, 101.0), 512).value]
-    done = threading.Event()
-
-    def train() -> None:
-        try:
-            for _ in range(40):
-                head.train(3)
-                trained.append(head.score(probe, 512).value)
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    scores = []
-    while not done.wait(0.001):  # without a pause the threads mostly wait for each other's lock
-        hidden, target = next(task.trajectories(1))
-        head.learn(hidden, 512, target)
-        scores.append(head.score(probe, 512))
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert head.steps == 120
-    assert {s.value for s in scores if s.status is HeadStatus.READY} <= set(trained)
-
-
-def test_concurrent_trainings_run_one_after_the_other() -> None:
-    head = Head(WIDTH, QUICK)
-    for hidden, target in SyntheticTask().trajectories(64):
-        head.learn(hidden, 512, target)
-    threads = [threading.Thread(target=head.train, args=(20,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for hidden, target in SyntheticTask(seed=1).trajectories(64):
-        head.learn(hidden, 512, target)
-    for thread in threads:
-        thread.join(timeout=60)
-    assert (head.steps, head.divergences) == (60, 0)
 
 
 # --- what is refused --------------------------------------------------------
@@ -280,3 +237,135 @@ def test_arguments_out_of_range_are_refused(
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         HeadSettings(**wrong)
+
+
+# --- the network ------------------------------------------------------------
+
+
+def batch(width: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(16, width)).astype(np.float32)
+    return Batch(x, (x[:, 0] > 0).astype(np.float32), np.ones(16, dtype=np.float32))
+
+
+def network(seed: int = 0) -> Network:
+    return Network(5, 7, learning_rate=1e-2, weight_decay=0.0, seed=seed)
+
+
+def test_scores_in_numpy_equal_those_of_the_trained_network() -> None:
+    net = network()
+    for i in range(20):
+        net.fit(batch(5, i).features, batch(5, i))
+    a = {name: torch.from_numpy(x) for name, x in net.weights().arrays.items()}
+    for x in batch(5, 99).features:
+        hidden = torch.relu(a["hidden_weight"] @ torch.from_numpy(x) + a["hidden_bias"])
+        expected = torch.sigmoid(a["out_weight"] @ hidden + a["out_bias"]).item()
+        assert net.weights().score(x) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_loss_starts_at_that_of_guessing_and_falls() -> None:
+    net, one = network(), batch(5, 0)
+    losses = [net.fit(one.features, one) for _ in range(100)]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert losses[-1] < 0.2
+
+
+def test_weights_scale_the_loss() -> None:
+    one = batch(5, 0)
+    double = Batch(one.features, one.targets, 2 * one.weights)
+    assert network().fit(one.features, double) == pytest.approx(2 * network().fit(one.features, one))
+
+
+def test_copied_weights_do_not_change_with_the_network() -> None:
+    net, one = network(), batch(5, 0)
+    before = net.weights()
+    chance = before.score(one.features[0])
+    for _ in range(10):
+        net.fit(one.features, one)
+    assert before.score(one.features[0]) == chance != net.weights().score(one.features[0])
+
+
+def test_moments_must_be_loaded_to_continue_a_training_exactly() -> None:
+    continued, fresh, saved, one = network(), network(1), network(2), batch(5, 0)
+    for _ in range(5):
+        saved.fit(one.features, one)
+    continued.load(saved.weights(), moments=True)
+    fresh.load(saved.weights(), moments=False)
+    for net in (continued, fresh, saved):
+        net.fit(one.features, one)
+    arrays = [net.weights().arrays["hidden_weight"] for net in (continued, fresh, saved)]
+    assert (arrays[0] == arrays[2]).all()
+    assert (arrays[1] != arrays[2]).any()
+
+
+def test_the_global_generator_of_torch_is_not_used() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    network()
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --- the replay buffer ------------------------------------------------------
+
+
+def buffer(
+    capacity: int = 100, half_life: float = 10.0, max_weight: float | None = 10.0, seed: int = 0
+) -> ReplayBuffer:
+    rng = np.random.default_rng(seed)
+    return ReplayBuffer(1, capacity=capacity, half_life=half_life, max_weight=max_weight, rng=rng)
+
+
+def number(n: float) -> Single:
+    return np.asarray([n], dtype=np.float32)
+
+
+@pytest.mark.parametrize("added", [40, 100, 250])
+def test_newer_examples_are_sampled_more_often_and_old_ones_are_dropped(added: int) -> None:
+    replay = buffer()
+    for n in range(added):
+        replay.add(number(n), n % 2, 1.0)
+    sampled = replay.sample(50_000).features[:, 0]
+    assert len(replay) == min(added, 100)
+    assert sampled.min() >= added - 100
+    newest, older = (float((sampled == n).mean()) for n in (added - 1, added - 11))
+    assert newest / older == pytest.approx(2, rel=0.15)
+
+
+def test_features_targets_and_weights_stay_together() -> None:
+    replay = buffer(capacity=3, half_life=100.0)
+    for n, survival in enumerate([1.0, 0.5, 0.25, 0.5]):
+        replay.add(number(n), n / 4, survival)
+    batch = replay.sample(200)
+    weights = {1.0: 2 / (8 / 3), 2.0: 4 / (8 / 3), 3.0: 2 / (8 / 3)}
+    assert {float(x) for x in batch.features[:, 0]} == set(weights)
+    assert (batch.targets == batch.features[:, 0] / 4).all()
+    assert batch.weights.tolist() == pytest.approx([weights[float(x)] for x in batch.features[:, 0]])
+
+
+def test_without_correction_all_examples_weigh_the_same() -> None:
+    replay = buffer(max_weight=None)
+    replay.add(number(0), 1.0, 0.1)
+    replay.add(number(1), 0.0, 1.0)
+    assert replay.sample(10).weights.tolist() == [1.0] * 10
+    assert replay.prior == pytest.approx(0.5)
+
+
+def test_the_prior_is_weighted_and_never_0_or_1() -> None:
+    replay = buffer()
+    assert replay.prior == 0.5
+    assert replay.is_one_class
+    replay.add(number(0), 1.0, 1.0)
+    assert replay.prior == pytest.approx(2 / 3)
+    assert replay.is_one_class
+    replay.add(number(1), 0.0, 0.5)
+    assert replay.prior == pytest.approx((2 / 3 + 1) / 4)
+    assert not replay.is_one_class
+
+
+def test_equal_seeds_sample_equal_batches() -> None:
+    one, other, third = buffer(seed=1), buffer(seed=1), buffer(seed=2)
+    for replay in (one, other, third):
+        for n in range(50):
+            replay.add(number(n), n % 2, 1.0)
+    assert one.sample(9).features.tolist() == other.sample(9).features.tolist() != third.sample(9).features.tolist()

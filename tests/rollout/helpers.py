@@ -17,7 +17,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Plan, Planner
-from darts_server.rollout.pruning.scorer import CandidateScorer
+from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from statistics import fmean, linear_regression, median
 
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
-from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.latency.curve import LatencyCurve
 from darts_server.policy.latency.starts import MAX_STARTS, Start, start_seconds
+from darts_server.policy.pruning.calibration import fit_isotonic
 
 BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""

@@ -5,47 +5,21 @@ default. With the weights of `calibration.inverse_propensity_weights` a figure o
 estimates the figure over all of them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
+
 Floats = NDArray[np.float64]
 
 RELIABILITY_BINS = 15
 """Usual for a calibration error: of a few hundred labels, each bin holds some dozens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReliabilityBin:
-    """One bin of a reliability diagram: mean predicted probability and observed share, over ``weight`` labels."""
-
-    predicted: float
-    observed: float
-    weight: float
-
-
-def reliability(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-    bins: int = RELIABILITY_BINS,
-) -> list[ReliabilityBin]:
-    """Compute a reliability diagram over ``bins`` equal intervals of [0, 1]; empty ones are left out.
-
-    Raises:
-        ValueError: lengths differ, a probability or target is outside [0, 1], or a weight is negative or not finite.
-    """
-    q, y, w = _checked(probabilities, targets, weights)
-    bin_of = np.minimum((q * bins).astype(np.int64), bins - 1)
-    mass = np.bincount(bin_of, weights=w, minlength=bins)
-    predicted = np.bincount(bin_of, weights=w * q, minlength=bins)
-    observed = np.bincount(bin_of, weights=w * y, minlength=bins)
-    return [
-        ReliabilityBin(float(predicted[b] / mass[b]), float(observed[b] / mass[b]), float(mass[b]))
-        for b in np.flatnonzero(mass)
-    ]
+WINDOW = 1024
+"""Labels that metrics are over: those of several training steps with a usual batch size."""
 
 
 def calibration_error(
@@ -54,16 +28,17 @@ def calibration_error(
     weights: Sequence[float] | Floats | None = None,
     bins: int = RELIABILITY_BINS,
 ) -> float | None:
-    """Compute the expected calibration error: the weighted mean of |predicted - observed| over the bins.
+    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
 
     ``None`` without labels.
 
     Raises:
-        ValueError: as `reliability`.
+        ValueError: lengths differ, a probability or target is outside [0, 1], or a weight is negative or not finite.
     """
-    diagram = reliability(probabilities, targets, weights, bins)
-    mass = sum(bar.weight for bar in diagram)
-    return sum(bar.weight * abs(bar.predicted - bar.observed) for bar in diagram) / mass if diagram else None
+    q, y, w = _checked(probabilities, targets, weights)
+    mass = float(w.sum())
+    gaps = np.bincount(np.minimum((q * bins).astype(np.int64), bins - 1), weights=w * (q - y))
+    return float(np.abs(gaps).sum()) / mass if mass else None
 
 
 def brier_score(
@@ -74,7 +49,7 @@ def brier_score(
     ``None`` without labels.
 
     Raises:
-        ValueError: as `reliability`.
+        ValueError: as `calibration_error`.
     """
     q, y, w = _checked(probabilities, targets, weights)
     mass = float(w.sum())
@@ -92,7 +67,7 @@ def auc(
     of ``scores`` matters, which may be any finite numbers.
 
     Raises:
-        ValueError: a score is not finite; else as `reliability`.
+        ValueError: a score is not finite; else as `calibration_error`.
     """
     s = np.asarray(scores, dtype=np.float64)
     if not np.isfinite(s).all():
@@ -104,6 +79,47 @@ def auc(
     pairs = float(right.sum() * wrong.sum())
     below = np.cumsum(wrong) - wrong
     return float((right * (below + wrong / 2)).sum()) / pairs if pairs else None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreMetrics:
+    """Metrics over the last ``labels`` labels; ``None`` where there are too few.
+
+    With inverse propensity weights they are estimates for all trajectories, the pruned ones included.
+    """
+
+    labels: int
+    auc: float | None
+    brier: float | None
+    calibration_error: float | None
+
+
+class Evaluation:
+    """Prequential evaluation: each label comes with the score from before the head was trained on it.
+
+    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1. ``window``: the
+    metrics are over so many of the newest labels.
+    """
+
+    def __init__(self, max_weight: float | None, window: int = WINDOW) -> None:
+        self._max_weight = max_weight
+        self._labels: deque[Label] = deque(maxlen=window)
+
+    def add(self, label: Label) -> None:
+        self._labels.append(label)
+
+    def metrics(self) -> ScoreMetrics:
+        scores = [x.score for x in self._labels]
+        targets = [x.target for x in self._labels]
+        weights: list[float] | None = None
+        if self._max_weight is not None:
+            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight).tolist()
+        return ScoreMetrics(
+            labels=len(scores),
+            auc=auc(scores, targets, weights),
+            brier=brier_score(scores, targets, weights),
+            calibration_error=calibration_error(scores, targets, weights),
+        )
 
 
 def _checked(

@@ -11,8 +11,7 @@ A derivation that the paper does not make: delta and rho appear only as a sum, d
 for. So rho cancels out, and there is no parameter for it: likely right trajectories are always pruned more.
 
 The paper takes the mean of p over labelled trajectories. These are survivors, whose q differ from those of all scored
-ones, so the keep ratio comes out wrong. Fit to the q of all scored ones, or to labelled ones with the weights of
-`calibration.inverse_propensity_weights`.
+ones, so the keep ratio comes out wrong. So fit to the q of all scored ones.
 """
 
 from collections.abc import Sequence
@@ -49,31 +48,24 @@ class Pruning:
         if not 0 <= self.balance_strength <= 100:
             raise ValueError(f"balance_strength must be in [0, 100], got {self.balance_strength}")
 
-    def fit(
-        self, qualities: Sequence[float] | Floats, weights: Sequence[float] | Floats | None = None
-    ) -> "SurvivalCurve":
+    def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
         """Fit survival to recent q, such that its mean over them is the keep ratio.
 
         The mean rises with delta from p_min to p_max, and the keep ratio lies between these, so bisection finds delta.
         Where a whole range of delta gives the keep ratio, all of them give the same p.
 
         Raises:
-            ValueError: there is no q, one is outside [0, 1], or the weights are not one for each, at least 0 and not
-                all 0.
+            ValueError: there is no q, or one is outside [0, 1].
         """
         q = np.asarray(qualities, dtype=np.float64)
-        w = np.ones(q.size) if weights is None else np.asarray(weights, dtype=np.float64)
-        if not ((q >= 0) & (q <= 1)).all():
-            raise ValueError("qualities must be in [0, 1]")
-        if w.size != q.size or not (np.isfinite(w) & (w >= 0)).all() or not w.any():
-            raise ValueError("weights must be one for each quality, finite, at least 0, and not all 0")
-        w = w / w.sum()
+        if not q.size or not ((q >= 0) & (q <= 1)).all():
+            raise ValueError("qualities must be at least one, in [0, 1]")
         pull = self.keep_ratio - self.balance_strength * q
         low, high = self.min_survival - float(pull.max()), self.max_survival - float(pull.min())
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             kept = np.clip(pull + middle, self.min_survival, self.max_survival)
-            if float(kept @ w) < self.keep_ratio:
+            if float(kept.mean()) < self.keep_ratio:
                 low = middle
             else:
                 high = middle
@@ -92,3 +84,47 @@ class SurvivalCurve:
         rule = self.pruning
         pull = rule.keep_ratio + self.shift - rule.balance_strength * quality
         return min(max(pull, rule.min_survival), rule.max_survival)
+
+
+def weight_factor(survivals: Sequence[float], started: int) -> float:
+    """Return what the weights 1 / survival of a group are multiplied by where candidates failed.
+
+    ``inf`` if that exceeds the range of floats.
+
+    A candidate that was pruned might have failed later, and one that failed might have been pruned. So the candidates
+    that count, all n that were started without the f that are known to have failed, are more than those that would not
+    have failed, for which the weights 1 / survival of the survivors stand: weighted means come out too small.
+
+    Let a set D of d of n candidates be doomed to fail at some time, all sets of that size alike: failures do not depend
+    on what is generated. Given D, with W = 1 / survival until a candidate ended, and 0 for a pruned one,
+
+    * E[W_i x_i] = x_i, and the product of the W of several candidates has expectation 1: each decision keeps it;
+    * so the sum of x over all n, which is n / (n - d) times that over those outside D on average over D, is the
+      expectation of g(d) * (sum of W_i x_i over the survivors) with g(d) = n / (n - d);
+    * g(d) = sum over k of C(d, k) / C(n - 1, k), its Newton series, and C(d, k) is the expectation of e_k, the sum over
+      all k of the failed of the product of their W. Those are other candidates than i, so the products keep their
+      expectation.
+
+    Hence each weight 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and
+    times (n - f) / n sums over n - f candidates, the number that is reported. Without pruning all of it is 1.
+
+    (n minus the sum of W over the failed estimates n - d without bias, but not its inverse; and it may be negative.)
+
+    It is exact for a fixed number of candidates: if failures left too few, and others were started in place of them, it
+    is an estimate.
+
+    Args:
+        survivals: of the candidates that failed, fewer than ``started``.
+        started: n, with them.
+    """
+    kept = [survival for survival in survivals if survival < 1]
+    k = np.arange(1, len(survivals) + 1)
+    others = started - k  # C(n - 1, k) / C(n - 1, k - 1) is others / k
+    # The terms e_k / C(n - 1, k) of the candidates so far, first of all with survival 1, for which e_k is a binomial
+    # coefficient. Neither e_k nor C(n - 1, k) alone is in the range of floats.
+    certain = len(survivals) - len(kept)
+    terms = np.cumprod(np.concatenate([[1.0], np.maximum(certain + 1 - k, 0) / others]))
+    with np.errstate(over="ignore"):
+        for survival in kept:
+            terms[1:] += terms[:-1] * (k / others) / survival
+        return float(terms.sum()) * (started - len(survivals)) / started

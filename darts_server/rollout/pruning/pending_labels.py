@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.records import GroupKey
-from darts_server.rollout.pruning.detection_point import DetectionPoint
+from darts_server.rollout.pruning.checkpoints import DetectionPoint
 
 MAX_BYTES = 256 * 1024 * 1024
 """At a width of 4096 some 30,000 trajectories: the groups of several steps."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -12,24 +12,16 @@ from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import GroupObserver, PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
+from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.quality.evaluation import Evaluation, ScoreMetrics
-from darts_server.quality.report import TrainerReport
-from darts_server.quality.types import HeadStatus, Score
+from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import BlobStore, DocumentStore
-from darts_server.rollout.pruning.detection_point import (
-    DetectionPoint,
-    DetectionPoints,
-    create_points,
-    last_reached,
-)
-from darts_server.rollout.pruning.head_checkpoint import HeadCheckpoint
+from darts_server.rollout.pruning.checkpoints import DetectionPoint, HeadCheckpoint
+from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings, head_input, head_width, logprob_score
-from darts_server.rollout.pruning.scorer import Assessment
-from darts_server.rollout.pruning.status import StatusLog, point_status
 from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
@@ -43,6 +35,18 @@ RELOAD_SECONDS = 1.0
 """Between two checks whether a restore has replaced what is in the store."""
 MISSING_STATE_TOKENS = 64
 """Without a score this many tokens past its detection point, a trajectory's hidden state will not come any more."""
+STATUS_REASONS = {
+    PruningStatus.READY: "trajectories are pruned by their probability of being correct",
+    PruningStatus.UNUSED: "no trajectory was scored yet",
+    PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
+    PruningStatus.COLD: "the first steps only learn, see --cold-steps",
+    PruningStatus.FEW_LABELS: "there are too few rewards yet, see --cold-labels",
+    PruningStatus.UNTRAINED: "the quality head is not trained yet",
+    PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all are of wrong ones",
+    PruningStatus.DIVERGED: "the quality head's last training diverged and was undone",
+    PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
+    PruningStatus.PROBE_LOST: "the engine no longer sends hidden states; restart the server",
+}
 
 
 class TrainedHead(Protocol):
@@ -107,12 +111,12 @@ class Pruner(GroupObserver):
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         self._pending = PendingLabels(settings.max_bytes)
-        self._points: dict[ScoreKind, DetectionPoints] = {}
+        self._points: dict[ScoreKind, dict[int, DetectionPoint]] = {}
         self._head: TrainedHead | None = None
         max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
         self._score_evaluation = Evaluation(max_weight, settings.window)
         self._calibrated_evaluation = Evaluation(max_weight, settings.window)
-        self._status_log = StatusLog()
+        self._logged_status: PruningStatus | None = None
         self._last_version: int | None = None
         self._step_groups = 0
         self._reloaded_at = -RELOAD_SECONDS
@@ -125,7 +129,7 @@ class Pruner(GroupObserver):
         kind, width = self._kind, self._width()
         if not kind.uses_head or width is not None:
             self._ensure_points(kind, head_width(kind, width or 0))
-        self._status_log.update(self.status)
+        self._log_status()
 
     def close(self) -> None:
         """Save what was learned, and end the training."""
@@ -157,7 +161,7 @@ class Pruner(GroupObserver):
         assert self._head is not None
         self._observer.hidden_state_expected(received=True)
         score = self._head.score(hidden, probed.tokens)
-        pending = PendingScore(last_reached(points, probed.tokens), probed.tokens, compact(hidden))
+        pending = PendingScore(_last_reached(points, probed.tokens), probed.tokens, compact(hidden))
         return self._assess(group, index, pending, score, pruning)
 
     def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
@@ -165,7 +169,7 @@ class Pruner(GroupObserver):
         points = self._ensure_points(kind, 0)
         value = logprob_score(kind, logprobs)
         score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
-        pending = PendingScore(last_reached(points, len(logprobs)), len(logprobs), None)
+        pending = PendingScore(_last_reached(points, len(logprobs)), len(logprobs), None)
         return self._assess(group, index, pending, score, pruning)
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
@@ -183,7 +187,7 @@ class Pruner(GroupObserver):
 
     def _assess(self, group: GroupKey, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Assessment:
         """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
-        self._status_log.update(self.status)
+        self._log_status()
         usable = score.status is not HeadStatus.BAD_FEATURE
         self._observer.trajectory_scored(usable=usable)
         calibrator = pending.point.calibrator
@@ -240,7 +244,7 @@ class Pruner(GroupObserver):
             label = self._pending.find(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.share = record.tail_share
-        self._status_log.update(self.status)
+        self._log_status()
         if self.uses_hidden_states:
             for candidate in record.candidates:
                 if candidate.quality is None and candidate.tokens > self.detect_at[0] + MISSING_STATE_TOKENS:
@@ -278,6 +282,15 @@ class Pruner(GroupObserver):
             return PruningStatus.UNUSED
         return PruningStatus.READY if PruningStatus.READY in statuses else statuses[0]
 
+    def _log_status(self) -> None:
+        """Log the status if it has changed."""
+        status = self.status
+        if status is not self._logged_status:
+            neutral = "" if status is PruningStatus.READY else " and all are kept"
+            # A warning, since vLLM's default logging shows nothing below of loggers other than its own.
+            logger.warning("pruning by quality is %s%s: %s", status, neutral, STATUS_REASONS[status])
+        self._logged_status = status
+
     @property
     def report(self) -> TrainerReport:
         """The last report of the head's trainer."""
@@ -302,13 +315,15 @@ class Pruner(GroupObserver):
             return settings.fallback
         return settings.kind
 
-    def _ensure_points(self, kind: ScoreKind, width: int) -> DetectionPoints:
+    def _ensure_points(self, kind: ScoreKind, width: int) -> dict[int, DetectionPoint]:
         """Return the detection points of a kind of score; the first time, load them and start the head they need."""
         self._has_started = True
         points = self._points.get(kind)
         if points is None:
-            points = create_points(self._blobs, kind, self.detect_at, self._settings.calibration, width)
-            self._points[kind] = points
+            points = self._points[kind] = {
+                tokens: DetectionPoint(self._blobs, f"{kind}@{tokens}", self._settings.calibration, width)
+                for tokens in self.detect_at
+            }
             if kind.uses_head:
                 self._head = self._create_head(width, self._checkpoint.update)
             self._reloaded_at = -RELOAD_SECONDS
@@ -333,7 +348,7 @@ class Pruner(GroupObserver):
                 if (problem := point.reload()) is not None:
                     logger.warning("the saved calibration %s %s; it is learned from scratch", point.key, problem)
             if self._head is not None:
-                self._checkpoint.reload(self._head)
+                self._checkpoint.reload(self._head.restore)
         except StateError as error:
             if not self._is_unreadable:
                 logger.warning("the saved quality head and calibration cannot be read: %s", error)
@@ -347,3 +362,20 @@ class Pruner(GroupObserver):
                 point.save()
         except StateError as error:
             logger.warning("the calibration of quality was not saved: %s", error)
+
+
+def _last_reached(points: Mapping[int, DetectionPoint], tokens: int) -> DetectionPoint:
+    """Return the last detection point at or before ``tokens``."""
+    return points[max((at for at in points if at <= tokens), default=min(points))]
+
+
+def point_status(calibration: CalibrationStatus, head: HeadStatus | None = None, labels: int = 0) -> PruningStatus:
+    """Combine the statuses of a detection point's calibration and of the head whose scores it calibrates.
+
+    ``head``: ``None`` for scores without a head. ``labels``: those that the head's trainer has received.
+    """
+    if head is not None and head is not HeadStatus.READY:
+        return PruningStatus(head.value)
+    if head is not None and calibration is CalibrationStatus.NO_LABELS and labels:
+        return PruningStatus.FEW_LABELS  # all labels are from before the head's first training, and had no score
+    return PruningStatus(calibration.value)

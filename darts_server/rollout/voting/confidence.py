@@ -1,6 +1,6 @@
 """The confidence of the model in its trajectories, from log-probs, and its calibration by the rewards of votes.
 
-Scores are the mean and the lowest mean log-prob (`policy.pruning.logprob_scores`). They become probabilities of being
+Scores are the mean and the lowest mean log-prob (`rollout.pruning.score_kinds`). They become probabilities of being
 correct once rewards came for trajectories of votes.
 """
 
@@ -14,7 +14,7 @@ from darts_server.records import GroupKey
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import BlobStore, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
-from darts_server.rollout.pruning.detection_point import DetectionPoint
+from darts_server.rollout.pruning.checkpoints import DetectionPoint
 from darts_server.rollout.pruning.score_kinds import ScoreKind, logprob_score
 from darts_server.types import Sample
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.pruning.calibration import (
     DEFAULT_PRIOR,
     MAX_WEIGHT,
@@ -20,6 +19,7 @@ from darts_server.policy.pruning.calibration import (
     CalibrationStatus,
     Calibrator,
     Label,
+    fit_isotonic,
     inverse_propensity_weights,
     label_from_reward,
 )

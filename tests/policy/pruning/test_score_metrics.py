@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.pruning.score_metrics import ReliabilityBin, auc, brier_score, calibration_error, reliability
+from darts_server.policy.pruning.calibration import Label
+from darts_server.policy.pruning.score_metrics import (
+    WINDOW,
+    Evaluation,
+    ScoreMetrics,
+    auc,
+    brier_score,
+    calibration_error,
+)
 
 CHANCES = st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 1.0]) | st.floats(0, 1)
 LABELS = st.lists(st.tuples(CHANCES, st.sampled_from([0.0, 1.0, 0.25]), st.integers(0, 5)), max_size=25)
@@ -59,12 +67,6 @@ def test_the_auc_depends_on_the_order_alone() -> None:
     assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
 
 
-def test_a_diagram_has_a_bar_for_each_bin_with_labels() -> None:
-    bars = reliability([0.1, 0.2, 1.0], [0, 1, 1], [1, 3, 1], bins=2)
-    assert [bar.predicted for bar in bars] == pytest.approx([0.175, 1.0])
-    assert bars == [ReliabilityBin(bars[0].predicted, 0.75, 4.0), ReliabilityBin(1.0, 1.0, 1.0)]
-
-
 @pytest.mark.parametrize(
     ("scores", "targets", "weights", "complaint"),
     [
@@ -91,3 +93,28 @@ def test_the_auc_needs_finite_scores() -> None:
 
 def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
+
+
+def test_without_labels_there_are_no_metrics() -> None:
+    assert Evaluation(None).metrics() == ScoreMetrics(0, None, None, None)
+
+
+def test_metrics_are_over_the_last_labels() -> None:
+    evaluation = Evaluation(None)
+    for _ in range(WINDOW):
+        evaluation.add(Label(0.9, 0.0))
+    for i in range(WINDOW):
+        evaluation.add(Label(0.8 if i % 2 else 0.2, float(i % 2)))
+    metrics = evaluation.metrics()
+    assert (metrics.labels, metrics.auc) == (WINDOW, 1.0)
+    assert (metrics.brier, metrics.calibration_error) == pytest.approx((0.04, 0.2))
+
+
+def test_survivors_are_weighted_for_the_pruned_ones() -> None:
+    """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
+    plain, corrected = Evaluation(None), Evaluation(10.0)
+    for evaluation in (plain, corrected):
+        for label in [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3:
+            evaluation.add(label)
+    assert plain.metrics().brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
+    assert corrected.metrics().brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)

@@ -1,6 +1,9 @@
 """Survival: the paper's formula, delta and the keep ratio."""
 
 import math
+from fractions import Fraction
+from math import comb, inf, isfinite
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.pruning.calibration import inverse_propensity_weights
-from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
+from darts_server.policy.pruning.survival import Pruning, weight_factor
 
 CHANCES = st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1)
 QUALITIES = st.lists(CHANCES, min_size=1, max_size=60)
@@ -47,14 +49,6 @@ def test_survival_is_what_the_paper_says_with_any_rho(
 def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float]) -> None:
     curve = pruning.fit(recent)
     assert abs(math.fsum(map(curve.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
-
-
-@given(prunings(), st.lists(st.tuples(CHANCES, st.integers(0, 4)), max_size=20))
-def test_a_weight_counts_as_that_many_qualities(pruning: Pruning, weighted: list[tuple[float, int]]) -> None:
-    weighted = [(0.5, 1), (0.4, 1), *weighted]
-    repeated = [q for q, w in weighted for _ in range(w)]
-    by_weight = pruning.fit([q for q, _ in weighted], [w for _, w in weighted])
-    assert abs(math.fsum(map(by_weight.survival, repeated)) - pruning.keep_ratio * len(repeated)) < 1e-9
 
 
 def test_a_constant_score_prunes_at_the_keep_ratio() -> None:
@@ -97,21 +91,6 @@ def test_if_most_are_wrong_even_more_survivors_are() -> None:
     assert right[survivors(Pruning(), q)].mean() < right.mean() - 0.015
 
 
-def test_delta_of_survivors_alone_misses_the_keep_ratio_and_weights_correct_it() -> None:
-    """Strong pull, nine in ten right. The survivors' q are lower, so a delta over them prunes too many."""
-    pruning = Pruning(balance_strength=2.0)
-    q, _ = population(0.9, 20_000)
-    curve = pruning.fit(q)
-    p = np.asarray([curve.survival(x) for x in q])
-    kept = np.random.default_rng(3).random(q.size) < p
-
-    def rate(curve: SurvivalCurve) -> float:
-        return float(np.mean([curve.survival(x) for x in q]))
-
-    assert rate(pruning.fit(q[kept])) < 0.5 - 0.05
-    assert rate(pruning.fit(q[kept], inverse_propensity_weights(p[kept]))) == pytest.approx(0.5, abs=0.02)
-
-
 # --- what is refused --------------------------------------------------------
 
 
@@ -131,10 +110,48 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         Pruning(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("qualities", "weights"),
-    [([], None), ([1.5], None), ([math.nan], None), ([0.5], [1, 1]), ([0.5], [-1]), ([0.5], [0]), ([0.5], [math.inf])],
-)
-def test_qualities_and_weights_out_of_range_are_refused(qualities: list[float], weights: list[float] | None) -> None:
+@pytest.mark.parametrize("qualities", [[], [1.5], [math.nan]])
+def test_qualities_out_of_range_are_refused(qualities: list[float]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Pruning().fit(qualities, weights)
+        Pruning().fit(qualities)
+
+
+# --- where candidates failed ------------------------------------------------
+
+
+@pytest.mark.parametrize("started", [2, 5, 12])
+def test_failures_before_any_checkpoint_change_nothing(started: int) -> None:
+    for failed in range(started):
+        assert weight_factor([1.0] * failed, started) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_failure_after_a_checkpoint_raises_the_weights_of_the_others() -> None:
+    assert weight_factor([0.5], 2) == pytest.approx((1 + 2 / 1) * 1 / 2, abs=1e-12)
+    assert weight_factor([0.5, 0.25], 4) == pytest.approx((1 + (2 + 4) / 3 + 2 * 4 / 3) * 2 / 4, abs=1e-12)
+    assert weight_factor([0.5] * 3, 100) < weight_factor([0.5] * 3, 10)
+
+
+def exact(survivals: list[float], started: int) -> float:
+    sums = [Fraction(1)]
+    for survival in survivals:
+        both = zip([*sums, Fraction(0)], [Fraction(0), *sums], strict=True)
+        sums = [whole + less / Fraction(survival) for whole, less in both]
+    estimate = sum(each / comb(started - 1, k) for k, each in enumerate(sums))
+    return float(estimate * Fraction(started - len(survivals), started))
+
+
+@pytest.mark.parametrize(("failed", "started"), [(1, 2), (3, 4), (7, 8), (60, 300), (100, 1200)])
+@pytest.mark.parametrize("certain", [0.0, 0.6])
+def test_it_is_exact_for_groups_of_any_size(failed: int, started: int, certain: float) -> None:
+    rng = Random(failed)
+    survivals = [1.0 if rng.random() < certain else rng.uniform(0.3, 1) for _ in range(failed)]
+    assert weight_factor(survivals, started) == pytest.approx(exact(survivals, started), rel=1e-9)
+
+
+def test_groups_whose_binomial_coefficients_exceed_the_range_of_floats_have_it_too() -> None:
+    with pytest.raises(OverflowError):
+        float(comb(2047, 600))
+    factor = weight_factor([0.1] + [1.0] * 599, 2048)
+    assert isfinite(factor)
+    assert 1 < factor < 1.01
+    assert weight_factor([0.01] * 1500, 2048) == inf

@@ -12,12 +12,11 @@ from darts_server.observers import PruningObserver
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
-from darts_server.quality.report import TrainerReport
 from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
+from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
-from darts_server.rollout.pruning.scorer import Assessment
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
@@ -33,16 +32,12 @@ class LocalHead(Head):
         super().__init__(width, settings)
         self.started = self.closed = False
         self.lost = False
-        self._labels = 0
+        self._learned = 0
         self._on_state = on_state
 
     @property
     def status(self) -> HeadStatus:
         return HeadStatus.TRAINER_LOST if self.lost else super().status
-
-    @property
-    def report(self) -> TrainerReport:
-        return TrainerReport(self.status, self.prior, self.metrics(), self._labels, self.steps)
 
     def start(self) -> None:
         self.started = True
@@ -56,8 +51,8 @@ class LocalHead(Head):
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
         learned = super().learn(hidden, position, target, survival)
-        self._labels += learned
-        if self._labels % TRAIN_INTERVAL == 0 and self.train(30).steps:
+        self._learned += learned
+        if self._learned % TRAIN_INTERVAL == 0 and self.train(30):
             self._on_state(self.state())
         return learned
 

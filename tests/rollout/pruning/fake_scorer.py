@@ -8,7 +8,7 @@ from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
-from darts_server.rollout.pruning.scorer import Assessment
+from darts_server.rollout.pruning.group_scorer import Assessment
 
 
 class FakeScorer:

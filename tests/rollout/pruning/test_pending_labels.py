@@ -2,7 +2,7 @@ import numpy as np
 
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.rollout.learned.documents import BlobStore
-from darts_server.rollout.pruning.detection_point import DetectionPoint
+from darts_server.rollout.pruning.checkpoints import DetectionPoint
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
 from tests.rollout.helpers import Documents
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from darts_server.engine.port import HiddenState
-from darts_server.policy.pruning.calibration import Calibration
+from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
+from darts_server.quality.types import HeadStatus
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STEP_GROUPS
+from darts_server.rollout.pruning.group_scorer import Assessment
+from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STATUS_REASONS, STEP_GROUPS, point_status
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
-from darts_server.rollout.pruning.scorer import Assessment
-from darts_server.rollout.pruning.status import STATUS_REASONS
 from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
@@ -190,6 +190,20 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.status is PruningStatus.NO_LABELS
     bench.pruner.learn_reward((None, "l"), 0, 1.0, True)
     assert bench.pruner.status is PruningStatus.COLD
+
+
+async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
+    for calibration in CalibrationStatus:
+        assert point_status(calibration) in STATUS_REASONS
+    for head in HeadStatus:
+        if head is not HeadStatus.BAD_FEATURE:
+            assert point_status(CalibrationStatus.READY, head) in STATUS_REASONS
+    assert set(STATUS_REASONS) == set(PruningStatus)
+
+
+async def test_labels_that_came_before_the_first_scores_count_as_few() -> None:
+    assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 64) is PruningStatus.FEW_LABELS
+    assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 0) is PruningStatus.NO_LABELS
 
 
 # --- log-probs ------------------------------------------------------------------

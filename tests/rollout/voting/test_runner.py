@@ -21,7 +21,7 @@ from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.learned.documents import BlobStore
-from darts_server.rollout.pruning.scorer import Assessment
+from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.rollout.voting.ballots import BallotBox, create_weighting

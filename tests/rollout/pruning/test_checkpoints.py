@@ -1,0 +1,98 @@
+import logging
+
+import numpy as np
+import pytest
+
+from darts_server.exceptions import StateError
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.rollout.learned.documents import Blob, BlobStore, Scalar
+from darts_server.rollout.pruning.checkpoints import (
+    FIT_INTERVAL,
+    HEAD_KEY,
+    HEAD_SAVE_SECONDS,
+    MAX_CURVES,
+    HeadCheckpoint,
+    SurvivalEstimator,
+)
+from tests.rollout.helpers import Documents
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_head_is_saved_at_intervals_and_at_the_end() -> None:
+    blobs, clock = BlobStore(Documents(), "test"), Clock()
+    checkpoint = HeadCheckpoint(blobs, clock)
+    checkpoint.update(b"1")
+    checkpoint.update(b"2")
+    checkpoint.update(b"")
+    assert blobs.load(HEAD_KEY) == Blob(b"1", {})
+    clock.now += HEAD_SAVE_SECONDS
+    checkpoint.update(b"3")
+    checkpoint.update(b"4")
+    assert blobs.load(HEAD_KEY) == Blob(b"3", {})
+    checkpoint.save()
+    assert blobs.load(HEAD_KEY) == Blob(b"4", {})
+    digest = blobs.digest(HEAD_KEY)
+    checkpoint.save()
+    assert blobs.digest(HEAD_KEY) == digest
+
+
+def test_a_head_that_a_restore_put_into_the_store_is_loaded_and_not_overwritten() -> None:
+    store, clock = Documents(), Clock()
+    restored: list[bytes] = []
+    checkpoint = HeadCheckpoint(BlobStore(store, "test"), clock)
+    checkpoint.reload(restored.append)
+    assert restored == []
+    checkpoint.update(b"own")
+    checkpoint.reload(restored.append)
+    assert restored == []
+    BlobStore(store, "test").save(HEAD_KEY, b"restored", {})
+    clock.now += HEAD_SAVE_SECONDS
+    checkpoint.update(b"own, later")
+    checkpoint.reload(restored.append)
+    checkpoint.save()
+    assert restored == [b"restored"]
+    assert BlobStore(store, "test").load(HEAD_KEY) == Blob(b"restored", {})
+    store.kept.clear()
+    checkpoint.reload(restored.append)
+    assert restored[-1] == b""
+
+
+def test_a_head_is_saved_once_a_store_that_failed_works_again(caplog: pytest.LogCaptureFixture) -> None:
+    class FailingStore(Documents):
+        fails = True
+
+        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
+            if self.fails:
+                raise StateError("the disk is gone")
+            return super().get(kind, key)
+
+    caplog.set_level(logging.WARNING)
+    store = FailingStore()
+    checkpoint = HeadCheckpoint(BlobStore(store, "test"), Clock())
+    checkpoint.update(b"1")
+    checkpoint.reload(lambda _: None)
+    assert "the disk is gone" in caplog.text
+    store.fails = False
+    checkpoint.save()
+    assert BlobStore(store, "test").load(HEAD_KEY) == Blob(b"1", {})
+
+
+def test_survival_follows_the_recent_qualities_and_the_number_of_curves_is_bounded() -> None:
+    estimator, rng = SurvivalEstimator(), np.random.default_rng(0)
+    assert estimator.survival(0.3, Pruning()) == pytest.approx(0.5), "the first is kept with the keep ratio"
+    qualities = rng.random(2000)
+    survivals = [estimator.survival(float(q), Pruning(keep_ratio=0.4)) for q in qualities]
+    assert np.mean(survivals[-1000:]) == pytest.approx(0.4, abs=0.02)
+    recent = np.asarray(estimator._recent)
+    expected = Pruning(keep_ratio=0.4).fit(recent).survival(float(qualities[-1]))
+    assert survivals[-1] == pytest.approx(expected, abs=0.02)
+    for i in range(3 * MAX_CURVES):
+        estimator.survival(0.5, Pruning(keep_ratio=0.3 + i / 1000))
+    assert len(estimator._curves) == MAX_CURVES
+    assert len(recent) > FIT_INTERVAL
