@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,6 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
-from darts_server.rollout.voting.answer_search import AnswerSearch
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import Admission, Bounds, default_max_waiting
@@ -226,9 +226,9 @@ def make_rooms(
         has_initial_weights=lambda: updates.are_initial,
         may_call=access.may_call,
     )
-    answer_search = AnswerSearch()
-    closing.callback(answer_search.close)
-    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, answer_search, metrics)
+    searches = ThreadPoolExecutor(1, "vote-answers")
+    closing.callback(searches.shutdown, cancel_futures=True)
+    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
 
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)

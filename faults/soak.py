@@ -35,7 +35,6 @@ from darts_server.policies import OFF
 from darts_server.policy.allocation.brownout import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.pruning.score_metrics import WINDOW
-from darts_server.policy.voting.answers import create_extractor
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings
 from darts_server.records import GroupRecord
@@ -55,7 +54,6 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.score_kinds import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
@@ -64,6 +62,7 @@ from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.store import MAX_IN_MEMORY
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
+from tests.rollout.helpers import AtOnce
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16
 STEP_SECONDS = 0.02
@@ -201,16 +200,6 @@ class LocalHead(Head):
         return learned
 
 
-class LocalFinder:
-    """Finds answers in this process: patterns of the soak take no time."""
-
-    async def check(self, pattern: Pattern) -> None:
-        create_extractor(pattern)
-
-    async def find(self, pattern: Pattern, text: str) -> str | None:
-        return create_extractor(pattern).extract(text)
-
-
 class Stack:
     """The whole server but its engine and its routes, on one loop. ``groups``: that will run, see `RETAINED`."""
 
@@ -260,7 +249,7 @@ class Stack:
         self.rollouts.observe(self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor, self.pruner)
         retention = BatchRetention(kept_batches=keep["batches"])
         self.batches = BatchRegistry(self.rollouts, Texts(), self.control.new_planner, retention, clock=loop.time)
-        self.votes = VoteRunner(self.rollouts, Texts(), confidence, LocalFinder(), self.metrics, loop.time)
+        self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, AtOnce(), loop.time)
 
     def count_by(self, name: str, label: str) -> dict[str, float]:
         """Return a counter's values by one of its labels."""

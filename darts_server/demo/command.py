@@ -10,8 +10,7 @@ from random import Random
 import httpx
 
 from darts_server.demo.problems import Problem, sample_problem
-from darts_server.demo.report import RAW, Run, table, verdict
-from darts_server.demo.rollouts import TIMEOUT_SECONDS, Method, Step, request_groups
+from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Method, Run, Step, request_groups, table, verdict
 from darts_server.demo.server import DARTS, serving
 
 DESCRIPTION = """\

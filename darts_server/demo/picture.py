@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from darts_server.demo.report import Run
+from darts_server.demo.runs import Run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#E69F00")

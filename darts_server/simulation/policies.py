@@ -11,7 +11,6 @@ from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.named_policies import build_policies
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.policy.simulation.batch import Plan
 from darts_server.removed import value_remedy
 
 NAMES = tuple(name for name, policy in POLICIES.items() if not policy.prunes)
@@ -56,10 +55,6 @@ class Policy:
     def cycle(self) -> int:
         """Steps from one long round to the next; 1 without."""
         return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
-
-    def plan(self, size: int, stds: Sequence[float | None], enough: int | None) -> Plan:
-        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with a fixed budget."""
-        return Plan.of(self.shaping, size, stds, enough=enough)
 
     def most_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""

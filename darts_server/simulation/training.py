@@ -1,7 +1,7 @@
 """Simulate some steps of a training run under each policy, all on the same candidates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -197,7 +197,8 @@ def run_step(
 
     ``recent``: completion lengths of earlier steps, to which those of this step are added.
     """
-    plan = policy.plan(setting.size, [candidates.std(prompt.number) for prompt in prompts], enough)
+    stds = [candidates.std(prompt.number) for prompt in prompts]
+    plan = Plan.of(policy.shaping, setting.size, stds, enough=enough)
     batch = candidates.batch(prompts, max(plan.candidates))
     _check_room(batch, setting.machine)
     rollout = simulate(batch, plan if recent is None else _with_recent(plan, recent), setting.machine)
@@ -253,7 +254,7 @@ class Summary:
     effective_sample_size: float | None = None
     truncated_share: float | None = None
     stale_share: float = 0.0
-    notes: str = field(default="")
+    notes: str = ""
 
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:

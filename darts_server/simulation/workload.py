@@ -1,12 +1,20 @@
-"""The lengths of a training run's rollouts: from a trace, with resampled candidates, or from a fitted preset."""
+"""The lengths of a training run's rollouts: from a trace, with resampled candidates, or from a fitted preset.
 
-from collections.abc import Sequence
+A trace has the lengths of the samples of each prompt, one JSON object a line.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from math import log
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from darts_server.exceptions import InvalidSetting
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -127,3 +135,123 @@ class FittedWorkload:
         median = self.medians.at(np.random.default_rng([self.seed, number, 2]).random())
         lengths = np.ceil(median * self.ratios.at(rng.random(count)))
         return np.clip(lengths, 1, self.max_tokens).astype(np.int64)
+
+
+# --- reading traces ---------------------------------------------------------
+
+
+class Format(StrEnum):
+    JSONL = "jsonl"
+    """``{"step": 0, "prompt_tokens": 112, "lengths": [450, 396], "cap": 10112}``, a prompt a line; with several turns
+    ``{"step": 0, "group": 7, "prompt_tokens": 317, "turns": [{"generated": 40}, …], "tools": [{"tokens": 1041}]}``, a
+    sample a line."""
+    POLYTRACE = "polytrace"
+    """PolyTrace's ``packed_lengths_step_*.jsonl``, a prompt a line, ``multiturn_workload_step_*.jsonl``, a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of the fields of a prompt, of a sample with several turns, and of its turns and tool calls."""
+
+    prompt: str
+    lengths: str
+    group: str
+    sample_prompt: str
+    generated: str
+    calls: str
+    added: str
+
+
+JSONL_NAMES = _Names("prompt_tokens", "lengths", "group", "prompt_tokens", "generated", "tools", "tokens")
+POLYTRACE_NAMES = _Names(
+    "input", "output", "prompt_group_id", "prompt_len", "completion_tokens", "tool_calls", "append_len"
+)
+
+
+def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = None) -> tuple[list[TracedPrompt], int]:
+    """Return the prompts of all files, and the longest that a trajectory may become.
+
+    ``max_tokens``: if not what the traces say. Of several ``cap`` it is the smallest that a sample reaches, since what
+    such a sample would have become is not known; without any, the longest trajectory.
+
+    Raises:
+        InvalidSetting: a file cannot be read, or a line is not as it must be.
+    """
+    prompts, caps = [], []
+    for path in paths:
+        for prompt, cap in _read(path, form):
+            prompts.append(prompt)
+            caps.append(cap)
+    if not prompts:
+        raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
+    return prompts, max_tokens or _limit(prompts, caps)
+
+
+def _limit(prompts: Sequence[TracedPrompt], caps: Sequence[int | None]) -> int:
+    longest = [max(prompt.lengths) for prompt in prompts]
+    given = [(cap, tokens) for cap, tokens in zip(caps, longest, strict=True) if cap is not None]
+    reached = [cap for cap, tokens in given if tokens >= cap]
+    return min(reached) if reached else max(longest + [cap for cap, _ in given])
+
+
+def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
+    """Yield the prompts of a file with their caps; those with samples of several turns last, in groups."""
+    is_jsonl, names = form is Format.JSONL, JSONL_NAMES if form is Format.JSONL else POLYTRACE_NAMES
+    groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
+    for place, line in _lines(path):
+        if not is_jsonl and line.get("validate") is True:
+            continue
+        # PolyTrace's max_response_len counts what tools return, too, and some samples generate more than that.
+        cap = None if not is_jsonl or line.get("cap") is None else _count(line, "cap", place)
+        is_sample = "turns" in line if is_jsonl else "output" not in line
+        if not is_sample:
+            tokens, lengths = _count(line, names.prompt, place), line.get(names.lengths)
+            if not isinstance(lengths, list) or not lengths:
+                raise InvalidSetting(f"--trace: {names.lengths} must be a list of token counts in {place}")
+            counts = (_count({names.lengths: length}, names.lengths, place) for length in lengths)
+            yield TracedPrompt(tokens, tuple(counts)), cap
+            continue
+        # What tools add to a sample's context is prefilled, not generated.
+        generated = sum(_count(turn, names.generated, place, 0) for turn in _objects(line, "turns", place))
+        added = sum(_count(call, names.added, place, 0) for call in _objects(line, names.calls, place))
+        prompt = _count(line, names.sample_prompt, place)
+        group = str(line.get("step")), _count(line, names.group, place, 0)
+        groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
+    for samples in groups.values():
+        contexts, tokens_generated, caps = zip(*samples, strict=True)
+        cap = min((cap for cap in caps if cap is not None), default=None)
+        yield TracedPrompt(round(sum(contexts) / len(contexts)), tuple(tokens_generated)), cap
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line's object, and where it is."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                place = f"{path}, line {number}"
+                try:
+                    value = json.loads(text)
+                except ValueError:
+                    raise InvalidSetting(f"--trace: {place} is no JSON") from None
+                if not isinstance(value, dict):
+                    raise InvalidSetting(f"--trace: {place} is no JSON object")
+                yield place, value
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"--trace: {path} cannot be read: {error}") from error
+
+
+def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidSetting(f"--trace: {name} must be a whole number of at least {least} in {place}")
+    return value
+
+
+def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+    """Return a list of objects; empty if it is missing."""
+    values = line.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")
+    return values

@@ -29,7 +29,7 @@ from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import FinishReason, PromptSpec, Sample
-from tests.rollout.helpers import InProcessFinder
+from tests.rollout.helpers import AtOnce
 
 WAIT_SECONDS = 60.0
 STEP_SECONDS = 0.002
@@ -158,7 +158,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         rollouts.observe(provenance, reward_matcher)
         control.apply_to(rollouts)
         batches = BatchRegistry(rollouts, Texts(), control.new_planner, interval=STEP_SECONDS)
-        votes = VoteRunner(rollouts, Texts(), confidence, InProcessFinder(), Mock())
+        votes = VoteRunner(rollouts, Texts(), confidence, Mock(), AtOnce())
 
         @asynccontextmanager
         async def stepping(_: FastAPI) -> AsyncGenerator[None, None]:

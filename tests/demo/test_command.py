@@ -6,7 +6,7 @@ import pytest
 
 from darts_server.cli import main
 from darts_server.demo.command import methods, parse_arguments
-from darts_server.demo.rollouts import Method
+from darts_server.demo.runs import Method
 
 
 @pytest.mark.parametrize(

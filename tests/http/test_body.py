@@ -28,7 +28,7 @@ from darts_server.http.body import (
 )
 from darts_server.http.resources.rewards import RewardsIn
 from darts_server.http.resources.rollouts_models import RolloutsIn
-from darts_server.http.resources.vote_models import VoteIn
+from darts_server.http.resources.vote import VoteIn
 
 pytestmark = pytest.mark.anyio
 

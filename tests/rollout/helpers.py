@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -10,7 +12,6 @@ from darts_server.engine.scripted import Script, ScriptedEngine, settle, slice_f
 from darts_server.exceptions import InvalidRequest
 from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.policy.voting.answers import create_extractor
 from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
@@ -21,9 +22,10 @@ from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.answer_search import Pattern
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SHAPINGS = {
     "uniform": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
@@ -57,14 +59,16 @@ class Texts:
         return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)
 
 
-class InProcessFinder:
-    """Finds answers without a process of its own."""
+class AtOnce(Executor):
+    """Calls functions in the thread that submits them."""
 
-    async def check(self, pattern: Pattern) -> None:
-        create_extractor(pattern)
-
-    async def find(self, pattern: Pattern, text: str) -> str | None:
-        return create_extractor(pattern).extract(text)
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Recorder(GroupObserver):

@@ -28,7 +28,7 @@ from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
-from tests.rollout.helpers import Documents, InProcessFinder
+from tests.rollout.helpers import AtOnce, Documents
 
 CAPACITY, MAX_WAITING, SHARE = 6, 30, 16
 KEYS = ("one", "other", None)
@@ -130,7 +130,7 @@ class Server:
         )
         texts = Texts(rng)
         self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner, interval=0)
-        self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), InProcessFinder(), Mock())
+        self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), Mock(), AtOnce())
         self._rng = rng
 
     async def serve(self, request: Request, number: int) -> None:

@@ -1,15 +1,19 @@
 """``POST /darts/v1/vote``: answer a question by a vote of several trajectories."""
 
-from typing import Any
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
-from darts_server.http.body import parse_body, read_body
+from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import while_connected
-from darts_server.http.resources.vote_models import VoteIn, VoteOut
-from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
+from darts_server.http.resources.rollouts_models import Messages
+from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
+from darts_server.identifiers import Name
+from darts_server.rollout.voting.runner import Score, VoteRequest, VoteResult, VoteRunner, Weights
+from darts_server.types import PromptSpec
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Enough for a prompt of a million tokens."""
@@ -24,6 +28,140 @@ EXAMPLES = (
     },
 )
 
+TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
+
+
+class ChoicesIn(Body):
+    """The possible answers. The one that occurs last in a text is its answer."""
+
+    choices: list[str] = Field(min_length=1)
+
+
+def _text_or(kind: type) -> Discriminator:
+    """Accept a string or a value of that type. The tag of the latter is empty, so that errors name no tag."""
+    return Discriminator(
+        lambda value: "text" if isinstance(value, str) else "" if isinstance(value, kind | ChoicesIn) else None,
+        custom_error_type="type",
+        custom_error_message="must be a string, or " + ("an array of integers" if kind is list else "an object"),
+    )
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")],
+    _text_or(list),
+]
+PatternIn = Annotated[
+    Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")],
+    _text_or(dict),
+]
+
+
+class VoteIn(Body):
+    """A question, as exactly one of prompt and messages, and how answers are found and weighted."""
+
+    prompt: Prompt | None = Field(None, description="Text or token ids.")
+    messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
+    key: Name | None = Field(
+        None, description="Name under which the prompt's statistics are kept; its tokens by default."
+    )
+    n: int = Field(ge=1, description="Number of trajectories that may vote.")
+    sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
+    pattern: PatternIn = Field(
+        description='How the answer is found: a regular expression with one group, "boxed" for LaTeX\'s \\boxed{}, '
+        "or the possible answers."
+    )
+    weights: Weights = Field("majority", description="How votes are weighted.")
+    score: Score | None = Field(
+        None, description='What weights are computed from: the quality head, or log-probs. Not used by "majority".'
+    )
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _check_not_empty(cls, value: str | list[int] | None) -> str | list[int] | None:
+        if value is not None and not value:
+            raise ValueError("must not be empty")
+        return value
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        given = [name for name in ("prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of prompt and messages, got {given or 'none'}")
+        return self
+
+    @property
+    def question(self) -> VoteRequest:
+        text = self.prompt if isinstance(self.prompt, str) else None
+        tokens = self.prompt if isinstance(self.prompt, list) else None
+        return VoteRequest(
+            prompt=PromptSpec(tokens, self.messages, text, self.key),
+            n=self.n,
+            pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
+            weights=self.weights,
+            score=self.score,
+            sampling=self.sampling,
+        )
+
+
+class VoterOut(SampleOut):
+    """A finished trajectory of a vote."""
+
+    answer: str | None = Field(description="Null if none was found; such a trajectory has no vote.")
+    score: float | None = Field(description="Score from which its weight was computed; null if unknown.")
+    weight: float | None = Field(description="Weight of its vote.")
+
+
+class VoteOut(BaseModel):
+    """The result of a vote."""
+
+    id: str = Field(description="Id of its group, for GET /darts/v1/groups.")
+    sampling: Sampling
+    answer: str | None = Field(description="The answer with the largest weight; null if no trajectory has an answer.")
+    weights: dict[str, float] = Field(description="Sum of the weights of each answer's votes, largest first.")
+    votes: dict[str, int] = Field(description="Number of trajectories with each answer.")
+    decided_early: bool = Field(description="Whether candidates were stopped because they could not change the answer.")
+    calibration: str | None = Field(
+        description="For log-odds by log-probs: 'ready', or why all votes have the same weight. Otherwise null."
+    )
+    trajectories: list[VoterOut]
+    discarded: list[DiscardedOut]
+    usage: UsageOut
+
+    @classmethod
+    def of(cls, result: VoteResult) -> Self:
+        tally, ballots = result.tally, {ballot.index: ballot for ballot in result.ballots}
+        candidates = {candidate.index: candidate for candidate in result.record.candidates}
+        returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
+        with_logprobs = result.request.wants_logprobs
+
+        def name(index: int) -> str:
+            return f"{result.vote_id}:{index}"
+
+        return cls(
+            id=result.vote_id,
+            sampling=dict(result.sampling),
+            answer=tally.winner,
+            weights=dict(tally.weights),
+            votes=dict(tally.votes),
+            decided_early=result.decided_early,
+            calibration=result.calibration,
+            trajectories=[
+                VoterOut(
+                    **sample_fields(name(index), ballot.sample, candidates[index], with_logprobs=with_logprobs),
+                    answer=ballot.answer,
+                    score=ballot.score,
+                    weight=tally.vote_weights.get(index),
+                )
+                for index, ballot in ballots.items()
+            ],
+            discarded=[
+                DiscardedOut(trajectory_id=name(index), length=candidate.tokens, reason=candidate.reason)
+                for index, candidate in candidates.items()
+                if index not in ballots and candidate.reason is not None
+            ],
+            usage=UsageOut.of(result.record.generated_tokens, returned, result.seconds),
+        )
+
 
 def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     api = APIRouter()
@@ -32,10 +170,10 @@ def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
-        return await while_connected(request, _answer(votes, body.question))
+
+        async def answer() -> Response:
+            return JSONResponse(VoteOut.of(await votes.run(body.question)).model_dump(mode="json"))
+
+        return await while_connected(request, answer())
 
     return api
-
-
-async def _answer(votes: VoteRunner[Any, Any], question: VoteRequest) -> Response:
-    return JSONResponse(VoteOut.of(await votes.run(question)).model_dump(mode="json"))

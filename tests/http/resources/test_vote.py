@@ -8,8 +8,7 @@ import pytest
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parsed
 from darts_server.http.openapi import json_body
-from darts_server.http.resources.vote import EXAMPLES
-from darts_server.http.resources.vote_models import VoteIn
+from darts_server.http.resources.vote import EXAMPLES, VoteIn
 
 REQUEST: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
 

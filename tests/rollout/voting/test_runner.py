@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -19,17 +21,27 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.voting import Extractor, create_extractor
 from darts_server.records import GroupKey
 from darts_server.rollout.learned.documents import BlobStore
 from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting.answer_search import Pattern
-from darts_server.rollout.voting.ballots import BallotBox, create_weighting
+from darts_server.rollout.voting import runner
 from darts_server.rollout.voting.confidence import KINDS, Confidence
-from darts_server.rollout.voting.runner import VoteRequest, VoteResult, VoteRunner
+from darts_server.rollout.voting.runner import (
+    TEXT_CHARS,
+    Ballot,
+    BallotBox,
+    Score,
+    VoteRequest,
+    VoteResult,
+    VoteRunner,
+    Weights,
+    find_answer,
+)
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
-from tests.rollout.helpers import Documents, Harness, InProcessFinder, Texts
+from tests.rollout.helpers import AtOnce, Documents, Harness, Texts
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
@@ -81,7 +93,6 @@ class Election(VoteObserver, Texts):
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.outcomes: list[tuple[VoteOutcome, int]] = []
-        self.finder = InProcessFinder()
         self.votes = self._runner()
         self._voters = {voter.length: voter for voter in voters}
 
@@ -108,9 +119,7 @@ class Election(VoteObserver, Texts):
         return self
 
     def _runner(self) -> VoteRunner[str, list[int]]:
-        return VoteRunner(
-            self.harness.rollouts, self, self.confidence, self.finder, self, lambda: self.harness.engine.now
-        )
+        return VoteRunner(self.harness.rollouts, self, self.confidence, self, AtOnce(), lambda: self.harness.engine.now)
 
     async def run(self, vote: VoteRequest) -> VoteResult:
         waiting = asyncio.create_task(self.votes.run(vote))
@@ -134,7 +143,7 @@ def voters(answers: str, logprob: float = -1.0) -> list[Voter]:
 async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None:
     election = Election(*voters("abaaabbb"))
     result = await election.run(create_vote(8))
-    assert (result.count.tally.winner, dict(result.count.tally.votes)) == ("a", {"a": 4, "b": 1})
+    assert (result.tally.winner, dict(result.tally.votes)) == ("a", {"a": 4, "b": 1})
     assert result.decided_early
     assert [ballot.index for ballot in result.ballots] == [0, 1, 2, 3, 4]
     assert election.harness.engine.now == 50
@@ -150,7 +159,7 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None
 async def test_without_any_answer_the_vote_has_none() -> None:
     election = Election(*voters("---"))
     result = await election.run(create_vote(3))
-    assert (result.count.tally.winner, result.count.weights, result.decided_early) == (None, {}, False)
+    assert (result.tally.winner, result.tally.vote_weights, result.decided_early) == (None, {}, False)
     assert election.outcomes == [(VoteOutcome.NO_ANSWER, 0)]
 
 
@@ -185,18 +194,44 @@ async def test_cancellation_stops_all_candidates() -> None:
     assert election.harness.recorder.records[0].outcome is Outcome.CANCELLED
 
 
-async def test_a_pattern_that_takes_too_long_ends_the_vote() -> None:
-    class SlowFinder(InProcessFinder):
-        async def find(self, pattern: Pattern, text: str) -> str | None:
-            raise InvalidRequest("pattern", "took too long")
-
+async def test_a_pattern_that_takes_too_long_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SEARCH_SECONDS", -1.0)
     election = Election(*voters("aaa"))
-    election.votes._finder = SlowFinder()
-    with pytest.raises(InvalidRequest, match="took too long"):
+    with pytest.raises(InvalidRequest, match="pattern: took more than"):
         await election.run(create_vote(3))
     assert not election.harness.engine.running
     assert election.harness.recorder.records[0].outcome is Outcome.CANCELLED
     assert (election.outcomes, election.harness.rollouts.gate.inside) == ([], 0)
+
+
+# --- finding answers --------------------------------------------------------
+
+
+def test_only_the_end_of_a_long_text_is_searched() -> None:
+    for pattern in (r"(1)", "boxed", ["1"]):
+        far, near = (r"\boxed{1}" + "." * (TEXT_CHARS - more) for more in (0, 9))
+        assert [find_answer(create_extractor(pattern), text) for text in (far, near)] == [None, "1"]
+
+
+SLOW: list[Extractor] = [
+    create_extractor("(.)(?:" + "(?:[a-z]?){999}" * 4 + "~)?"),  # each of its matches tries all of the text
+    create_extractor(["a" * length for length in range(1, 101)]),  # each place is in a longer word
+]
+
+
+@pytest.mark.parametrize("extract", SLOW)
+async def test_a_search_that_takes_too_long_ends_and_the_event_loop_is_served_meanwhile(extract: Extractor) -> None:
+    began, text = time.process_time(), f"x{'a' * TEXT_CHARS}x"
+    with ThreadPoolExecutor(1) as searches:
+        search = asyncio.get_running_loop().run_in_executor(searches, find_answer, extract, text)
+        turns = 0
+        while not search.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        with pytest.raises(InvalidRequest, match=r"pattern: took more than 0\.5 seconds of processor time"):
+            await search
+    assert turns > 10
+    assert time.process_time() - began < 10
 
 
 # --- weights ----------------------------------------------------------------
@@ -207,8 +242,8 @@ async def test_log_probs_are_requested_if_weights_are_computed_from_them() -> No
     result = await election.run(create_vote(3, weights="rank", score="logprob"))
     assert election.sampling == {"logprobs": True}
     assert not result.request.wants_logprobs
-    assert (result.count.tally.winner, dict(result.count.tally.weights)) == ("b", {"b": 1.0, "a": 0.5})
-    assert result.count.weights == {0: 0.5, 1: 1.0, 2: 0.0}
+    assert (result.tally.winner, dict(result.tally.weights)) == ("b", {"b": 1.0, "a": 0.5})
+    assert result.tally.vote_weights == {0: 0.5, 1: 1.0, 2: 0.0}
     await election.run(create_vote(3))
     assert election.sampling == {}
 
@@ -216,7 +251,7 @@ async def test_log_probs_are_requested_if_weights_are_computed_from_them() -> No
 async def test_a_vote_without_a_score_gets_the_mean_of_the_others() -> None:
     election = Election(Voter(10, "a", -1.0), Voter(20, "b", float("nan")), Voter(30, "c", -3.0))
     result = await election.run(create_vote(3, weights="rank", score="logprob"))
-    assert result.count.weights == {0: 1.0, 1: 0.5, 2: 0.0}
+    assert result.tally.vote_weights == {0: 1.0, 1: 0.5, 2: 0.0}
     assert result.ballots[1].score is None
 
 
@@ -235,11 +270,11 @@ async def test_log_odds_are_computed_from_probabilities_calibrated_by_rewards() 
     vote = create_vote(2, weights="log_odds", score="logprob")
     result = await election.run(vote)
     assert result.calibration is CalibrationStatus.NO_LABELS
-    assert len(set(result.count.weights.values())) == 1, "without labels all weigh the same"
+    assert len(set(result.tally.vote_weights.values())) == 1, "without labels all weigh the same"
     election = Election(Voter(10, "a", -2.5), Voter(20, "b", -0.1), Voter(30, "a", -2.0))
     election.votes._confidence = calibrated_confidence()
     result = await election.run(replace(vote, n=3))
-    assert (result.calibration, result.count.tally.winner) == (CalibrationStatus.READY, "b")
+    assert (result.calibration, result.tally.winner) == (CalibrationStatus.READY, "b")
 
 
 async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_it() -> None:
@@ -310,9 +345,9 @@ async def test_votes_by_quality_are_scored_and_no_candidate_is_pruned() -> None:
         scored_voter(10, "a", 0.25), scored_voter(20, "b", 0.75), scored_voter(3, "c", 0.9)
     ).with_scorer()
     result = await election.run(create_vote(3, weights="rank", score="head"))
-    assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.75, None]
-    assert result.count.weights == {0: 0.0, 1: 1.0, 2: 0.5}
-    assert (result.count.tally.winner, result.decided_early, result.calibration) == ("b", False, None)
+    assert [b.score for b in result.ballots] == [0.25, 0.75, None]
+    assert result.tally.vote_weights == {0: 0.0, 1: 1.0, 2: 0.5}
+    assert (result.tally.winner, result.decided_early, result.calibration) == ("b", False, None)
     assert election.scorer.kept == [(0, 1.0), (1, 1.0)], "the group can spare none, so all are kept with probability 1"
     assert election.scorer.dropped == []
 
@@ -329,7 +364,7 @@ async def test_candidates_that_a_decided_vote_stops_are_dropped_from_the_scorer(
 async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
     election = Election(scored_voter(6, "a", 0.25, lag=9), scored_voter(30, "b", 0.5)).with_scorer()
     result = await election.run(create_vote(2, weights="rank", score="head"))
-    assert [b.score and b.score.value for b in result.ballots] == [0.25, 0.5]
+    assert [b.score for b in result.ballots] == [0.25, 0.5]
 
 
 # --- refusals ---------------------------------------------------------------
@@ -341,9 +376,7 @@ async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
         ({"n": 65}, "n"),
         ({"pattern": "no group"}, "pattern"),
         ({"pattern": ["a", ""]}, "pattern.choices"),
-        ({"weights": "heavy", "score": "logprob"}, "weights"),
         ({"weights": "rank"}, "score"),
-        ({"weights": "rank", "score": "luck"}, "score"),
         ({"weights": "rank", "score": "head"}, "score"),
         ({"sampling": {"detokenize": False}}, "sampling.detokenize"),
         ({"prompt": PromptSpec(text="bad")}, "prompt"),
@@ -370,12 +403,17 @@ async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
     await settle()
     assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (0, 2)
     await election.harness.engine.run()
-    assert (await waiting).count.tally.winner == "a"
+    assert (await waiting).tally.winner == "a"
 
 
 # --- whatever happens -------------------------------------------------------
 
-WEIGHTINGS = [("majority", None), *((w, s) for w in ("rank", "log_odds") for s in (*KINDS, "head"))]
+SCORES: tuple[Score, ...] = ("logprob", "lowest_logprob", "head")
+WEIGHTINGS: list[tuple[Weights, Score | None]] = [
+    ("majority", None),
+    *(("rank", score) for score in SCORES),
+    *(("log_odds", score) for score in SCORES),
+]
 CALIBRATED = calibrated_confidence()
 
 
@@ -396,17 +434,20 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
     ]
 
 
-async def collect_all(votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], box: BallotBox) -> bool:
+async def collect_all(
+    votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], extract: Extractor, box: BallotBox
+) -> bool:
     """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
-        await box.add(trajectory.index, await votes._renderer.to_sample(trajectory.output))
+        sample = await votes._renderer.to_sample(trajectory.output)
+        box.ballots.append(Ballot(trajectory.index, sample, find_answer(extract, sample.text)))
         box.is_decided([])  # a ballot keeps its first score
     return False
 
 
 @given(electorates(), st.sampled_from(WEIGHTINGS), st.booleans())
 def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
-    electorate: list[Voter], weighting: tuple[str, str | None], has_choices: bool
+    electorate: list[Voter], weighting: tuple[Weights, Score | None], has_choices: bool
 ) -> None:
     weights, score = weighting
     pattern: str | list[str] = ["a", "b", "c"] if has_choices else "#(.*)"
@@ -420,11 +461,7 @@ def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
 
     result, whole = asyncio.run(play(waits_for_all=False)), asyncio.run(play(waits_for_all=True))
     assert len(whole.ballots) == len(electorate)
-    assert result.count.tally.winner == whole.count.tally.winner
+    assert result.tally.winner == whole.tally.winner
     assert result.decided_early == (len(result.ballots) < len(electorate))
     for ballot in result.ballots:
         assert ballot.answer == electorate[ballot.index].answer
-
-
-def test_listed_choices_set_the_number_of_wrong_answers() -> None:
-    assert create_weighting("log_odds", ["yes", "no"]) == create_weighting("log_odds", ["only"])

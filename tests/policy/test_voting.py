@@ -1,0 +1,286 @@
+r"""Votes: finding answers, in time whatever the pattern and the text; weighing, counting and deciding early."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.policy.voting import (
+    CHOICE_CHARS,
+    CHOICES,
+    PATTERN_CHARS,
+    LogOddsWeighting,
+    MajorityWeighting,
+    RankWeighting,
+    Tally,
+    Vote,
+    Weighting,
+    count_votes,
+    create_extractor,
+    create_weighting,
+    is_decided,
+)
+
+
+def extract(pattern: str | Sequence[str], text: str) -> str | None:
+    return [None, *create_extractor(pattern)(text)][-1]
+
+
+# --- patterns ---------------------------------------------------------------
+
+
+def test_a_pattern_extracts_the_last_match_of_its_group() -> None:
+    pattern = r"(?i)answer is:? (-?\d+)"
+    assert extract(pattern, "The answer is 3. No: the Answer is: 42") == "42"
+    assert extract(pattern, "no idea") is None
+    assert extract(r"x|(y)", "y x") is None
+    assert extract(r"= ([^\n]+)", "= a \t b\n") == "a b"
+
+
+def test_patterns_match_all_of_unicode() -> None:
+    assert extract("réponse : (.)", "réponse : é") == "é"
+    assert extract("(.)$", "a\ud800") == "?"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "complaint"),
+    [
+        ("(", "RE2"),
+        (r"(a)(?=b)", "look-around"),
+        (r"(a)\1", "back-references"),
+        ("(\ud800)", "RE2"),
+        (r"((a{1000}){1000})", "RE2"),
+        ("(" + "(?:[^a]{500}){2}" * 60 + ")", "RE2"),
+        ("no group", "exactly one group"),
+        ("(a)(b)", "exactly one group"),
+        ("(a" + "a" * PATTERN_CHARS + ")", "at most"),
+    ],
+)
+def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint) as refused:
+        create_extractor(pattern)
+    assert refused.value.field == "pattern"
+
+
+@pytest.mark.parametrize("pattern", [r"((?:a+)+)$", r"((?:a|aa)+b)", r"(a.*b|a)", r"(?:a?){50}(a{50})b"])
+def test_no_pattern_is_slow(pattern: str) -> None:
+    """Backtracking would take longer than the universe has been there for the first two."""
+    began = time.process_time()
+    extract(pattern, "a" * 16_384 + "!")
+    assert time.process_time() - began < 5
+
+
+def test_a_match_of_the_largest_pattern_takes_seconds_at_most() -> None:
+    """RE2 follows its 7,200 instructions at each byte, and nothing can end a match."""
+    began = time.process_time()
+    next(create_extractor("((?:[^ab]?.?){400}~)")("\U0001f600" * 4_096), None)
+    assert time.process_time() - began < 8
+    with pytest.raises(InvalidRequest, match="too large"):
+        create_extractor("((?:[^ab]?.?){500}~)")
+
+
+# --- boxes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ {a} \{ b }", r"{a} \{ b"),
+        (r"\boxed {x }", "x"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{\text{is } \boxed{3} }", "3"),
+        (r"\boxed{7} but \boxed{8", "7"),
+        (r"\boxed{7} but {\boxed{8}", "8"),
+        (r"} \boxed{5}", "5"),
+        (r"\boxed{}", None),
+        (r"boxed{3} \fbox{4} {5}", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> None:
+    assert extract("boxed", text) == answer
+
+
+@given(st.text(alphabet="ab{}\\ ", max_size=30), st.text(alphabet="ab ", min_size=1, max_size=5))
+def test_text_before_the_last_box_does_not_matter(before: str, inner: str) -> None:
+    assert extract("boxed", before + " ." + rf"\boxed{{{inner}}}") == (" ".join(inner.split()) or None)
+
+
+def test_boxes_take_linear_time() -> None:
+    began = time.process_time()
+    assert extract("boxed", (r"\boxed " + " " * 8 + "{}") * 1000 + "{" * 16_384) is None
+    assert time.process_time() - began < 1
+
+
+# --- choices ----------------------------------------------------------------
+
+
+def test_the_choice_that_ends_last_is_the_answer() -> None:
+    letters = ["A", "B", "C"]
+    assert extract(letters, "A or B? It is (B), not A-level. So B.") == "B"
+    assert extract(letters, "B. About Cats and xA") == "B"
+    assert extract(letters, "none") is None
+    assert extract(["yes", "yes please", "no"], "no, yes please") == "yes please"
+    assert extract(["yes", "oh yes"], "oh yes") == "oh yes"
+    assert extract(["(a)"], "x(a)y") == "(a)"
+
+
+@pytest.mark.parametrize("choices", [[], ["a"] * (CHOICES + 1), [" "], ["a" * (CHOICE_CHARS + 1)]])
+def test_invalid_choices_are_refused(choices: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="must") as refused:
+        create_extractor(choices)
+    assert refused.value.field == "pattern.choices"
+
+
+# --- weights ----------------------------------------------------------------
+
+SCORES = st.sampled_from([0.001, 0.05, 0.3, 0.5, 0.8, 0.999])
+WEIGHTINGS: list[Weighting] = [
+    MajorityWeighting(),
+    RankWeighting(),
+    LogOddsWeighting(),
+    LogOddsWeighting(wrong_answers=1),
+    LogOddsWeighting(wrong_answers=1, max_chance=0.5),
+    LogOddsWeighting(wrong_answers=2, min_chance=0.01, max_chance=0.8),
+]
+KINDS = st.sampled_from(WEIGHTINGS)
+
+
+@st.composite
+def elections(draw: st.DrawFn, most: int = 5, left: int = 2) -> tuple[list[Vote], list[int]]:
+    """Votes that were cast and candidates that remain, with their indices mixed."""
+    cast, remain = draw(st.integers(0, most)), draw(st.integers(0, left))
+    indices = draw(st.permutations(range(cast + remain)))
+    votes = [Vote(i, draw(st.sampled_from("abc")), draw(SCORES)) for i in indices[:cast]]
+    return votes, list(indices[cast:])
+
+
+@given(elections(most=9, left=0))
+def test_ranks_are_linear_from_worst_to_best_and_ties_share(election: tuple[list[Vote], list[int]]) -> None:
+    votes, _ = election
+    scores = sorted(v.score for v in votes)
+    for vote, weight in zip(votes, RankWeighting().weights(votes), strict=True):
+        ranks = [rank for rank, s in enumerate(scores) if s == vote.score]
+        mean = Fraction(sum(ranks), len(ranks))
+        assert weight == (mean / (len(votes) - 1) if len(votes) > 1 else 1)
+
+
+def test_rank_weights_are_the_papers() -> None:
+    votes = [Vote(0, "a", 0.2), Vote(1, "b", 0.9), Vote(2, "a", 0.4)]
+    expected = Tally("b", {"b": 1.0, "a": 0.5}, {"b": 1, "a": 2}, {0: 0.0, 1: 1.0, 2: 0.5})
+    assert count_votes(votes, RankWeighting()) == expected
+
+
+def test_log_odds_weights_are_those_of_naive_bayes() -> None:
+    """Three votes, W = 4 wrong answers: the posterior of each answer, worked out from the chances."""
+    votes = [Vote(0, "a", 0.7), Vote(1, "b", 0.4), Vote(2, "b", 0.3)]
+    wrong = 4
+    likelihood = {
+        answer: math.prod(v.score if v.answer == answer else (1 - v.score) / wrong for v in votes) for answer in "ab"
+    }
+    counted = count_votes(votes, LogOddsWeighting(wrong_answers=wrong))
+    expected = math.log(likelihood["a"] / likelihood["b"])
+    assert counted.weights["a"] - counted.weights["b"] == pytest.approx(expected)
+
+
+def test_extreme_probabilities_are_clipped() -> None:
+    rule = LogOddsWeighting(wrong_answers=1, min_chance=0.1, max_chance=0.75)
+    assert [float(rule.weight(q)) for q in (0.0, 1.0)] == pytest.approx([math.log(1 / 9), math.log(3)])
+
+
+def test_listed_choices_set_the_number_of_wrong_answers() -> None:
+    assert create_weighting("log_odds", ["yes", "no"]) == create_weighting("log_odds", ["only"]) == LogOddsWeighting(1)
+    assert create_weighting("log_odds", "(.)") == LogOddsWeighting()
+    kinds = [type(create_weighting(weights, "(.)")) for weights in ("majority", "rank")]
+    assert kinds == [MajorityWeighting, RankWeighting]
+
+
+# --- counting and deciding --------------------------------------------------
+
+
+@given(elections(left=0), KINDS)
+def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
+    election: tuple[list[Vote], list[int]], weighting: Weighting
+) -> None:
+    votes, _ = election
+    weights = dict(zip((v.index for v in votes), weighting.weights(votes), strict=True))
+    sums = {a: sum(weights[v.index] for v in votes if v.answer == a) for a in {v.answer for v in votes}}
+    first = {a: min(v.index for v in votes if v.answer == a) for a in sums}
+    best = min(sums, key=lambda a: (-sums[a], first[a]), default=None)
+    assert count_votes(votes, weighting).winner == best
+    assert count_votes(votes[::-1], weighting) == count_votes(votes, weighting)
+
+
+def test_no_votes_have_no_winner() -> None:
+    assert count_votes([], MajorityWeighting()) == Tally(None, {}, {}, {})
+
+
+def completions(votes: Sequence[Vote], remaining: Sequence[int], marks: Sequence[float]) -> Iterator[list[Vote]]:
+    """All ways the rest could vote: nothing, any known answer or one of two others, with any of the scores."""
+    answers = [*sorted({v.answer for v in votes}), "x", "y"]
+    ballots = [None, *product(answers, marks)]
+    for cast in product(ballots, repeat=len(remaining)):
+        yield [*votes, *(Vote(i, *ballot) for i, ballot in zip(remaining, cast, strict=True) if ballot is not None)]
+
+
+@given(elections(), KINDS)
+def test_a_vote_is_decided_exactly_when_no_completion_changes_the_winner(
+    election: tuple[list[Vote], list[int]], weighting: Weighting
+) -> None:
+    votes, remaining = election
+    leader = count_votes(votes, weighting).winner
+    levels = sorted({v.score for v in votes})
+    between = [(a + b) / 2 for a, b in pairwise(levels)]
+    marks = [0.0, *levels, *between, 1.0] if isinstance(weighting, RankWeighting) else [0.0, 0.4, 1.0]
+    turned = any(count_votes(cast, weighting).winner != leader for cast in completions(votes, remaining, marks))
+    assert is_decided(votes, remaining, weighting) == (not turned)
+
+
+@given(elections(most=12, left=4), KINDS)
+def test_a_decided_vote_stays_decided(election: tuple[list[Vote], list[int]], weighting: Weighting) -> None:
+    votes, remaining = election
+    if is_decided(votes, remaining, weighting) and remaining:
+        for answer, score in product("axb", (0.0, 1.0)):
+            more = [*votes, Vote(remaining[0], answer, score)]
+            assert count_votes(more, weighting).winner == count_votes(votes, weighting).winner
+            assert is_decided(more, remaining[1:], weighting)
+
+
+def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_remain() -> None:
+    assert count_votes([Vote(3, "a", 0.2)], RankWeighting()) == Tally("a", {"a": 1.0}, {"a": 1}, {3: 1.0})
+    assert not is_decided([], [0], MajorityWeighting())
+    assert is_decided([], [], MajorityWeighting())
+
+
+def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() -> None:
+    assert is_decided([Vote(i, "a") for i in range(5)], [5, 6, 7], MajorityWeighting())
+    assert is_decided([Vote(i, "a") for i in range(4)], [4, 5, 6, 7], MajorityWeighting())
+    assert not is_decided([Vote(i, "a") for i in range(1, 5)], [0, 5, 6, 7], MajorityWeighting())
+
+
+def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> None:
+    """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
+
+    def votes(rival: int) -> list[Vote]:
+        others = [i for i in range(7) if i != rival]
+        return [Vote(rival, "b", 3.0), *(Vote(i, "a", s) for i, s in zip(others, (0.0, 1, 2, 4, 5, 6), strict=True))]
+
+    assert is_decided(votes(rival=6), [7, 8], RankWeighting())
+    assert not is_decided(votes(rival=0), [7, 8], RankWeighting())
+
+
+def test_a_negative_vote_for_the_leader_may_still_make_it_the_earlier_answer() -> None:
+    """A vote of low q for the leader can only make both equally heavy. With index 0 the leader is then the earlier."""
+    rule = LogOddsWeighting(wrong_answers=1, max_chance=0.8)
+    leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
+    assert is_decided(leader + rival, [0], rule)
+    assert not is_decided(leader + rival, [6], rule)
