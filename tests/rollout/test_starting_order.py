@@ -10,9 +10,9 @@ from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.starting_order import TOKEN_SECONDS, StartingOrder
+from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder
 from tests.rollout.helpers import Documents, Harness, collect
 from tests.rollout.joining.joining import SteppedLoop
 

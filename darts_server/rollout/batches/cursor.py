@@ -51,7 +51,7 @@ class CandidateCursor:
         """End the candidate: discard it unless it was selected. ``reason``: used if it has no reason of its own."""
         if self._end is None and self._run is not None:
             own_reason = self._run.candidates[self._index].reason
-            length = self._run.tokens.count(self._index)
+            length = self._run.runner.count_tokens(self._index)
             self._end = CandidateDiscarded(self.trajectory_id, self._number, length, own_reason or reason)
         self._run = None
 
@@ -66,8 +66,8 @@ class CandidateCursor:
             state = self._run.candidates[self._index]
             if state.reason is not None:
                 self.close(state.reason)
-            elif self._run.tokens.count(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
-                yield from self._add_tokens(self._run.tokens.read(self._index, len(self._token_ids)))
+            elif self._run.runner.count_tokens(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
+                yield from self._add_tokens(self._run.runner.read_tokens(self._index, len(self._token_ids)))
         if self._end is not None:
             yield from self._finish(self._end)
 

@@ -15,7 +15,7 @@ import numpy as np
 from darts_server.engine.port import PromptRenderer, TokenSlice
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
-from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
+from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
 from darts_server.rollout.prompt_documents import decode_prompt, encode_prompt
 from darts_server.store.document import Name
 from darts_server.store.transactions import TransactionStore

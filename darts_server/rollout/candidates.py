@@ -1,36 +1,159 @@
-"""Run the candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
+"""The candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic
 
-from darts_server.engine.port import CandidateResult, OutputT, RequestT, RunningCandidate
+from darts_server.engine.port import (
+    NOTHING,
+    CandidateResult,
+    Engine,
+    OutputT,
+    RequestT,
+    RunningCandidate,
+    TokenSlice,
+)
 from darts_server.exceptions import CandidateFailed, EngineError
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.group import Group
+from darts_server.records import VersionSpans
 from darts_server.rollout.allocation.cohort import Cohort
-from darts_server.rollout.candidates.outputs import CandidateOutputs
-from darts_server.rollout.candidates.requests import CandidateRequests
-from darts_server.rollout.carried import CarriedCandidate, compact
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
+from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
+from darts_server.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateCallbacks:
-    """What a group does when something happens to its candidates.
+class SavedEnd:
+    """How a candidate has finished, as it is saved: without the engine's own output."""
 
-    ``on_start``: for each candidate that has reached the engine or could not be started. ``on_events``: with what
-    happened. ``on_error``: with an error that is none of the engine's, so a bug of ours.
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedCandidate(Generic[OutputT]):
+    """A candidate of a stopped group.
+
+    ``prefix``: what it had generated. ``version_spans``: of these tokens. ``result``: ``None`` unless it has finished
+    on this engine; ``saved_end``: unless it has on an earlier one.
     """
 
-    on_start: Callable[[], None]
-    on_events: Callable[..., None]
-    on_error: Callable[[BaseException], None]
+    prefix: TokenSlice = field(default=NOTHING)
+    version_spans: VersionSpans = ()
+    result: CandidateResult[OutputT] | None = None
+    saved_end: SavedEnd | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix.token_ids)
+
+    @property
+    def last_version(self) -> int | None:
+        """The weights that sampled its last token; ``None`` without any."""
+        return self.version_spans[-1][0] if self.version_spans else None
+
+
+def compact(tokens: TokenSlice) -> TokenSlice:
+    """Copy tokens to arrays: lists take several times the memory."""
+    logprobs = None if tokens.logprobs is None else array("d", tokens.logprobs)
+    return TokenSlice(array("i", tokens.token_ids), logprobs)
+
+
+class CandidateRequests(Generic[RequestT]):
+    """Assign requests to candidates: all share one, except those that were given a request of their own."""
+
+    def __init__(self, shared: RequestT) -> None:
+        self._shared = shared
+        self._own: dict[int, RequestT] = {}
+        self._suspended: list[RequestT] | None = None
+
+    def assign(self, index: int, request: RequestT) -> None:
+        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
+        if self._suspended is None:
+            self._own[index] = request
+        else:
+            self._suspended.append(request)
+
+    def of(self, index: int) -> tuple[RequestT, int]:
+        """The request of a candidate, and the candidate's number within that request."""
+        own = self._own.get(index)
+        return (self._shared, index) if own is None else (own, 0)
+
+    def suspend(self, indices: Iterable[int]) -> None:
+        """Keep the requests of these candidates for their replacements."""
+        self._suspended = [self._own[index] for index in indices if index in self._own]
+
+    def resume(self, first_index: int) -> None:
+        """Assign the kept requests to candidates from ``first_index`` on."""
+        kept, self._suspended = self._suspended or [], None
+        self._own |= dict(enumerate(kept, first_index))
+
+
+class CandidateOutputs(Generic[RequestT, OutputT]):
+    """Keep the output of each candidate that was started, by index, and truncate those that are cut."""
+
+    def __init__(self, engine: Engine[RequestT, OutputT], requests: CandidateRequests[RequestT]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._futures: dict[int, asyncio.Future[OutputT]] = {}
+        self._cuts: dict[int, int] = {}
+
+    def add(self, index: int) -> None:
+        """Add a candidate that is being started, without an output so far."""
+        self._futures[index] = asyncio.get_running_loop().create_future()
+
+    def is_done(self, index: int) -> bool:
+        """Whether the candidate has its output, or has failed."""
+        return self._futures[index].done()
+
+    def is_cut(self, index: int) -> bool:
+        """Whether the candidate was cut before it had an output."""
+        return index in self._cuts
+
+    async def wait(self, index: int) -> OutputT:
+        """Wait for the output of a candidate.
+
+        Raises:
+            EngineError: of a candidate that failed.
+        """
+        # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+        return await asyncio.shield(self._futures[index])
+
+    def set(self, index: int, output: OutputT) -> None:
+        """Set the output of a candidate that has none yet; of a cut one, its first tokens."""
+        if index in self._cuts:
+            output = self._truncate(index, output, self._cuts[index])
+        self._futures[index].set_result(output)
+
+    def fail(self, index: int, error: BaseException) -> None:
+        """Fail the output that a caller may be waiting for; harmless if there is one already."""
+        if not self._futures[index].done():
+            self._futures[index].set_exception(error)
+            self._futures[index].exception()  # marks it as retrieved: the caller may be gone
+
+    def cut(self, index: int, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of a candidate, of the output that it has or will have."""
+        output = self._futures[index]
+        if not output.done():
+            self._cuts[index] = tokens
+        elif output.exception() is None:
+            self.add(index)
+            self._futures[index].set_result(self._truncate(index, output.result(), tokens))
+
+    def tokens_from(self, index: int, start: int) -> TokenSlice | None:
+        """Return the tokens of a candidate that is done, from position ``start`` on; ``None`` if it failed."""
+        output = self._futures[index]
+        return None if output.exception() else self._engine.tokens_from(output.result(), start)
+
+    def _truncate(self, index: int, output: OutputT, tokens: int) -> OutputT:
+        request, _ = self._requests.of(index)
+        return self._engine.truncate(request, output, tokens)
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
@@ -44,7 +167,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         spec: what they are started with, and what is kept of them.
         group: the group's state machine, which decides; here it is only read.
         recorder: of the group.
-        callbacks: what the group does when something happens to one.
+        on_start: called for each candidate that has reached the engine or could not be started.
+        on_events: called with what happened.
+        on_error: called with an error that is none of the engine's, so a bug of ours.
         carried: what the first candidates have generated already.
         order: of its candidates among those of others that wait.
     """
@@ -55,7 +180,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         spec: GroupSpec[RequestT],
         group: Group,
         recorder: GroupRecorder,
-        callbacks: CandidateCallbacks,
+        on_start: Callable[[], None],
+        on_events: Callable[..., None],
+        on_error: Callable[[BaseException], None],
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
@@ -68,14 +195,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.scorer: GroupScorer | None = None
         if spec.pruning is not None:
             assert context.scorer is not None
-            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, callbacks.on_events)
+            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, on_events)
         self._engine = context.engine
         self._starts = context.starts
         self._order = order
         self._keeps_results = spec.can_carry
         self._group = group
         self._recorder = recorder
-        self._callbacks = callbacks
+        self._on_start, self._on_events, self._on_error = on_start, on_events, on_error
         self._cohort: Cohort | None = None
         self._carried = dict(enumerate(carried))
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
@@ -128,6 +255,25 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def return_aborted(self, indices: Iterable[int]) -> None:
         """Return these candidates as they are, once their group has stopped them."""
         self.aborted |= set(indices)
+
+    # --- tokens -------------------------------------------------------------
+
+    def count_tokens(self, index: int) -> int:
+        """Return how many tokens a candidate has generated so far; of a cut one, those that are kept."""
+        running = self._running_at(index)
+        tokens = None if running is None else running.tokens()
+        return self._recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
+
+    def read_tokens(self, index: int, start: int) -> TokenSlice | None:
+        """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
+        if self.outputs.is_done(index):
+            return self.outputs.tokens_from(index, start)
+        running = self._running_at(index)
+        generated = None if running is None else running.tokens_from(start)
+        return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
+
+    def _running_at(self, index: int) -> RunningCandidate[OutputT] | None:
+        return self.running.get(index) if self._group.candidates[index].running else None
 
     # --- what is carried over -----------------------------------------------
 
@@ -189,7 +335,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if index in self.running:
             self._stop_running(index)
         else:  # it waits for its turn to start
-            self._callbacks.on_events(Lost(index, by_caller=True))
+            self._on_events(Lost(index, by_caller=True))
             self._answer_abort(index, self.aborted_output(request))
         return output
 
@@ -229,13 +375,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         try:
             await self._starts.candidate(carried.tokens)
             if not self._is_running(index):  # it was stopped while it waited
-                self._callbacks.on_start()
+                self._on_start()
                 self._set_aborted(index)
                 return
             try:
                 running = await self._start_or_resume(index, carried)
             finally:
-                self._callbacks.on_start()
+                self._on_start()
             self._add_running(index, running, carried)
             result = await running.result()
         except EngineError as error:
@@ -264,7 +410,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 events.append(Progress(index, carried.tokens))
             if self.scorer is not None:
                 events += self.scorer.mark_started(index)
-            self._callbacks.on_events(*events)
+            self._on_events(*events)
         if not self._is_running(index):  # since before the engine had started it
             self._stop_running(index)
 
@@ -279,11 +425,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
         """Handle the result of a candidate that had finished before its group was carried over."""
-        self._callbacks.on_start()
+        self._on_start()
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
         self._recorder.candidate_started(index, version, carried.version_spans)
         if self._is_running(index):
-            self._callbacks.on_events(Started(index))
+            self._on_events(Started(index))
         self._handle_result(index, result, version)
 
     def _handle_result(self, index: int, result: CandidateResult[OutputT], weight_version: int | None = None) -> None:
@@ -298,12 +444,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         elif self._is_running(index):
             if result.finish_reason is not None:
                 self.outputs.set(index, result.output)
-                self._callbacks.on_events(Finished(index, result.tokens, result.finish_reason))
+                self._on_events(Finished(index, result.tokens, result.finish_reason))
             elif index in self._aborts:
                 self._recorder.candidate_stopped(index, result.tokens)
-                self._callbacks.on_events(Lost(index, by_caller=True))
+                self._on_events(Lost(index, by_caller=True))
             else:
-                self._callbacks.on_events(Lost(index))
+                self._on_events(Lost(index))
         is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
         self._answer_abort(index, None if is_whole else result.output)
 
@@ -313,7 +459,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         elif index in self.aborted:
             self._set_aborted(index)
         elif self._is_running(index):
-            self._callbacks.on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
+            self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
@@ -329,7 +475,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
         if not task.cancelled() and (error := task.exception()) is not None:
             self.outputs.fail(index, error)
-            self._callbacks.on_error(error)
+            self._on_error(error)
 
     def _is_running(self, index: int) -> bool:
         return self._group.candidates[index].running
