@@ -23,8 +23,7 @@ from darts_server.http.resources.rollouts_encoding import group_fields, take_tok
 from darts_server.http.resources.rollouts_events import encode_event
 from darts_server.http.token_tensors import TokenTensors
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.batches.events import GroupEnded
-from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.events import GroupEnded, GroupResult
 from darts_server.rollout.batches.run import StreamMode
 from darts_server.types import FinishReason, Outcome, Sample, SelectedAs
 

@@ -23,7 +23,7 @@ from darts_server.rollout.pruning.scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import NO_ORDER, StartingOrder, StartQueue
-from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import FinishReason, Outcome, RequestOptions, SelectedAs

@@ -10,8 +10,7 @@ from msgspec import Raw
 from darts_server.http.json_encoding import encode_json
 from darts_server.http.resources.rollouts_models import GroupOut, RolloutsOut, UnfinishedOut, usage_of
 from darts_server.http.token_tensors import TokenTensors
-from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.results import GroupResult, Unfinished
+from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.rollout.batches.run import BatchRun
 
 TOKEN_LISTS = ("aborted", "trajectories")

@@ -14,10 +14,9 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
 from darts_server.rollout.allocation.shared import Grant, SharedDeadline
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
-from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.events import BatchDone, GroupResult
 from darts_server.rollout.batches.preparation import plan_batch
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.rollout.batches.submission import Submission

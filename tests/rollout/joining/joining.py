@@ -10,7 +10,7 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
 from darts_server.rollout.candidates import CarriedCandidate
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
