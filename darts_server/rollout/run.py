@@ -25,8 +25,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.allocation.membership import CohortMembership
+from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
