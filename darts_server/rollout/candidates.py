@@ -378,41 +378,41 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._on_start()
                 self._set_aborted(index)
                 return
+            request, order = self.requests.of(index), self._order.of(carried.tokens)
             try:
-                running = await self._start_or_resume(index, carried)
+                if carried.tokens:
+                    running = await self._engine.resume(*request, carried.prefix, order)
+                else:
+                    probe = None if self.scorer is None else self.scorer.probe_for(index)
+                    running = await self._engine.start(*request, probe, order)
             finally:
                 self._on_start()
-            self._add_running(index, running, carried)
+            self.running[index] = running
+            if self._cohort is not None:
+                self._cohort.running += 1
+            self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
+            if self._is_running(index):
+                events: list[Event] = [Started(index)]
+                if carried.tokens:
+                    events.append(Progress(index, carried.tokens))
+                if self.scorer is not None:
+                    events += self.scorer.mark_started(index)
+                self._on_events(*events)
+            if not self._is_running(index):  # since before the engine had started it
+                self._stop_running(index)
             result = await running.result()
         except EngineError as error:
-            self._handle_failure(index, error)
+            if self.outputs.is_cut(index):
+                self.outputs.fail(index, error)
+            elif index in self.aborted:
+                self._set_aborted(index)
+            elif self._is_running(index):
+                self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
         else:
             self._handle_result(index, result)
         finally:
             if self.running.pop(index, None) is not None and self._cohort is not None:
                 self._cohort.running -= 1
-
-    async def _start_or_resume(self, index: int, carried: CarriedCandidate[OutputT]) -> RunningCandidate[OutputT]:
-        order = self._order.of(carried.tokens)
-        if carried.tokens:
-            return await self._engine.resume(*self.requests.of(index), carried.prefix, order)
-        probe = None if self.scorer is None else self.scorer.probe_for(index)
-        return await self._engine.start(*self.requests.of(index), probe, order)
-
-    def _add_running(self, index: int, running: RunningCandidate[OutputT], carried: CarriedCandidate[OutputT]) -> None:
-        self.running[index] = running
-        if self._cohort is not None:
-            self._cohort.running += 1
-        self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
-        if self._is_running(index):
-            events: list[Event] = [Started(index)]
-            if carried.tokens:
-                events.append(Progress(index, carried.tokens))
-            if self.scorer is not None:
-                events += self.scorer.mark_started(index)
-            self._on_events(*events)
-        if not self._is_running(index):  # since before the engine had started it
-            self._stop_running(index)
 
     def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
         """Return the result of a candidate that had finished before its group was carried over."""
@@ -452,14 +452,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._on_events(Lost(index))
         is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
         self._answer_abort(index, None if is_whole else result.output)
-
-    def _handle_failure(self, index: int, error: EngineError) -> None:
-        if self.outputs.is_cut(index):
-            self.outputs.fail(index, error)
-        elif index in self.aborted:
-            self._set_aborted(index)
-        elif self._is_running(index):
-            self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""

@@ -138,18 +138,17 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.prunes:
+        if not plan.shaping.prunes or self.can_score:
             return
         if self._scorer is None:
             raise InvalidRequest(
                 "policy", f"{plan.policy!r} prunes by quality, which this server cannot score; use another policy"
             )
-        if self._engine.probe_width is None and self._scorer.uses_hidden_states:
-            raise InvalidRequest(
-                "policy",
-                f"{plan.policy!r} prunes by hidden states, which this engine does not report; use another policy, or "
-                f"start the server with --quality logprob",
-            )
+        raise InvalidRequest(
+            "policy",
+            f"{plan.policy!r} prunes by hidden states, which this engine does not report; use another policy, or start "
+            f"the server with --quality logprob",
+        )
 
     def check_resumable(self, request: RequestT) -> None:
         """
@@ -166,7 +165,8 @@ class Rollouts(Generic[RequestT, OutputT]):
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
-        return self._context.can_score
+        scorer = self._scorer
+        return scorer is not None and (not scorer.uses_hidden_states or self._engine.probe_width is not None)
 
     def usual_candidates(self, plan: Plan) -> int:
         """How many candidates a group gets now, before anything is known of its prompt."""

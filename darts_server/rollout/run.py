@@ -137,7 +137,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 count += 1
                 output = await self.runner.outputs.wait(index)
                 if index not in self.runner.aborted:
-                    self._report_returned(index, output)
+                    returned = self._engine.token_ids(self.runner.requests.of(index)[0], output)
+                    self._observer.trajectory_returned(self.recorder.returned(index, *returned))
                 selected = self._group.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
                 if count == selected:
@@ -346,15 +347,14 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._delivered.add(index)
             self._deliveries.put_nowait(index)
 
-    def _report_returned(self, index: int, output: OutputT) -> None:
-        request, _ = self.runner.requests.of(index)
-        self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
-
     def _act(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
-                    self._start(indices)
+                    self.runner.start(indices)
+                    self.recorder.candidates_requested(len(indices))
+                    self._observer.candidates_started(len(indices))
+                    self._membership.reset_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -371,12 +371,6 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case GiveUp(error=error):
                     self._close(error)
                     self._deliveries.put_nowait(error)
-
-    def _start(self, indices: tuple[int, ...]) -> None:
-        self.runner.start(indices)
-        self.recorder.candidates_requested(len(indices))
-        self._observer.candidates_started(len(indices))
-        self._membership.reset_minimum()
 
     def _close(self, error: Exception | None = None) -> None:
         """Record and report the group's end, once."""

@@ -106,8 +106,3 @@ class GroupContext(Generic[RequestT, OutputT]):
     scorer: CandidateScorer | None
     starts: StartQueue
     clock: Callable[[], float]
-
-    @property
-    def can_score(self) -> bool:
-        """Whether anything can score candidates."""
-        return self.scorer is not None and (not self.scorer.uses_hidden_states or self.engine.probe_width is not None)

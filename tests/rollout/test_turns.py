@@ -253,8 +253,8 @@ def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(l
 
 # --- the index of what is known ------------------------------------------------
 
-TOKENS = st.lists(st.integers(0, 3), max_size=6)
-KNOWN = st.lists(st.tuples(TOKENS, TOKENS.filter(bool)))
+SEQUENCES = st.lists(st.integers(0, 3), max_size=6)
+KNOWN = st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool)))
 
 
 def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None, caller: str = "") -> None:
@@ -269,7 +269,7 @@ def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
     return bool(known_prefixes(index, tokens))
 
 
-@given(KNOWN, TOKENS)
+@given(KNOWN, SEQUENCES)
 def test_a_prompt_is_found_exactly_if_a_known_sequence_begins_it(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:
@@ -280,7 +280,7 @@ def test_a_prompt_is_found_exactly_if_a_known_sequence_begins_it(
     assert holds_prefix(index, prompt) == any(prompt[: len(sequence)] == sequence for sequence in sequences)
 
 
-@given(KNOWN, TOKENS)
+@given(KNOWN, SEQUENCES)
 def test_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:

@@ -121,16 +121,7 @@ class CandidateCursor:
         yield TokenRange(self, start, len(self._token_ids))
 
 
-_Entry = (
-    BatchStarted
-    | NeedsReported
-    | TokenRange
-    | TrajectorySelected
-    | CandidateDiscarded
-    | GroupEnded
-    | BatchDone
-    | BatchFailed
-)
+_Entry = TokenRange | Event
 
 
 class EventFeed:
