@@ -23,7 +23,7 @@ from darts_server.records import VersionSpans
 from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
-from darts_server.rollout.spec import GroupContext, GroupSpec
+from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
 from darts_server.types import FinishReason
 
@@ -199,7 +199,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._engine = context.engine
         self._starts = context.starts
         self._order = order
-        self._keeps_results = spec.can_carry
+        self._keeps_results = spec.on_abort is OnAbort.CARRY
         self._group = group
         self._recorder = recorder
         self._on_start, self._on_events, self._on_error = on_start, on_events, on_error

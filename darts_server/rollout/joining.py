@@ -218,10 +218,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         short: ShortGroups,
     ) -> None:
         self._groups = groups
-        self._observer = groups.observers
         self._short = short
         self.group_id = f"group-{first.request_id}"
-        self._allocator = groups.allocator
         self._plan = first.plan
         self._prompt_key, self._tokens = first.prompt_key, first.tokens
         self._timeout = timeout
@@ -338,9 +336,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         pass_rate = self._groups.pass_rate(self._prompt_key)
         if self._start_extras:
             full = plan.size == self._plan.size
-            self._observer.group_sealed(full=full)
+            self._groups.observers.group_sealed(full=full)
             self._short.add(full=full, planned=self._plan.size)
-            allocation = await self._allocator.allocate(plan, self._prompt_key, self._tokens)
+            allocation = await self._groups.allocator.allocate(plan, self._prompt_key, self._tokens)
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)

@@ -56,11 +56,6 @@ class GroupSpec(Generic[RequestT]):
     pruning: Pruning | None = None
     on_abort: OnAbort = OnAbort.FAIL
 
-    @property
-    def can_carry(self) -> bool:
-        """Whether what all candidates have generated is kept, for `GroupRun.carry`."""
-        return self.on_abort is OnAbort.CARRY
-
     @classmethod
     def of_plan(
         cls,

@@ -106,15 +106,6 @@ class ReturnedGroup:
         """Whether all rewards of a fully rewarded group are equal."""
         return len({trajectory.reward for trajectory in self.returned.values()}) == 1
 
-    def set_reward(self, trajectory: ReturnedTrajectory, reward: float, correct: bool) -> None:
-        trajectory.reward, trajectory.correct = reward, correct
-        self.rewarded += 1
-
-    def set_record(self, record: GroupRecord) -> None:
-        """Set the record of the group, which has ended."""
-        self.record = record
-        self.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
-
 
 class ReturnedGroups:
     """Keep the newest ``kept`` groups, in the order in which they ended, with at most ``kept_candidates`` in all.
@@ -141,7 +132,8 @@ class ReturnedGroups:
     def end(self, record: GroupRecord) -> ReturnedGroup:
         """Record a group's end and return the group."""
         group = self._find_or_create(record.key, record.started_at, record.prompt_key)
-        group.set_record(record)
+        group.record = record
+        group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
         self._candidates += len(record.candidates)
         self._groups.move_to_end(record.key)
         while self._candidates > self._kept_candidates and len(self._groups) > 1:
@@ -287,7 +279,8 @@ class RewardMatcher(GroupObserver):
             unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
             for trajectory in unrewarded:
                 group = trajectory.group
-                group.set_reward(trajectory, reward.reward, reward.correct)
+                trajectory.reward, trajectory.correct = reward.reward, reward.correct
+                group.rewarded += 1
                 for on_reward in self._on_reward:
                     on_reward(group.key, trajectory.index, reward.reward, reward.correct)
                 if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
