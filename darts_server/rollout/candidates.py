@@ -10,7 +10,6 @@ from typing import Generic
 from darts_server.engine.port import (
     NOTHING,
     CandidateResult,
-    Engine,
     OutputT,
     RequestT,
     RunningCandidate,
@@ -65,97 +64,6 @@ def compact(tokens: TokenSlice) -> TokenSlice:
     return TokenSlice(array("i", tokens.token_ids), logprobs)
 
 
-class CandidateRequests(Generic[RequestT]):
-    """Assign requests to candidates: all share one, except those that were given a request of their own."""
-
-    def __init__(self, shared: RequestT) -> None:
-        self._shared = shared
-        self._own: dict[int, RequestT] = {}
-        self._suspended: list[RequestT] | None = None
-
-    def assign(self, index: int, request: RequestT) -> None:
-        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
-        if self._suspended is None:
-            self._own[index] = request
-        else:
-            self._suspended.append(request)
-
-    def of(self, index: int) -> tuple[RequestT, int]:
-        """The request of a candidate, and the candidate's number within that request."""
-        own = self._own.get(index)
-        return (self._shared, index) if own is None else (own, 0)
-
-    def suspend(self, indices: Iterable[int]) -> None:
-        """Keep the requests of these candidates for their replacements."""
-        self._suspended = [self._own[index] for index in indices if index in self._own]
-
-    def resume(self, first_index: int) -> None:
-        """Assign the kept requests to candidates from ``first_index`` on."""
-        kept, self._suspended = self._suspended or [], None
-        self._own |= dict(enumerate(kept, first_index))
-
-
-class CandidateOutputs(Generic[RequestT, OutputT]):
-    """Keep the output of each candidate that was started, by index, and truncate those that are cut."""
-
-    def __init__(self, engine: Engine[RequestT, OutputT], requests: CandidateRequests[RequestT]) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._futures: dict[int, asyncio.Future[OutputT]] = {}
-        self._cuts: dict[int, int] = {}
-
-    def add(self, index: int) -> None:
-        """Add a candidate that is being started, without an output so far."""
-        self._futures[index] = asyncio.get_running_loop().create_future()
-
-    def is_done(self, index: int) -> bool:
-        """Whether the candidate has its output, or has failed."""
-        return self._futures[index].done()
-
-    def is_cut(self, index: int) -> bool:
-        """Whether the candidate was cut before it had an output."""
-        return index in self._cuts
-
-    async def wait(self, index: int) -> OutputT:
-        """Wait for the output of a candidate.
-
-        Raises:
-            EngineError: of a candidate that failed.
-        """
-        # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
-        return await asyncio.shield(self._futures[index])
-
-    def set(self, index: int, output: OutputT) -> None:
-        """Set the output of a candidate that has none yet; of a cut one, its first tokens."""
-        if index in self._cuts:
-            output = self._truncate(index, output, self._cuts[index])
-        self._futures[index].set_result(output)
-
-    def fail(self, index: int, error: BaseException) -> None:
-        """Fail the output that a caller may be waiting for; harmless if there is one already."""
-        if not self._futures[index].done():
-            self._futures[index].set_exception(error)
-            self._futures[index].exception()  # marks it as retrieved: the caller may be gone
-
-    def cut(self, index: int, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens of a candidate, of the output that it has or will have."""
-        output = self._futures[index]
-        if not output.done():
-            self._cuts[index] = tokens
-        elif output.exception() is None:
-            self.add(index)
-            self._futures[index].set_result(self._truncate(index, output.result(), tokens))
-
-    def tokens_from(self, index: int, start: int) -> TokenSlice | None:
-        """Return the tokens of a candidate that is done, from position ``start`` on; ``None`` if it failed."""
-        output = self._futures[index]
-        return None if output.exception() else self._engine.tokens_from(output.result(), start)
-
-    def _truncate(self, index: int, output: OutputT, tokens: int) -> OutputT:
-        request, _ = self._requests.of(index)
-        return self._engine.truncate(request, output, tokens)
-
-
 class CandidateRunner(Generic[RequestT, OutputT]):
     """Run the candidates of one group, by index.
 
@@ -186,8 +94,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
-        self.requests = CandidateRequests(spec.request)
-        self.outputs = CandidateOutputs(context.engine, self.requests)
         self.running: dict[int, RunningCandidate[OutputT]] = {}
         """Candidates that the engine runs or queues, stopped ones until it has answered."""
         self.aborted: frozenset[int] = frozenset()
@@ -199,6 +105,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._engine = context.engine
         self._starts = context.starts
         self._order = order
+        self._request = spec.request
+        self._own_requests: dict[int, RequestT] = {}  # of candidates that do not share it
+        self._suspended_requests: list[RequestT] | None = None  # for the next candidates, while the group is suspended
+        self._outputs: dict[int, asyncio.Future[OutputT]] = {}  # of all that were started
+        self._cuts: dict[int, int] = {}  # tokens that are kept of those that were cut before they had an output
         self._keeps_results = spec.on_abort is OnAbort.CARRY
         self._group = group
         self._recorder = recorder
@@ -215,7 +126,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def start(self, indices: Iterable[int]) -> None:
         """Start candidates, each in its turn."""
         for index in indices:
-            self.outputs.add(index)
+            self._outputs[index] = asyncio.get_running_loop().create_future()
             task = asyncio.get_running_loop().create_task(self._run(index))
             self._tasks.add(task)
             task.add_done_callback(partial(self._finish_task, index))
@@ -239,12 +150,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def suspend(self) -> None:
         """Keep the requests of the candidates for others, before the group is restarted without these."""
-        self.requests.suspend(c.index for c in self._group.candidates if c.alive)
+        alive = (c.index for c in self._group.candidates if c.alive)
+        self._suspended_requests = [self._own_requests[index] for index in alive if index in self._own_requests]
         self._carried.clear()  # also if none has started yet: it may be too old for the new weights
 
     def resume(self) -> None:
         """Give the kept requests to the candidates that are started next."""
-        self.requests.resume(len(self._group.candidates))
+        kept, self._suspended_requests = self._suspended_requests or [], None
+        self._own_requests |= dict(enumerate(kept, len(self._group.candidates)))
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled, before the paused engine gets others."""
@@ -256,6 +169,44 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Return these candidates as they are, once their group has stopped them."""
         self.aborted |= set(indices)
 
+    # --- requests and outputs -----------------------------------------------
+
+    def assign_request(self, index: int, request: RequestT) -> None:
+        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
+        if self._suspended_requests is None:
+            self._own_requests[index] = request
+        else:
+            self._suspended_requests.append(request)
+
+    def request_of(self, index: int) -> tuple[RequestT, int]:
+        """Return the request of a candidate, and the candidate's number within that request."""
+        own = self._own_requests.get(index)
+        return (self._request, index) if own is None else (own, 0)
+
+    async def output(self, index: int) -> OutputT:
+        """Wait for the output of a candidate.
+
+        Raises:
+            EngineError: of a candidate that failed.
+        """
+        # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+        return await asyncio.shield(self._outputs[index])
+
+    def _set_output(self, index: int, output: OutputT) -> None:
+        """Set the output of a candidate that has none yet; of a cut one, its first tokens."""
+        if index in self._cuts:
+            output = self._truncate(index, output, self._cuts[index])
+        self._outputs[index].set_result(output)
+
+    def _fail_output(self, index: int, error: BaseException) -> None:
+        """Fail the output that a caller may be waiting for; harmless if there is one already."""
+        if not self._outputs[index].done():
+            self._outputs[index].set_exception(error)
+            self._outputs[index].exception()  # marks it as retrieved: the caller may be gone
+
+    def _truncate(self, index: int, output: OutputT, tokens: int) -> OutputT:
+        return self._engine.truncate(self.request_of(index)[0], output, tokens)
+
     # --- tokens -------------------------------------------------------------
 
     def count_tokens(self, index: int) -> int:
@@ -266,8 +217,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
         """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
-        if self.outputs.is_done(index):
-            return self.outputs.tokens_from(index, start)
+        output = self._outputs[index]
+        if output.done():
+            return None if output.exception() else self._engine.tokens_from(output.result(), start)
         running = self._running_at(index)
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
@@ -312,10 +264,15 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def cut(self, index: int, tokens: int) -> None:
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
-        if not self.outputs.is_done(index) and not self.outputs.is_cut(index):
-            self._stop_running(index)
-            self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
-        self.outputs.cut(index, tokens)
+        output = self._outputs[index]
+        if not output.done():
+            if index not in self._cuts:
+                self._stop_running(index)
+                self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
+            self._cuts[index] = tokens
+        elif output.exception() is None:
+            self._outputs[index] = asyncio.get_running_loop().create_future()
+            self._outputs[index].set_result(self._truncate(index, output.result(), tokens))
 
     def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
         """Stop the candidate that runs for one of the group's requests, and return what it has generated.
@@ -325,7 +282,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """
         output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
         running = (c.index for c in reversed(self._group.candidates) if c.running)
-        index = next((index for index in running if self.requests.of(index)[0] is request), None)
+        index = next((index for index in running if self.request_of(index)[0] is request), None)
         if index is None:
             output.set_result(None)
             return output
@@ -346,7 +303,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def owns_aborted(self, request: RequestT) -> bool:
         """Whether a candidate that was started with this request was aborted, alone or with its group."""
-        return any(self.requests.of(index)[0] is request for index in (*self._aborts, *self.aborted))
+        return any(self.request_of(index)[0] is request for index in (*self._aborts, *self.aborted))
 
     def aborted_output(self, request: RequestT) -> OutputT:
         """Return the output of a request that was aborted before anything was generated for it."""
@@ -378,7 +335,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._on_start()
                 self._set_aborted(index)
                 return
-            request, order = self.requests.of(index), self._order.of(carried.tokens)
+            request, order = self.request_of(index), self._order.of(carried.tokens)
             try:
                 if carried.tokens:
                     running = await self._engine.resume(*request, carried.prefix, order)
@@ -402,8 +359,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._stop_running(index)
             result = await running.result()
         except EngineError as error:
-            if self.outputs.is_cut(index):
-                self.outputs.fail(index, error)
+            if index in self._cuts:
+                self._fail_output(index, error)
             elif index in self.aborted:
                 self._set_aborted(index)
             elif self._is_running(index):
@@ -419,7 +376,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         carried = self._carried_at(index)
         if (end := carried.saved_end) is None:
             return carried.result
-        request, _ = self.requests.of(index)
+        request, _ = self.request_of(index)
         output = self._engine.finished_output(request, carried.prefix, end.finish_reason, end.text)
         return CandidateResult(carried.tokens, end.finish_reason, output)
 
@@ -439,34 +396,34 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._recorder.candidate_ended(index, version, finished=finished)
         if self._keeps_results:
             self._results[index] = result
-        if self.outputs.is_cut(index) or index in self.aborted:
-            self.outputs.set(index, result.output)
+        if index in self._cuts or index in self.aborted:
+            self._set_output(index, result.output)
         elif self._is_running(index):
             if result.finish_reason is not None:
-                self.outputs.set(index, result.output)
+                self._set_output(index, result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
             elif index in self._aborts:
                 self._recorder.candidate_stopped(index, result.tokens)
                 self._on_events(Lost(index, by_caller=True))
             else:
                 self._on_events(Lost(index))
-        is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
+        is_whole = result.finish_reason is not None or index in self._cuts
         self._answer_abort(index, None if is_whole else result.output)
 
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
         if index in self.aborted:
-            carried, (request, _) = self._carried_at(index), self.requests.of(index)
+            carried, (request, _) = self._carried_at(index), self.request_of(index)
             if carried.last_version is not None:
                 self._recorder.candidate_started(index, carried.last_version, carried.version_spans)
-            self.outputs.set(index, self._engine.aborted_output(request, carried.prefix))
+            self._set_output(index, self._engine.aborted_output(request, carried.prefix))
 
     def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
         """Report an unexpected error of a candidate's task, which nothing awaits."""
         self._tasks.discard(task)
         self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.outputs.fail(index, error)
+            self._fail_output(index, error)
             self._on_error(error)
 
     def _is_running(self, index: int) -> bool:

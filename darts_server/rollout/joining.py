@@ -358,7 +358,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
         free = [seat for seat in self._seats if seat.output is None]
         if index in self._run.runner.aborted:
-            request, number = self._run.runner.requests.of(index)
+            request, number = self._run.runner.request_of(index)
             for seat in free:
                 if seat.request is request and number == 0:
                     return seat

@@ -91,7 +91,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self.runner.requests.assign(len(self._group.candidates), request)
+        self.runner.assign_request(len(self._group.candidates), request)
         self._act(self._group.add_candidate())
 
     def open(
@@ -135,9 +135,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if isinstance(index, BaseException):
                     raise index
                 count += 1
-                output = await self.runner.outputs.wait(index)
+                output = await self.runner.output(index)
                 if index not in self.runner.aborted:
-                    returned = self._engine.token_ids(self.runner.requests.of(index)[0], output)
+                    returned = self._engine.token_ids(self.runner.request_of(index)[0], output)
                     self._observer.trajectory_returned(self.recorder.returned(index, *returned))
                 selected = self._group.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
@@ -251,7 +251,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """
         delivered = (c.index for c in self._group.candidates if c.index in self._delivered)
         indices = sorted({*self.runner.aborted, *delivered})
-        outputs = await asyncio.gather(*map(self.runner.outputs.wait, indices), return_exceptions=True)
+        outputs = await asyncio.gather(*map(self.runner.output, indices), return_exceptions=True)
         found: dict[int, OutputT] = {}
         for index, output in zip(indices, outputs, strict=True):
             if isinstance(output, BaseException):

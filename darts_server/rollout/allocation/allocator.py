@@ -45,15 +45,6 @@ class CohortChoice:
     choice: Choice
     enough: int | None = None
 
-    @property
-    def shaping(self) -> Shaping:
-        return self.choice.option.shaping or UNSHAPED
-
-    def without_room(self) -> "CohortChoice":
-        """Return what is done instead where its candidates are not admitted, until as many groups are complete."""
-        reason = f"no room for the candidates of {self.choice.option.name}{self.choice.scope}"
-        return replace(self, choice=Choice(UNSHAPED_OPTION, reason))
-
 
 @dataclass(slots=True)
 class _Pending:
@@ -271,12 +262,16 @@ class Allocator(GroupObserver):
         self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
     ) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
-        size, shaping, choice = kind[1], chosen.shaping, chosen.choice
+        size, choice = kind[1], chosen.choice
+        shaping = choice.option.shaping or UNSHAPED
         scale = self._scale()
         plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
-            return self._allocate_chosen(kind, chosen.without_room(), keys, tokens, room)
+            # As without `auto`, until as many groups are complete.
+            reason = f"no room for the candidates of {choice.option.name}{choice.scope}"
+            chosen = replace(chosen, choice=Choice(UNSHAPED_OPTION, reason))
+            return self._allocate_chosen(kind, chosen, keys, tokens, room)
         applied = applied_policy(kind[0], choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
