@@ -21,8 +21,7 @@ from darts_client._rollouts import rollouts_request
 from darts_server.http.resources.rollouts_answers import encode_event, encode_json, group_fields, take_tokens
 from darts_server.http.token_tensors import TokenTensors
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.batches.events import GroupEnded
-from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.events import GroupEnded, GroupResult
 from darts_server.rollout.batches.run import StreamMode
 from darts_server.types import FinishReason, Outcome, Sample, SelectedAs
 

@@ -63,37 +63,26 @@ class GroupObserver:
         """Called when the last group of a cohort has ended."""
 
 
-class GroupObservers(GroupObserver):
+class GroupObservers(Observers[GroupObserver], GroupObserver):
     """Pass every call on to each of several observers."""
 
-    def __init__(self, observers: Iterable[GroupObserver] = ()) -> None:
-        self._observers = Observers(observers)
-
-    @property
-    def failures(self) -> int:
-        """Calls that raised."""
-        return self._observers.failures
-
-    def add(self, *observers: GroupObserver) -> None:
-        self._observers.add(*observers)
-
     def single_request_classified(self, kind: TurnKind) -> None:
-        self._observers.notify(lambda observer: observer.single_request_classified(kind))
+        self.notify(lambda observer: observer.single_request_classified(kind))
 
     def group_sealed(self, *, full: bool) -> None:
-        self._observers.notify(lambda observer: observer.group_sealed(full=full))
+        self.notify(lambda observer: observer.group_sealed(full=full))
 
     def candidates_started(self, count: int) -> None:
-        self._observers.notify(lambda observer: observer.candidates_started(count))
+        self.notify(lambda observer: observer.candidates_started(count))
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        self._observers.notify(lambda observer: observer.trajectory_returned(returned))
+        self.notify(lambda observer: observer.trajectory_returned(returned))
 
     def group_ended(self, record: GroupRecord) -> None:
-        self._observers.notify(lambda observer: observer.group_ended(record))
+        self.notify(lambda observer: observer.group_ended(record))
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        self._observers.notify(lambda observer: observer.cohort_ended(record))
+        self.notify(lambda observer: observer.cohort_ended(record))
 
 
 class RewardObserver:

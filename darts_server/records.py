@@ -170,9 +170,11 @@ class ChosenOption:
         return self.option.partition(" ")[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CohortRecord:
     """How groups that were allocated together ended; reported to observers when the last of them has ended.
+
+    It is filled by `add` until then, and does not change any more.
 
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
     set. Seconds are measured from the start of the first group to the end of the last one;
@@ -189,10 +191,10 @@ class CohortRecord:
     policy: str
     groups: int
     mean_candidates: float
-    deadline: int | None
-    explored: bool
-    predicted_seconds: float | None
-    measured_seconds: float
+    deadline: int | None = None
+    explored: bool = False
+    predicted_seconds: float | None = None
+    measured_seconds: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
     chosen: "ChosenOption | None" = None
@@ -205,6 +207,23 @@ class CohortRecord:
     truncated: int = 0
     max_tokens: int | None = None
     longest: int = 0
+
+    def add(self, group: GroupRecord) -> None:
+        """Add a group that has ended."""
+        self.generated_tokens += group.generated_tokens
+        self.returned_tokens += group.returned_tokens
+        given_up = sum(c.reason is DiscardReason.LOAD for c in group.candidates)
+        self.candidates += len(group.candidates) - given_up
+        self.reduced |= given_up > 0
+        self.completed += group.outcome is Outcome.COMPLETED
+        self.interrupted |= group.restarted_from > 0 or group.mixed_versions
+        self.returned += len(group.selected)
+        self.cut += sum(c.cut for c in group.selected)
+        self.truncated += sum(c.finish_reason is FinishReason.LENGTH and not c.cut for c in group.selected)
+        truncated = [c.tokens for c in group.candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
+        if truncated:
+            self.max_tokens = max(self.max_tokens or 0, *truncated)
+        self.longest = max([self.longest, *(c.tokens for c in group.candidates)])
 
 
 @dataclass(frozen=True, slots=True)

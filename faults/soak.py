@@ -43,7 +43,7 @@ from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention,
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.exchange.log import MAX_KEPT, ObservationLog
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor

@@ -17,7 +17,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access, Keys
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
 from darts_server.rollout.batches.saved import KIND, SavedPrompts
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile

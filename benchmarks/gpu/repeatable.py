@@ -6,7 +6,7 @@ from dataclasses import replace
 from vllm.outputs import RequestOutput
 
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun

@@ -13,21 +13,48 @@ caller, so that the order of callers says nothing about lengths.
 """
 
 import asyncio
+import logging
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol
 
-from darts_server.engine.port import OutputT, RequestT
+from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
 from darts_server.observers import GroupObserver
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.short_groups import ShortGroups
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import Ticket
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 64
+"""Groups of which the log says how many were sealed short."""
+OFTEN, SELDOM = 0.25, 0.1
+"""Shares of these from which it is said, and below which it may be said once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest(Generic[RequestT]):
+    """One request that becomes part of a group.
+
+    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
+    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
+    ``tokens``: that it takes.
+    """
+
+    request: RequestT
+    request_id: str
+    plan: Plan
+    prompt_key: str
+    join_key: str
+    ticket: Ticket
+    name: str | None = None
+    tokens: RequestTokens = UNKNOWN_TOKENS
 
 
 class Groups(Protocol[RequestT, OutputT]):
@@ -52,6 +79,30 @@ class Groups(Protocol[RequestT, OutputT]):
     def pass_rate(self, prompt_key: str | None) -> float | None:
         """Return the pass rate of a prompt by the rewards until now."""
         ...
+
+
+class ShortGroups:
+    """Log once when groups are often sealed with fewer requests than planned."""
+
+    def __init__(self) -> None:
+        self._newest: deque[bool] = deque(maxlen=WINDOW)
+        self._is_logged = False
+
+    def add(self, *, full: bool, planned: int) -> None:
+        self._newest.append(not full)
+        count = sum(self._newest)
+        if len(self._newest) == WINDOW and count >= OFTEN * WINDOW and not self._is_logged:
+            self._is_logged = True
+            logger.warning(
+                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
+                "--group-name-wait for those with names: send all requests of a prompt at once, name groups "
+                "(X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these, or lower --group-size",
+                count,
+                WINDOW,
+                planned,
+            )
+        elif count < SELDOM * WINDOW:
+            self._is_logged = False
 
 
 @dataclass(slots=True)
@@ -164,13 +215,11 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         first: JoinRequest[RequestT],
         timeout: float,
         on_end: Callable[[], None],
-        short: "ShortGroups",
+        short: ShortGroups,
     ) -> None:
         self._groups = groups
-        self._observer = groups.observers
         self._short = short
         self.group_id = f"group-{first.request_id}"
-        self._allocator = groups.allocator
         self._plan = first.plan
         self._prompt_key, self._tokens = first.prompt_key, first.tokens
         self._timeout = timeout
@@ -287,9 +336,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         pass_rate = self._groups.pass_rate(self._prompt_key)
         if self._start_extras:
             full = plan.size == self._plan.size
-            self._observer.group_sealed(full=full)
+            self._groups.observers.group_sealed(full=full)
             self._short.add(full=full, planned=self._plan.size)
-            allocation = await self._allocator.allocate(plan, self._prompt_key, self._tokens)
+            allocation = await self._groups.allocator.allocate(plan, self._prompt_key, self._tokens)
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)
@@ -309,7 +358,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
         free = [seat for seat in self._seats if seat.output is None]
         if index in self._run.runner.aborted:
-            request, number = self._run.runner.requests.of(index)
+            request, number = self._run.runner.request_of(index)
             for seat in free:
                 if seat.request is request and number == 0:
                     return seat

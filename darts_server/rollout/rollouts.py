@@ -14,18 +14,16 @@ from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
-from darts_server.rollout.poller import ProgressPoller
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.rollout.start_queue import StartQueue
-from darts_server.rollout.starting_order import NO_ORDER, StartingOrder, starting_order
-from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.rollout.start_queue import NO_ORDER, StartingOrder, StartQueue
+from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import FinishReason, Outcome, RequestOptions, SelectedAs
@@ -100,7 +98,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
-        self._poller = ProgressPoller(intervals.poll)
+        self._poll_seconds = intervals.poll
+        self._polling: asyncio.Task[None] | None = None  # while there are groups
         self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
         self._by_id: dict[str, list[GroupRun[RequestT, OutputT]]] = {}  # callers choose ids: groups may share one
         self.aborts = 0
@@ -139,18 +138,17 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.prunes:
+        if not plan.shaping.prunes or self.can_score:
             return
         if self._scorer is None:
             raise InvalidRequest(
                 "policy", f"{plan.policy!r} prunes by quality, which this server cannot score; use another policy"
             )
-        if self._engine.probe_width is None and self._scorer.uses_hidden_states:
-            raise InvalidRequest(
-                "policy",
-                f"{plan.policy!r} prunes by hidden states, which this engine does not report; use another policy, or "
-                f"start the server with --quality logprob",
-            )
+        raise InvalidRequest(
+            "policy",
+            f"{plan.policy!r} prunes by hidden states, which this engine does not report; use another policy, or start "
+            f"the server with --quality logprob",
+        )
 
     def check_resumable(self, request: RequestT) -> None:
         """
@@ -167,7 +165,8 @@ class Rollouts(Generic[RequestT, OutputT]):
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
-        return self._context.can_score
+        scorer = self._scorer
+        return scorer is not None and (not scorer.uses_hidden_states or self._engine.probe_width is not None)
 
     def usual_candidates(self, plan: Plan) -> int:
         """How many candidates a group gets now, before anything is known of its prompt."""
@@ -225,16 +224,27 @@ class Rollouts(Generic[RequestT, OutputT]):
         run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
-        self._poller.add(run)
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll(), name="darts-poller")
         if self._suspended:
             run.suspend()
         return run
+
+    async def _poll(self) -> None:
+        """Poll all groups for their progress; no timer runs while there is none."""
+        while self._runs:
+            await asyncio.sleep(self._poll_seconds)
+            for run in list(self._runs):
+                run.poll()
+        self._polling = None
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the place of a request that comes now among others, on an engine that has priorities."""
         if not self._engine.has_priorities:
             return NO_ORDER
-        return starting_order(self.statistics, self._context.clock, prompt_key)
+        mean = None if prompt_key is None else self.statistics.prompts.mean(prompt_key)
+        # A new prompt is expected to be as long as the data set's mean.
+        return StartingOrder(self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0)
 
     def pass_rate(self, prompt_key: str | None) -> float | None:
         """Return the pass rate of a prompt by the rewards until now: none of a group that only starts."""
@@ -315,7 +325,6 @@ class Rollouts(Generic[RequestT, OutputT]):
             run.resume()
 
     def _remove(self, run: GroupRun[RequestT, OutputT]) -> None:
-        self._poller.remove(run)
         self._group_ended.set()
         del self._runs[run]
         same = self._by_id[run.spec.group_id]

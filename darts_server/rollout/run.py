@@ -9,6 +9,7 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
+from darts_server.policy.allocation.brownout import reduce_candidates
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
@@ -24,16 +25,11 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.allocation.extra import ExtraCandidates
-from darts_server.rollout.allocation.membership import CohortMembership
-from darts_server.rollout.candidates.runner import CandidateCallbacks, CandidateRunner
-from darts_server.rollout.candidates.tokens import CandidateTokens
-from darts_server.rollout.carried import CarriedCandidate
-from darts_server.rollout.deliveries import Deliveries
+from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
+from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
-from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
+from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
 from darts_server.types import GONE, DiscardReason
 
 logger = logging.getLogger(__name__)
@@ -74,13 +70,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._on_end = on_end
         self._group = spec.new_group()
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
-        callbacks = CandidateCallbacks(on_start, self._feed, self._handle_bug)
-        self.runner = CandidateRunner(context, spec, self._group, self.recorder, callbacks, carried, order)
-        self.tokens = CandidateTokens(self._group, self.runner.running, self.runner.outputs, self.recorder)
+        self.runner = CandidateRunner(
+            *(context, spec, self._group, self.recorder, on_start, self._feed, self._handle_bug, carried, order)
+        )
         self._membership = CohortMembership(self, self._group)
-        self._extra: ExtraCandidates | None = None  # while some may be given up
+        self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._selected: int | None = None
-        self._deliveries = Deliveries()
+        self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()  # not taken by the caller yet
+        self._delivered: set[int] = set()  # taken or not
         self.record: GroupRecord | None = None
         """The group's record; ``None`` until it has ended."""
         self.interrupted: DartsError | None = None
@@ -94,7 +91,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self.runner.requests.assign(len(self._group.candidates), request)
+        self.runner.assign_request(len(self._group.candidates), request)
         self._act(self._group.add_candidate())
 
     def open(
@@ -116,8 +113,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if allocation.cohort is not None:
             self.runner.count_in(allocation.cohort)
             self._membership.join(allocation.cohort, rule, allocation)
-        if not self.runner.goes_on:
-            self._extra = ExtraCandidates.of(allocation, rule)
+        if not self.runner.goes_on and allocation.share is not None and allocation.candidates > rule.size:
+            self._reducible = allocation
         decisions = self._group.open(rule, allocation.candidates, max_candidates)
         self._membership.report_need()
         self._act(decisions)
@@ -134,11 +131,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         count = 0
         try:
             while count != self._selected:
-                index = await self._deliveries.take()
+                index = await self._deliveries.get()
+                if isinstance(index, BaseException):
+                    raise index
                 count += 1
-                output = await self.runner.outputs.wait(index)
+                output = await self.runner.output(index)
                 if index not in self.runner.aborted:
-                    self._report_returned(index, output)
+                    returned = self._engine.token_ids(self.runner.request_of(index)[0], output)
+                    self._observer.trajectory_returned(self.recorder.returned(index, *returned))
                 selected = self._group.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
                 if count == selected:
@@ -225,33 +225,33 @@ class GroupRun(Generic[RequestT, OutputT]):
             case OnAbort.RETURN:
                 self.runner.return_aborted(self._undelivered())
                 self.cancel(error, DiscardReason.ABORTED)
-                self._deliveries.fail(error)
+                self._deliveries.put_nowait(error)
             case OnAbort.CARRY:
                 self.stop_to_carry(error)
-                self._deliveries.fail(error)
+                self._deliveries.put_nowait(error)
 
     def _answer_aborted(self, error: DartsError) -> None:
         """End the group, and deliver as many candidates as its caller waits for, those that were started first."""
         rest = self._undelivered()
         size = self._group.size if self._group.is_open else len(rest)
-        chosen = rest[: size - len(self._deliveries)]
+        chosen = rest[: size - len(self._delivered)]
         self.runner.return_aborted(chosen)
-        self._selected = len(self._deliveries) + len(chosen)
+        self._selected = len(self._delivered) + len(chosen)
         self.cancel(error)
         for index in chosen:
-            self._deliveries.deliver(index)
+            self._deliver(index)
 
     def _undelivered(self) -> list[int]:
-        return [c.index for c in self._group.candidates if c.alive and c.index not in self._deliveries]
+        return [c.index for c in self._group.candidates if c.alive and c.index not in self._delivered]
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
         """Return what the candidates of a group have generated that was aborted, with those that it had delivered.
 
         Without those that failed: their errors are of no concern to the others.
         """
-        delivered = (c.index for c in self._group.candidates if c.index in self._deliveries)
+        delivered = (c.index for c in self._group.candidates if c.index in self._delivered)
         indices = sorted({*self.runner.aborted, *delivered})
-        outputs = await asyncio.gather(*map(self.runner.outputs.wait, indices), return_exceptions=True)
+        outputs = await asyncio.gather(*map(self.runner.output, indices), return_exceptions=True)
         found: dict[int, OutputT] = {}
         for index, output in zip(indices, outputs, strict=True):
             if isinstance(output, BaseException):
@@ -263,7 +263,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def fail(self, error: BaseException) -> None:
         """End the group from outside; its caller gets the error."""
         self.cancel(error if isinstance(error, Exception) else None)
-        self._deliveries.fail(error)
+        self._deliveries.put_nowait(error)
 
     # --- observing the group ------------------------------------------------
 
@@ -280,7 +280,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     @property
     def has_deliveries(self) -> bool:
         """Whether its caller has not taken everything that was delivered."""
-        return self._deliveries.has_pending
+        return not self._deliveries.empty()
 
     @property
     def candidates(self) -> Sequence[Candidate]:
@@ -294,14 +294,14 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def candidate_record(self, index: int) -> CandidateRecord:
         """The present state of a candidate."""
-        return self.recorder.record(self._group.candidates[index], self.tokens.count(index))
+        return self.recorder.record(self._group.candidates[index], self.runner.count_tokens(index))
 
     @property
     def generated_tokens(self) -> int:
         """Tokens of all candidates so far, without those that were carried over."""
         if self.record is not None:
             return self.record.generated_tokens
-        return sum(map(self.tokens.count, range(len(self.candidates))))
+        return sum(map(self.runner.count_tokens, range(len(self.candidates))))
 
     # --- the state machine --------------------------------------------------
 
@@ -328,27 +328,33 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _give_up_extra(self) -> None:
         """Give up extra candidates that the engine has no room for, until the first token of the group."""
-        if self._extra is None:
+        if (allocation := self._reducible) is None:
             return
         # Those that were given up do not count: they have no tokens any more.
         running = (engine.tokens() for index, engine in self.runner.running.items() if self.candidates[index].running)
         if any(tokens != 0 for tokens in running):
-            self._extra = None
+            self._reducible = None
             return
-        kept = self._extra.kept()
+        assert allocation.share is not None
+        kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
         if decisions := self._group.reduce(kept):
             self._membership.set_candidates(self._group.rule, kept)
             self._act(decisions)
 
-    def _report_returned(self, index: int, output: OutputT) -> None:
-        request, _ = self.runner.requests.of(index)
-        self._observer.trajectory_returned(self.recorder.returned(index, *self._engine.token_ids(request, output)))
+    def _deliver(self, index: int) -> None:
+        """Deliver a candidate to the caller; harmless if it was delivered before."""
+        if index not in self._delivered:
+            self._delivered.add(index)
+            self._deliveries.put_nowait(index)
 
     def _act(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
-                    self._start(indices)
+                    self.runner.start(indices)
+                    self.recorder.candidates_requested(len(indices))
+                    self._observer.candidates_started(len(indices))
+                    self._membership.reset_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -356,21 +362,15 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Cut(index=index, tokens=tokens):
                     self.runner.cut(index, tokens)
                 case Deliver(index=index):
-                    self._deliveries.deliver(index)
+                    self._deliver(index)
                 case Complete(selection=selection):
                     self._selected = len(selection)
                     self._close()
                     for index in selection:
-                        self._deliveries.deliver(index)
+                        self._deliver(index)
                 case GiveUp(error=error):
                     self._close(error)
-                    self._deliveries.fail(error)
-
-    def _start(self, indices: tuple[int, ...]) -> None:
-        self.runner.start(indices)
-        self.recorder.candidates_requested(len(indices))
-        self._observer.candidates_started(len(indices))
-        self._membership.reset_minimum()
+                    self._deliveries.put_nowait(error)
 
     def _close(self, error: Exception | None = None) -> None:
         """Record and report the group's end, once."""

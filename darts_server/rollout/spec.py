@@ -56,11 +56,6 @@ class GroupSpec(Generic[RequestT]):
     pruning: Pruning | None = None
     on_abort: OnAbort = OnAbort.FAIL
 
-    @property
-    def can_carry(self) -> bool:
-        """Whether what all candidates have generated is kept, for `GroupRun.carry`."""
-        return self.on_abort is OnAbort.CARRY
-
     @classmethod
     def of_plan(
         cls,
@@ -106,8 +101,3 @@ class GroupContext(Generic[RequestT, OutputT]):
     scorer: CandidateScorer | None
     starts: StartQueue
     clock: Callable[[], float]
-
-    @property
-    def can_score(self) -> bool:
-        """Whether anything can score candidates."""
-        return self.scorer is not None and (not self.scorer.uses_hidden_states or self.engine.probe_width is not None)

@@ -1,7 +1,14 @@
-"""Start candidates a few at a time, so that the event loop serves others in between."""
+"""When candidates start: a few at a time, so that the event loop serves others in between, and the longest first.
+
+An engine with priorities starts those first that are expected to be longest: a rollout ends with its last candidate, so
+a long one that starts late holds all of it up. The order changes nothing of what is returned. It bounds how long
+anything waits: a request goes before shorter ones that have come as long before it as it is expected to take longer,
+and not before others, however long it is.
+"""
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
@@ -9,6 +16,8 @@ CANDIDATE_COST = 8
 """Handing a candidate to vLLM takes a quarter of a millisecond: its parameters are checked and encoded."""
 CARRIED_TOKENS = 16
 """Tokens that a candidate goes on from, for each unit of cost: they are detokenized when it starts."""
+TOKEN_SECONDS = 0.03
+"""How long a request waits for one that is expected to have one more token: about a decode step of a full engine."""
 
 
 class StartQueue:
@@ -63,3 +72,21 @@ class StartQueue:
 def _resolve(turn: asyncio.Future[None]) -> None:
     if not turn.done():  # whoever waited may have been cancelled
         turn.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class StartingOrder:
+    """The order of a group's candidates among others. ``since``: when it came, in seconds. ``expected``: tokens."""
+
+    since: float = 0.0
+    expected: float = 0.0
+
+    def of(self, tokens: int = 0) -> float:
+        """Return the place of a candidate that has generated so many tokens already: the lowest start first.
+
+        One that has become longer than was expected is a straggler, and will not be shorter.
+        """
+        return self.since - TOKEN_SECONDS * max(self.expected, tokens)
+
+
+NO_ORDER = StartingOrder()

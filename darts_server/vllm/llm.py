@@ -18,10 +18,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
-from darts_server.rollout.turns.turns import Turn
+from darts_server.rollout.turns import Turn
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM

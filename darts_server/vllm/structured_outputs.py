@@ -23,7 +23,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output import backend_guidance, backend_outlines, backend_xgrammar
 
 from darts_server.exceptions import InvalidRequest, Overloaded
-from darts_server.rollout.turns.token_index import Kept
+from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import RETRY_SECONDS, caller
 
 FIELD = "structured_outputs"

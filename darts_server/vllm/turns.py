@@ -10,7 +10,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from darts_server.policies import OFF
-from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.rollout.turns import Turn, Turns
 from darts_server.types import RequestOptions
 from darts_server.vllm.prompt_request import PromptRequest
 

@@ -19,7 +19,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts

@@ -14,7 +14,7 @@ async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_gro
     for _ in range(2):
         assert len(await harness.group(harness.run(4))) == 4
         await settle()
-        assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-watch"] == []
+        assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-poller"] == []
 
 
 @pytest.mark.anyio

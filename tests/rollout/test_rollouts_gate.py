@@ -6,9 +6,9 @@ import random
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.submission import Submission
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
 from tests.rollout.helpers import Harness, lengths
 

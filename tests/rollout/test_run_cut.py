@@ -146,11 +146,11 @@ async def test_a_caller_may_leave_between_a_cut_and_its_output(caplog: pytest.Lo
         await settle()
         if step == 30:
             tail = the_tail(recorder.records[0])
-            assert run.tokens.read(tail.index, 0) is None, "its output is still on its way"
+            assert run.runner.read_tokens(tail.index, 0) is None, "its output is still on its way"
             waiting.cancel()
             await settle()
-            assert run.tokens.read(tail.index, 0) is None
-    assert run.tokens.read(tail.index, 0) is not None
+            assert run.runner.read_tokens(tail.index, 0) is None
+    assert run.runner.read_tokens(tail.index, 0) is not None
     assert waiting.cancelled()
     assert engine.running == []
     assert caplog.text == ""

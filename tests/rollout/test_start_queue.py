@@ -1,11 +1,23 @@
-"""Candidates and groups that start a few at a time."""
+"""When candidates start: a few at a time, and in order on an engine with priorities, here the scripted one."""
 
 import asyncio
+from collections.abc import Mapping
+from random import Random
 
 import pytest
 
-from darts_server.rollout.start_queue import CANDIDATE_COST, TURN, StartQueue
+from darts_server.engine.port import TokenSlice
+from darts_server.engine.scripted import Script, settle
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.candidates import CarriedCandidate
+from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartingOrder, StartQueue
+from tests.rollout.helpers import Documents, Harness, collect
+from tests.rollout.joining.joining import SteppedLoop
 
+SIZE = 2
+SHAPINGS = {"two": Shaping(redundancy=1.0, num_longest=0), "more": Shaping(redundancy=2.0, num_longest=0)}
 A_TURN = TURN // CANDIDATE_COST
 
 pytestmark = pytest.mark.anyio
@@ -80,3 +92,96 @@ async def test_one_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
         task.cancel()
     await asyncio.gather(*tasks, *groups, return_exceptions=True)
     assert starts.order == [*(str(i) for i in range(A_TURN)), str(3 * A_TURN - 1), "b", "b0", "b1"]
+
+
+# --- the order -------------------------------------------------------------------
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return "asyncio", {"loop_factory": SteppedLoop}
+
+
+def learned(means: Mapping[str, float]) -> Documents:
+    documents = Documents()
+    for key, mean in means.items():
+        stats = {"std_ema": 1.0, "mean_ema": mean, "groups": 1, "candidates": 12, "weight_version": 0}
+        documents.put("prompt", key, stats)
+    return documents
+
+
+def new_harness(means: Mapping[str, float], slots: int, *, has_priorities: bool = True) -> Harness:
+    """Prompts have the lengths of their names; ``means``: what is expected of them."""
+    harness = Harness(lambda text, index: Script(int(text)), SHAPINGS, learned(means))
+    harness.engine.slots, harness.engine.has_priorities = slots, has_priorities
+    return harness
+
+
+async def run_all(harness: Harness, texts: list[str], policy: str = "two") -> dict[str, list[tuple[int, int]]]:
+    """Run groups that come in this order; return index and length of their trajectories."""
+    waiting = {text: asyncio.create_task(collect(harness.run(SIZE, policy, group_id=text))) for text in texts}
+    await settle()
+    await harness.engine.run()
+    return {text: [(t.index, len(t.output)) for t in await task] for text, task in waiting.items()}
+
+
+def started(harness: Harness) -> list[str]:
+    """Prompts in the order in which their candidates have got slots."""
+    return [c.request for c in sorted(harness.engine.started, key=lambda candidate: candidate.started_at)]
+
+
+async def test_the_longest_expected_start_first() -> None:
+    harness = new_harness({"10": 10, "200": 200, "50": 50}, slots=2)
+    await run_all(harness, ["10", "50", "200"])
+    assert started(harness) == ["200", "200", "50", "50", "10", "10"]
+    harness = new_harness({"10": 10, "200": 200, "50": 50}, slots=2, has_priorities=False)
+    await run_all(harness, ["10", "50", "200"])
+    assert started(harness) == ["10", "10", "50", "50", "200", "200"]
+
+
+async def test_a_rollout_is_over_sooner_and_its_groups_are_the_same() -> None:
+    rng = Random(4)
+    texts = [str(rng.choice([5, 8, 13, 20]) * 10 + number) for number in range(15)] + ["400"]
+    expected = {text: float(text) for text in texts}
+    steps, found = {}, {}
+    for has_priorities in (False, True):
+        harness = new_harness(expected, slots=8, has_priorities=has_priorities)
+        found[has_priorities] = await run_all(harness, texts, "more")
+        steps[has_priorities] = harness.engine.now
+    assert found[True] == found[False]
+    assert steps[True] < 0.9 * steps[False], steps
+
+
+async def test_what_has_waited_long_goes_before_what_is_longer() -> None:
+    harness = new_harness({"60": 60, "10": 10, "100": 100}, slots=2)
+    running = [asyncio.create_task(collect(harness.run(SIZE, "two", group_id=text))) for text in ("60", "10")]
+    await settle()
+    steps = int(90 * TOKEN_SECONDS) + 1
+    for _ in range(steps):
+        await harness.engine.step()
+    running.append(asyncio.create_task(collect(harness.run(SIZE, "two", group_id="100"))))
+    await settle()
+    await harness.engine.run()
+    await asyncio.gather(*running)
+    assert started(harness) == ["60", "60", "10", "10", "100", "100"]
+
+
+async def test_stragglers_that_go_on_start_first() -> None:
+    harness = new_harness({"90": 20, "50": 50}, slots=2)
+    plan = harness.plan(SIZE, "two")
+    carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
+    runs = []
+    for text, parts in (("50", []), ("90", [carried, carried])):
+        spec = GroupSpec.of_plan(plan, text, text, text, (1,))
+        runs.append(harness.rollouts.start(spec, plan, Allocation(SIZE), carried=parts))
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await harness.engine.run()
+    await asyncio.gather(*waiting)
+    assert started(harness) == ["90", "90", "50", "50"]
+
+
+def test_the_order_is_that_of_when_a_request_must_start_to_end_with_the_others() -> None:
+    assert StartingOrder(10.0, 100.0).of() == pytest.approx(10 - 100 * TOKEN_SECONDS)
+    assert StartingOrder(10.0, 100.0).of(40) == StartingOrder(10.0, 100.0).of()
+    assert StartingOrder(10.0, 100.0).of(400) == pytest.approx(10 - 400 * TOKEN_SECONDS)

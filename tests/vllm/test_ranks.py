@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.rollout.turns.turns import Turn
+from darts_server.rollout.turns import Turn
 from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
 from darts_server.vllm.llm import ShapingLLM

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest, Overloaded
-from darts_server.rollout.turns.token_index import Kept
+from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import Caller, caller
 from darts_server.vllm import structured_outputs
 from darts_server.vllm.compat.engine import REFUSALS

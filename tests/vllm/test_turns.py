@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import SamplingParams
 
-from darts_server.rollout.turns.turns import Turns
+from darts_server.rollout.turns import Turns
 from darts_server.types import RequestOptions, TurnKind
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.turns import count_stable, make_turn, remember_answers

@@ -13,7 +13,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.resources.weights import MAX_REQUEST_BYTES
 from darts_server.identifiers import LORA_NAME
-from darts_server.rollout.turns.turns import Turns
+from darts_server.rollout.turns import Turns
 from darts_server.weights.rules import Rule
 from darts_server.weights.updates import UpdateOptions, Updates
 

@@ -31,11 +31,12 @@ from darts_server.rollout.batches.events import (
     CandidateDiscarded,
     Event,
     GroupEnded,
+    GroupResult,
     NeedsReported,
     TokenDelta,
     TrajectorySelected,
+    Unfinished,
 )
-from darts_server.rollout.batches.results import GroupResult, Unfinished
 from darts_server.rollout.batches.run import BatchRun, Listener, StreamMode
 
 TOKEN_LISTS = ("aborted", "trajectories")

@@ -40,8 +40,7 @@ from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import CohortTerms
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.results import GroupResult, Unfinished
+from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from darts_server.rollout.turns.token_index import Hashes, hash_of
+from darts_server.rollout.turns import Hashes, hash_of
 
 KEPT = 65_536
 IDLE_SECONDS = 600.0

@@ -11,7 +11,7 @@ from darts_server.ingress.replicas.member import Member
 from darts_server.ingress.routing.affinity import MIN_PREFIX, Affinity, PromptAffinity
 from darts_server.ingress.routing.lengths import ExpectedLengths, generated_tokens
 from darts_server.ingress.routing.terms import Terms, digest
-from darts_server.rollout.turns.token_index import Hashes, TokenIndex, hash_of
+from darts_server.rollout.turns import Hashes, TokenIndex, hash_of
 
 RETRY_SECONDS = 5
 """``Retry-After`` while no replica serves: a few polls."""

@@ -45,15 +45,6 @@ class CohortChoice:
     choice: Choice
     enough: int | None = None
 
-    @property
-    def shaping(self) -> Shaping:
-        return self.choice.option.shaping or UNSHAPED
-
-    def without_room(self) -> "CohortChoice":
-        """Return what is done instead where its candidates are not admitted, until as many groups are complete."""
-        reason = f"no room for the candidates of {self.choice.option.name}{self.choice.scope}"
-        return replace(self, choice=Choice(UNSHAPED_OPTION, reason))
-
 
 @dataclass(slots=True)
 class _Pending:
@@ -182,15 +173,54 @@ class Allocator(GroupObserver):
         kind = (plan.policy, plan.size)
         if chosen is not None:
             return self._allocate_chosen(kind, chosen, prompt_keys, tokens, room)
-        return self._allocate(kind, plan.shaping, prompt_keys, tokens, budget, part)
+        groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
+        grant = None if part is None else part.grant
+        if grant is None:
+            grant = self.grant(plan, prompt_keys, budget)
+        name, scale = _name(*kind), 1.0 if budget is not None else self._scale()
+        rule = self.deadlines.current_rule(shaping, plan.policy)
+        if rule is None:
+            part = None
+        # A few groups alone say little about how many tokens groups need.
+        all_groups = groups if part is None else part.groups
+        few, decides = all_groups < MIN_COHORT, part is None or part.leads
+        if rule is not None and not few:
+            rule = self.deadlines.with_recent(rule, name)
+        terms = CohortTerms(
+            policy=plan.policy,
+            groups=groups,
+            mean_candidates=size + (grant.mean - size) * scale,
+            predicted_seconds=self._budgets.seconds(
+                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
+            ),
+            deadline=rule,
+            tokens=self.deadlines.recent_deadline(rule, name) if rule is not None and few else None,
+            few=few,
+            explored=rule is not None and decides and self.deadlines.should_explore(rule, plan.policy, all_groups),
+            part=part,
+        )
+        cohort = Cohort(terms, self._on_cohort_end, self._clock)
+        # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
+        # spread, which the load does not change.
+        return [
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), number=number)
+            for number, count in enumerate(grant.candidates)
+        ]
 
     def weighs_prompts(self, plan: Plan) -> bool:
         """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
         return plan.auto is None and plan.shaping.weighs_prompts
 
     def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> Grant:
-        """Decide how many candidates the groups of a cohort get whose parts run on several servers."""
-        return self._grant((plan.policy, plan.size), plan.shaping, prompt_keys, budget)
+        """Decide how many candidates the groups of a cohort get, of which parts may run on several servers."""
+        kind, shaping, stds = (plan.policy, plan.size), plan.shaping, [self._prompts.std(key) for key in prompt_keys]
+        if budget is None:
+            mean = self._budgets.mean(shaping, plan.size)
+            return Grant(self._counts(kind, shaping, mean, stds), mean)
+        low, high = shaping.bounds(plan.size)
+        # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
+        spreads = stds if shaping.adaptive else [None] * len(stds)
+        return Grant(allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds))
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -228,60 +258,20 @@ class Allocator(GroupObserver):
         for (_, _, waiting), allocation in zip(pending.groups, allocations, strict=True):
             waiting.set_result(allocation)
 
-    def _allocate(
-        self,
-        kind: Kind,
-        shaping: Shaping,
-        keys: Sequence[str],
-        tokens: Sequence[RequestTokens],
-        total: int | None = None,
-        part: CohortPart | None = None,
-    ) -> list[Allocation]:
-        """``total``: candidates in all, where the caller requests a number."""
-        groups, size = len(keys), kind[1]
-        grant = None if part is None else part.grant
-        if grant is None:
-            grant = self._grant(kind, shaping, keys, total)
-        scale = 1.0 if total is not None else self._scale()
-        rule = self.deadlines.current_rule(shaping, kind[0])
-        if rule is None:
-            part = None
-        # A few groups alone say little about how many tokens groups need.
-        all_groups = groups if part is None else part.groups
-        few, decides = all_groups < MIN_COHORT, part is None or part.leads
-        if rule is not None and not few:
-            rule = self.deadlines.with_recent(rule, _name(*kind))
-        terms = CohortTerms(
-            policy=kind[0],
-            groups=groups,
-            mean_candidates=size + (grant.mean - size) * scale,
-            predicted_seconds=self._budgets.seconds(
-                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, keys, tokens
-            ),
-            deadline=rule,
-            tokens=self.deadlines.recent_deadline(rule, _name(*kind)) if rule is not None and few else None,
-            few=few,
-            explored=rule is not None and decides and self.deadlines.should_explore(rule, kind[0], all_groups),
-            part=part,
-        )
-        cohort = Cohort(terms, self._on_cohort_end, self._clock)
-        # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
-        # spread, which the load does not change.
-        return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), number=number)
-            for number, count in enumerate(grant.candidates)
-        ]
-
     def _allocate_chosen(
         self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
     ) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
-        size, shaping, choice = kind[1], chosen.shaping, chosen.choice
+        size, choice = kind[1], chosen.choice
+        shaping = choice.option.shaping or UNSHAPED
         scale = self._scale()
         plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
-            return self._allocate_chosen(kind, chosen.without_room(), keys, tokens, room)
+            # As without `auto`, until as many groups are complete.
+            reason = f"no room for the candidates of {choice.option.name}{choice.scope}"
+            chosen = replace(chosen, choice=Choice(UNSHAPED_OPTION, reason))
+            return self._allocate_chosen(kind, chosen, keys, tokens, room)
         applied = applied_policy(kind[0], choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
@@ -331,14 +321,6 @@ class Allocator(GroupObserver):
             for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
 
-    def _grant(self, kind: Kind, shaping: Shaping, keys: Sequence[str], total: int | None) -> Grant:
-        """``total``: see `_allocate`."""
-        stds = [self._prompts.std(key) for key in keys]
-        if total is not None:
-            return Grant(_spent(kind, shaping, total, stds), total / len(keys))
-        mean = self._budgets.mean(shaping, kind[1])
-        return Grant(self._counts(kind, shaping, mean, stds), mean)
-
     def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
         low, high = shaping.bounds(kind[1])
         if not shaping.adaptive:
@@ -355,14 +337,6 @@ class Allocator(GroupObserver):
         """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""
         counts, self._remainders[kind] = allocate_evenly(target, groups, self._remainders.get(kind, 0.0))
         return counts
-
-
-def _spent(kind: Kind, shaping: Shaping, total: int, stds: Sequence[float | None]) -> list[int]:
-    """Spend exactly ``total`` candidates."""
-    low, high = shaping.bounds(kind[1])
-    # Without statistics all prompts are equal and share evenly.
-    spreads = stds if shaping.adaptive else [None] * len(stds)
-    return allocate_by_std(spreads, budget=total, low=low, high=high)
 
 
 def _name(policy: str, size: int) -> str:

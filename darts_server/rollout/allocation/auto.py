@@ -25,7 +25,7 @@ from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation
 from darts_server.policy.simulation.machine import Machine
 from darts_server.records import CohortRecord
-from darts_server.rollout.allocation.expectation import expect
+from darts_server.rollout.allocation.budgets import expect
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 

@@ -1,6 +1,7 @@
-"""Choose the mean number of candidates per group, and predict how long a cohort takes."""
+"""Choose the mean number of candidates per group, and predict how long a cohort takes from what was learned of it."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -8,7 +9,6 @@ from darts_server.engine.port import RequestTokens
 from darts_server.policy.budget import cv_log_mean, predict_seconds
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.forecast import Expectation
-from darts_server.rollout.allocation.expectation import expect
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.statistics import Dataset
@@ -55,15 +55,40 @@ class Budgets:
         if len(keys) < MIN_COHORT:
             return None
         machine, rng = self._latency.machine(), np.random.default_rng(SEED)
-        expectation = self._expectation(keys, tokens, rng)
+        means, usual = [self._prompts.mean(key) for key in keys], self._dataset.stats.mean
+        # Prompts that were never seen are like the others.
+        seen = [mean for mean in means if mean is not None] or ([usual] if usual else [])
+        expectation = expect(self._prompts, self._dataset, keys, tokens, seen, RATIOS, rng)
         if expectation is None or machine is None:
             return None
         return predict_seconds(mean, shaping, size, expectation, machine, rng)
 
-    def _expectation(
-        self, keys: Sequence[str], tokens: Sequence[RequestTokens], rng: np.random.Generator
-    ) -> Expectation | None:
-        """Describe the cohort to the model of a rollout; prompts that were never seen are like the others."""
-        means, usual = [self._prompts.mean(key) for key in keys], self._dataset.stats.mean
-        seen = [mean for mean in means if mean is not None] or ([usual] if usual else [])
-        return expect(self._prompts, self._dataset, keys, tokens, seen, RATIOS, rng)
+
+def expect(
+    prompts: Prompts,
+    dataset: Dataset,
+    keys: Sequence[str],
+    tokens: Sequence[RequestTokens],
+    recent: Sequence[float],
+    ratios: int,
+    rng: np.random.Generator,
+    max_tokens: int | None = None,
+) -> Expectation | None:
+    """Describe a cohort to the model of a rollout; ``None`` while too little was learned.
+
+    ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in the
+    KV caches as what is generated does. ``recent``: mean lengths of which prompts that were never seen have one.
+    ``ratios``: quantiles that represent the distribution of lengths. ``max_tokens``: at which trajectories are
+    truncated where requests do not say.
+    """
+    means, stds = [prompts.mean(key) for key in keys], [prompts.std(key) for key in keys]
+    limits = [one.most for one in tokens if one.most is not None]
+    return Expectation.of(
+        means,
+        stds,
+        dataset.profile.quantiles(ratios),
+        recent,
+        rng,
+        max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1,
+        max(limits) if limits and len(limits) == len(tokens) else max_tokens,
+    )

@@ -1,20 +1,21 @@
 """Groups that were allocated together: they share a deadline, and a training step waits for the last of them."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from darts_server.engine.port import RunningCandidate
 from darts_server.exceptions import Conflict
 from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
 from darts_server.policy.deadline import Deadline
+from darts_server.policy.group import Group
 from darts_server.policy.selection.rules import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord
 from darts_server.rollout.allocation.shared import CohortPart, CohortReports, SharedDeadline
 from darts_server.rollout.plan import Plan
-from darts_server.types import DiscardReason, FinishReason, Outcome
 
 
 class CohortMember(Protocol):
@@ -59,39 +60,6 @@ class CohortTerms:
         return place_of_need(completion_place, candidates, self.mean_candidates)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """What the groups that have ended come to; see `CohortRecord`."""
-
-    generated_tokens: int = 0
-    returned_tokens: int = 0
-    candidates: int = 0
-    completed: int = 0
-    interrupted: bool = False
-    reduced: bool = False
-    returned: int = 0
-    cut: int = 0
-    truncated: int = 0
-    max_tokens: int | None = None
-    longest: int = 0
-
-    def add(self, record: GroupRecord) -> None:
-        self.generated_tokens += record.generated_tokens
-        self.returned_tokens += record.returned_tokens
-        given_up = sum(c.reason is DiscardReason.LOAD for c in record.candidates)
-        self.candidates += len(record.candidates) - given_up
-        self.reduced |= given_up > 0
-        self.completed += record.outcome is Outcome.COMPLETED
-        self.interrupted |= record.restarted_from > 0 or record.mixed_versions
-        self.returned += len(record.selected)
-        self.cut += sum(c.cut for c in record.selected)
-        self.truncated += sum(c.finish_reason is FinishReason.LENGTH and not c.cut for c in record.selected)
-        truncated = [c.tokens for c in record.candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
-        if truncated:
-            self.max_tokens = max(self.max_tokens or 0, *truncated)
-        self.longest = max([self.longest, *(c.tokens for c in record.candidates)])
-
-
 class Cohort:
     """Set the deadline of its groups once enough of them have reported how many tokens they need.
 
@@ -122,7 +90,13 @@ class Cohort:
         self._started_at: float | None = None
         self._unfinished = terms.groups
         self._members: dict[CohortMember, int] = {}
-        self._sum = _Sum()
+        self._record = CohortRecord(
+            terms.policy,
+            terms.groups,
+            terms.mean_candidates,
+            predicted_seconds=terms.predicted_seconds,
+            chosen=terms.chosen,
+        )
         self.running = 0
         """Candidates of its groups that the engine runs or queues."""
 
@@ -188,7 +162,7 @@ class Cohort:
     def end_group(self, member: CohortMember, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, with any outcome."""
         if record is not None:
-            self._sum.add(record)
+            self._record.add(record)
         self._members.pop(member, None)
         self._remove(member)
 
@@ -201,7 +175,10 @@ class Cohort:
         with self._sets_deadline():
             self._deadline.remove(member)
         if self._unfinished == 0:
-            self._on_end(self._record())
+            record = self._record
+            record.deadline, record.explored = self.tokens, self.explored
+            record.measured_seconds = 0.0 if self._started_at is None else self._clock() - self._started_at
+            self._on_end(record)
 
     @contextmanager
     def _sets_deadline(self) -> Iterator[None]:
@@ -217,19 +194,6 @@ class Cohort:
         if self.tokens is not None and member in self._members and not self.explored:
             assert self.bound is not None
             member.set_deadline(self.tokens, self.bound)
-
-    def _record(self) -> CohortRecord:
-        return CohortRecord(
-            policy=self.terms.policy,
-            groups=self.terms.groups,
-            mean_candidates=self.terms.mean_candidates,
-            deadline=self.tokens,
-            explored=self.explored,
-            predicted_seconds=self.terms.predicted_seconds,
-            measured_seconds=0.0 if self._started_at is None else self._clock() - self._started_at,
-            chosen=self.terms.chosen,
-            **asdict(self._sum),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +221,66 @@ class Allocation:
         """Give it back unused, so that its cohort does not wait for the group."""
         if self.cohort is not None:
             self.cohort.drop_group()
+
+
+class CohortMembership:
+    """Report to a group's cohort how many tokens the group needs, and its end.
+
+    A group that was allocated alone never joins one. Then nothing is reported.
+
+    Args:
+        member: gets the deadline of the cohort.
+        group: the group's state machine.
+    """
+
+    def __init__(self, member: CohortMember, group: Group) -> None:
+        self.cohort: Cohort | None = None
+        self.tokens_needed: int | None = None
+        """The length that was reported as needed; ``None`` until then."""
+        self._member = member
+        self._group = group
+        self._place = 1
+        self._beyond: int | None = None  # the limit for which a minimum was reported, see `Cohort.waits_beyond`
+
+    def join(self, cohort: Cohort, rule: SelectionRule, allocation: Allocation) -> None:
+        """Join the cohort of an allocation, before the group is opened with it and this rule."""
+        self.cohort = cohort
+        self.set_candidates(rule, allocation.candidates)
+        cohort.join(self._member, allocation.number)
+
+    def set_candidates(self, rule: SelectionRule, candidates: int) -> None:
+        """Set the number of candidates, on which it depends how long the candidates are that the group needs."""
+        if self.cohort is not None:
+            self._place = self.cohort.terms.place(rule.completion_place, candidates)
+
+    def report_need(self) -> None:
+        """Report how many tokens the group needs, once that is known."""
+        if self.cohort is not None and self.tokens_needed is None and self._group.is_open:
+            self.tokens_needed = self._group.standings.nth_shortest(self._place)
+            if self.tokens_needed is not None:
+                self.cohort.report_need(self._member, self.tokens_needed)
+
+    def report_minimum(self, running: Mapping[int, RunningCandidate[Any]]) -> None:
+        """Report, once for each limit, if this group can only be complete beyond what the others allow it.
+
+        ``running``: its running candidates, by index.
+        """
+        if self.cohort is None or self.tokens_needed is not None or self._group.is_paused:
+            return
+        if (limit := self.cohort.waits_beyond) not in (None, self._beyond):
+            generated = {index: candidate.tokens() or 0 for index, candidate in running.items()}
+            minimum = self._group.standings.nth_shortest_minimum(self._place, generated)
+            if minimum is None or minimum > limit:
+                self._beyond = limit
+                self.cohort.report_minimum(self._member, minimum)
+
+    def reset_minimum(self) -> None:
+        """Take back the reported minimum: new candidates may be short."""
+        if self.cohort is not None and self._beyond is not None and self.tokens_needed is None:
+            self._beyond = None
+            self.cohort.report_minimum(self._member, 0)
+
+    def end(self, record: GroupRecord | None) -> None:
+        """Leave the cohort: the group has ended. ``record``: ``None`` if it could not be made."""
+        if self.cohort is not None:
+            self.cohort.end_group(self._member, record)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Generic
 
 from darts_server.engine.port import OutputT
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.types import PromptSpec
 
 logger = logging.getLogger(__name__)

@@ -57,20 +57,17 @@ class PreparedGroup(Generic[RequestT]):
 class PreparedBatch(Generic[RequestT]):
     """A batch that was checked and allocated.
 
-    ``sampling``: in force. ``ticket``: holds its candidates. ``enough``: complete groups with which it ends.
+    ``sampling``: in force. ``terms``: see `terms_of`. ``ticket``: holds its candidates. ``enough``: complete groups
+    with which it ends.
     """
 
     batch_id: str
     plan: Plan
     sampling: Mapping[str, object]
+    terms: str
     groups: Sequence[PreparedGroup[RequestT]]
     ticket: Ticket
     enough: int
-
-    @property
-    def terms(self) -> str:
-        """What must be the same for a group to go on in another batch."""
-        return terms_of(self.plan, self.sampling)
 
 
 async def prepare_batch(
@@ -128,7 +125,7 @@ async def prepare_batch(
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
     groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
     enough = batch.num_groups if chosen is None else chosen.enough
-    return PreparedBatch(batch_id, plan, sampling, groups, ticket, len(groups) if enough is None else enough)
+    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, len(groups) if enough is None else enough)
 
 
 async def plan_batch(

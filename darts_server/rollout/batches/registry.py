@@ -14,10 +14,9 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
 from darts_server.rollout.allocation.shared import Grant, SharedDeadline
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
-from darts_server.rollout.batches.events import BatchDone
+from darts_server.rollout.batches.events import BatchDone, GroupResult
 from darts_server.rollout.batches.preparation import plan_batch
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.rollout.batches.submission import Submission
@@ -70,31 +69,31 @@ class BatchRetention:
     kept_bytes: int = 1 << 30
 
 
-@dataclass(slots=True)
-class _KeyedRequest:
-    """The request under an idempotency key, and the task that opens its batch. ``bytes``: what it counts for."""
+@dataclass(slots=True, eq=False)
+class _DurableBatch:
+    """A batch that can be found again: from its request on by its key, once it has opened by its id.
 
-    body_digest: bytes
+    ``bytes``: what it counts for. ``timer``: for what happens to it next, which is to cancel or to drop it.
+    """
+
+    key: IdempotencyKey
     bytes: int
     opening: asyncio.Task[BatchRun]
+    timer: asyncio.TimerHandle | None = None
 
+    @property
+    def batch(self) -> BatchRun:
+        """The batch, once it has opened."""
+        return self.opening.result()
 
-class _DurableBatch:
-    """A batch that can be found again, with a timer for what happens to it next: cancelling or dropping it."""
-
-    def __init__(self, batch: BatchRun, scoped_key: tuple[str | None, str]) -> None:
-        self.batch = batch
-        self.scoped_key = scoped_key
-        self._timer: asyncio.TimerHandle | None = None
-
-    def schedule(self, seconds: float, action: Callable[[str], None]) -> None:
-        """Call ``action`` with the batch's id after so many seconds, in place of what was scheduled before."""
+    def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
+        """Call ``action`` with it after so many seconds, in place of what was scheduled before."""
         self.cancel_timer()
-        self._timer = asyncio.get_running_loop().call_later(seconds, action, self.batch.batch_id)
+        self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
 
     def cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class BatchRegistry(Generic[RequestT, OutputT]):
@@ -139,8 +138,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._running: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
-        self._ended: dict[str, None] = {}  # ids of durable batches that have ended, the oldest first
-        self._by_key: dict[tuple[str | None, str], _KeyedRequest] = {}
+        self._ended: dict[_DurableBatch, None] = {}  # a set, the oldest first
+        self._by_key: dict[tuple[str | None, str], _DurableBatch] = {}
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -160,9 +159,9 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if keyed is None:
             self._make_room(key)
             opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
-            keyed = self._by_key[key.scoped] = _KeyedRequest(key.body_digest, key.body_bytes, opening)
+            keyed = self._by_key[key.scoped] = _DurableBatch(key, key.body_bytes, opening)
             opening.add_done_callback(partial(self._forget_if_failed, key))
-        elif keyed.body_digest != key.body_digest:
+        elif keyed.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
         # Shielded, because another caller with the same key may be waiting for the same task.
         return await asyncio.shield(keyed.opening)
@@ -291,7 +290,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._tasks.add(batch.task)
         batch.task.add_done_callback(self._tasks.discard)
         if key is not None:
-            self._durable[batch.batch_id] = _DurableBatch(batch, key.scoped)
+            self._durable[batch.batch_id] = self._by_key[key.scoped]
             self._handle_idle(batch)
         return batch
 
@@ -308,22 +307,21 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         elif batch.end is None:
             durable.schedule(self._retention.resume_seconds, self._cancel_if_idle)
 
-    def _cancel_if_idle(self, batch_id: str) -> None:
-        batch = self._durable[batch_id].batch
-        if not batch.listeners:
-            batch.cancel("no caller was connected to the batch for too long")
-            self._drop(batch_id)
+    def _cancel_if_idle(self, durable: _DurableBatch) -> None:
+        if not durable.batch.listeners:
+            durable.batch.cancel("no caller was connected to the batch for too long")
+            self._drop(durable)
 
     def _handle_end(self, batch: BatchRun) -> None:
         """Keep a durable batch for a while, in place of the oldest ones if there are too many."""
         self._running.pop(batch.batch_id)
         if durable := self._durable.get(batch.batch_id):
             durable.schedule(self._retention.kept_seconds, self._drop)
-            self._ended[batch.batch_id] = None
-            self._by_key[durable.scoped_key].bytes = kept_bytes(batch)
+            self._ended[durable] = None
+            durable.bytes = kept_bytes(batch)
             if len(self._ended) > self._retention.kept_batches:
                 self._drop(next(iter(self._ended)))
-            self._drop_excess(durable.scoped_key)
+            self._drop_excess(durable.key.owner)
 
     def _make_room(self, key: IdempotencyKey) -> None:
         """Drop the oldest ended batches for one that is to start.
@@ -331,40 +329,40 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             TooLarge, QuotaReached, Overloaded: that would not suffice.
         """
-        ended = {self._durable[batch_id].scoped_key for batch_id in self._ended}
         errors = (QuotaReached, "this key's"), (Overloaded, "all")
-        for (limit, counted), (error, whose) in zip(self._shares(key.scoped), errors, strict=True):
+        for (limit, counted), (error, whose) in zip(self._shares(key.owner), errors, strict=True):
             if key.body_bytes > limit:
                 raise TooLarge("body", f"must have at most {limit} bytes with {KEY_HEADER} (--kept-bytes); {SEND_LESS}")
-            running = sum(self._by_key[scoped].bytes for scoped in counted if scoped not in ended)
+            running = sum(durable.bytes for durable in counted if durable not in self._ended)
             if running + key.body_bytes > limit:
                 raise error(
                     f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {key.body_bytes} more would "
                     f"exceed {limit} (--kept-bytes); retry when some have ended",
                     RETRY_SECONDS,
                 )
-        self._drop_excess(key.scoped, key.body_bytes)
+        self._drop_excess(key.owner, key.body_bytes)
 
-    def _drop_excess(self, scoped_key: tuple[str | None, str], more: int = 0) -> None:
+    def _drop_excess(self, owner: str | None, more: int = 0) -> None:
         """Drop ended batches, the oldest first, until the others and ``more`` bytes may be kept."""
-        for limit, counted in self._shares(scoped_key):
-            excess = sum(self._by_key[scoped].bytes for scoped in counted) + more - limit
-            for batch_id in list(self._ended):
-                if excess > 0 and (scoped := self._durable[batch_id].scoped_key) in counted:
-                    excess -= self._by_key[scoped].bytes
-                    self._drop(batch_id)
+        for limit, counted in self._shares(owner):
+            excess = sum(durable.bytes for durable in counted) + more - limit
+            for durable in list(self._ended):
+                if excess > 0 and durable in counted:
+                    excess -= durable.bytes
+                    self._drop(durable)
 
-    def _shares(self, scoped_key: tuple[str | None, str]) -> Iterator[tuple[int, set[tuple[str | None, str]]]]:
-        """Yield the keys that share a number of bytes with this key: those of its owner, then all."""
-        owner, _ = scoped_key
-        yield self._retention.kept_bytes // 2, {scoped for scoped in self._by_key if scoped[0] == owner}
-        yield self._retention.kept_bytes, set(self._by_key)
+    def _shares(self, owner: str | None) -> Iterator[tuple[int, set[_DurableBatch]]]:
+        """Yield the batches that share a number of bytes: those of this owner, then all."""
+        kept = self._by_key.values()
+        yield self._retention.kept_bytes // 2, {durable for durable in kept if durable.key.owner == owner}
+        yield self._retention.kept_bytes, set(kept)
 
-    def _drop(self, batch_id: str) -> None:
-        if durable := self._durable.pop(batch_id, None):
+    def _drop(self, durable: _DurableBatch) -> None:
+        """Drop a batch; harmless if it was dropped before."""
+        if self._durable.pop(durable.batch.batch_id, None) is not None:
             durable.cancel_timer()
-            self._by_key.pop(durable.scoped_key, None)
-            self._ended.pop(batch_id, None)
+            self._by_key.pop(durable.key.scoped, None)
+            self._ended.pop(durable, None)
 
 
 def kept_bytes(batch: BatchRun) -> int:

@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from darts_server.exceptions import Conflict, DartsError, GroupAborted
 from darts_server.rollout.allocation.shared import SharedDeadline
-from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event
+from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event, GroupResult
 from darts_server.rollout.batches.feed import EventFeed
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
 from darts_server.serving.admission import caller
 
@@ -146,10 +145,10 @@ class BatchRun:
             self._on_idle(self)
 
     async def _run(self, submission: Submission[Any, Any]) -> None:
-        observer = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
+        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         results: list[GroupResult] = []
         try:
-            async with aclosing(submission.results(observer)) as new_results:
+            async with aclosing(submission.results(feed)) as new_results:
                 async for result in new_results:
                     results.append(result)
                     self.feed.group_ended(result)

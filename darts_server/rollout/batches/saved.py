@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from darts_server.engine.port import PromptRenderer, TokenSlice
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
-from darts_server.rollout.carried import CarriedCandidate, SavedEnd, compact
+from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
 from darts_server.store.archive import Name
 from darts_server.store.transactions import CarriedFile
 from darts_server.types import FinishReason, PromptSpec

@@ -12,9 +12,10 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
+from darts_server.rollout.batches.events import AbortedSample, GroupResult, Unfinished
+from darts_server.rollout.batches.feed import EventFeed
 from darts_server.rollout.batches.preparation import PreparedBatch, PreparedGroup, prepare_batch
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
-from darts_server.rollout.batches.results import AbortedSample, BatchObserver, GroupResult, Unfinished
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort
@@ -153,14 +154,14 @@ class Submission(Generic[RequestT, OutputT]):
     def _undecided(self) -> list[PreparedGroup[RequestT]]:
         return [group for group in self._groups if group.number not in self._decided]
 
-    async def results(self, observer: BatchObserver | None = None) -> AsyncGenerator[GroupResult, None]:
+    async def results(self, feed: EventFeed | None = None) -> AsyncGenerator[GroupResult, None]:
         """Yield each group as it is decided, until enough are complete. Leaving early stops the other groups.
 
         A group that is aborted is decided, by an error, unless its prompt is carried over: then it is undecided. If
         groups can go on later, those that have ended when enough are complete are yielded too: they were counted, and
         must not be complete a second time.
 
-        With an observer, each trajectory is reported as soon as it is known to belong to its group.
+        With a feed, each trajectory is reported as soon as it is known to belong to its group.
 
         Groups that were carried over start first, and then those that are expected to take longest, so that no long one
         starts when the others are done.
@@ -171,7 +172,7 @@ class Submission(Generic[RequestT, OutputT]):
             async with self._rollouts.gate.enter():
                 self._is_running = True
                 for group in self._in_order():
-                    tasks[group.number] = asyncio.create_task(self._run(group, observer))
+                    tasks[group.number] = asyncio.create_task(self._run(group, feed))
                 for next_result in asyncio.as_completed(tasks.values()):
                     if (result := await next_result) is None:
                         continue
@@ -249,7 +250,7 @@ class Submission(Generic[RequestT, OutputT]):
         usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
         return sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
 
-    async def _run(self, group: PreparedGroup[RequestT], observer: BatchObserver | None) -> GroupResult | None:
+    async def _run(self, group: PreparedGroup[RequestT], feed: EventFeed | None) -> GroupResult | None:
         """Run one group; ``None`` if it was aborted and its prompt is carried over."""
         await self._rollouts.starts.group(group.allocation.candidates)
         self._started.add(group.number)
@@ -261,17 +262,17 @@ class Submission(Generic[RequestT, OutputT]):
         if group.number in self._dropped:
             return replace(result, error=GroupAborted("the group was stopped before it started"))
         try:
-            run = self._runs[group.number] = self._start(group, early=observer is not None)
-            if observer is not None:
-                observer.group_started(group.number, run)
+            run = self._runs[group.number] = self._start(group, early=feed is not None)
+            if feed is not None:
+                feed.group_started(group.number, run)
             if self._interrupted_by is not None:
                 run.interrupt(self._interrupted_by, self._on_abort)
             try:
                 async with aclosing(run.trajectories()) as trajectories:
                     async for trajectory in trajectories:
                         sample = samples[trajectory.index] = await self._renderer.to_sample(trajectory.output)
-                        if observer is not None:
-                            observer.trajectory_selected(group.number, trajectory.index, sample)
+                        if feed is not None:
+                            feed.trajectory_selected(group.number, trajectory.index, sample)
             except DartsError as error:
                 if run.interrupted is None:
                     raise

@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from darts_server.observers import GroupObserver
 from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 
 MAX_GROUPS = 256
@@ -21,16 +22,6 @@ Fields = dict[str, Any]
 """Fields by name, without those that are unknown or do not apply."""
 MaySee = Callable[[str | None], bool]
 """Whether the groups of an owner may be seen."""
-
-
-class RunningGroups(Protocol):
-    """The part of the rollout room that is used here."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def newest(self) -> Iterator[GroupRun[Any, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class Monitor(GroupObserver):
 
     def __init__(
         self,
-        rollouts: RunningGroups,
+        rollouts: Rollouts[Any, Any],
         clock: Callable[[], float] = time.monotonic,
         max_groups: int = MAX_GROUPS,
         max_candidates: int = MAX_CANDIDATES,

@@ -20,7 +20,7 @@ from darts_server.http.dialects.nemo_rl import CompletionTokenIds
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.route_table import access_of
-from darts_server.rollout.turns.turns import Turn, Turns
+from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.gate import Gate
 from darts_server.settings.fields import Dialect
 from darts_server.types import TurnKind

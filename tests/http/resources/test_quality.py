@@ -3,7 +3,7 @@
 from darts_server.http.resources.groups import GroupAnswer
 from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.records import CandidateRecord
-from darts_server.rollout.batches.results import GroupResult
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.observers.reward_matching import GroupRewards
 from darts_server.types import DiscardReason, FinishReason, Sample, SelectedAs
 from tests.rollout.learned.test_prompts import record

@@ -11,10 +11,9 @@ from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import GroupAborted
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, TrajectorySelected
+from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (

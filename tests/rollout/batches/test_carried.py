@@ -16,12 +16,11 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
-from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded
+from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.batches.request import BatchRequest, check_resumable
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
-from darts_server.rollout.carried import CarriedCandidate
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.registry import kept_bytes
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
 from tests.rollout.batches.test_aborted import WHOLE, finish, lengths_of, request
 from tests.rollout.batches.test_saved import STOPPING, serving

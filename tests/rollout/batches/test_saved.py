@@ -21,7 +21,7 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.preparation import terms_of
 from darts_server.rollout.batches.run import BatchRun
 from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
-from darts_server.rollout.carried import CarriedCandidate, SavedEnd
+from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.transactions import CarriedFile
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample

@@ -13,8 +13,8 @@ from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.request import BatchRequest, check_terms
-from darts_server.rollout.batches.results import GroupResult
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller

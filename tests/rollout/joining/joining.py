@@ -9,8 +9,8 @@ from darts_server.engine.port import NOTHING, CandidateResult, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
-from darts_server.rollout.carried import CarriedCandidate
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.candidates import CarriedCandidate
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
@@ -245,13 +245,13 @@ class JoiningHarness:
         run = self.rollouts.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
-            script = self.script(*run.runner.requests.of(candidate.index))
+            script = self.script(*run.runner.request_of(candidate.index))
             fates[candidate.index] = Fate(script.length, script.finish_reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        return self.rollouts.runs[group_id].runner.requests.of(index)
+        return self.rollouts.runs[group_id].runner.request_of(index)
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""

@@ -7,8 +7,8 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.observers import GroupObserver
+from darts_server.rollout.joining import WINDOW, ShortGroups
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.short_groups import WINDOW, ShortGroups
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness
 

@@ -19,7 +19,7 @@ from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.submission import Submission
-from darts_server.rollout.join_requests import JoinRequest
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupSpec

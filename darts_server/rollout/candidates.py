@@ -1,36 +1,67 @@
-"""Run the candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
+"""The candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic
 
-from darts_server.engine.port import CandidateResult, OutputT, RequestT, RunningCandidate
+from darts_server.engine.port import (
+    NOTHING,
+    CandidateResult,
+    OutputT,
+    RequestT,
+    RunningCandidate,
+    TokenSlice,
+)
 from darts_server.exceptions import CandidateFailed, EngineError
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.group import Group
+from darts_server.records import VersionSpans
 from darts_server.rollout.allocation.cohort import Cohort
-from darts_server.rollout.candidates.outputs import CandidateOutputs
-from darts_server.rollout.candidates.requests import CandidateRequests
-from darts_server.rollout.carried import CarriedCandidate, compact
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.recorder import GroupRecorder
-from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.rollout.starting_order import NO_ORDER, StartingOrder
+from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
+from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
+from darts_server.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateCallbacks:
-    """What a group does when something happens to its candidates.
+class SavedEnd:
+    """How a candidate has finished, as it is saved: without the engine's own output."""
 
-    ``on_start``: for each candidate that has reached the engine or could not be started. ``on_events``: with what
-    happened. ``on_error``: with an error that is none of the engine's, so a bug of ours.
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedCandidate(Generic[OutputT]):
+    """A candidate of a stopped group.
+
+    ``prefix``: what it had generated. ``version_spans``: of these tokens. ``result``: ``None`` unless it has finished
+    on this engine; ``saved_end``: unless it has on an earlier one.
     """
 
-    on_start: Callable[[], None]
-    on_events: Callable[..., None]
-    on_error: Callable[[BaseException], None]
+    prefix: TokenSlice = field(default=NOTHING)
+    version_spans: VersionSpans = ()
+    result: CandidateResult[OutputT] | None = None
+    saved_end: SavedEnd | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix.token_ids)
+
+    @property
+    def last_version(self) -> int | None:
+        """The weights that sampled its last token; ``None`` without any."""
+        return self.version_spans[-1][0] if self.version_spans else None
+
+
+def compact(tokens: TokenSlice) -> TokenSlice:
+    """Copy tokens to arrays: lists take several times the memory."""
+    logprobs = None if tokens.logprobs is None else array("d", tokens.logprobs)
+    return TokenSlice(array("i", tokens.token_ids), logprobs)
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
@@ -44,7 +75,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         spec: what they are started with, and what is kept of them.
         group: the group's state machine, which decides; here it is only read.
         recorder: of the group.
-        callbacks: what the group does when something happens to one.
+        on_start: called for each candidate that has reached the engine or could not be started.
+        on_events: called with what happened.
+        on_error: called with an error that is none of the engine's, so a bug of ours.
         carried: what the first candidates have generated already.
         order: of its candidates among those of others that wait.
     """
@@ -55,12 +88,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         spec: GroupSpec[RequestT],
         group: Group,
         recorder: GroupRecorder,
-        callbacks: CandidateCallbacks,
+        on_start: Callable[[], None],
+        on_events: Callable[..., None],
+        on_error: Callable[[BaseException], None],
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
-        self.requests = CandidateRequests(spec.request)
-        self.outputs = CandidateOutputs(context.engine, self.requests)
         self.running: dict[int, RunningCandidate[OutputT]] = {}
         """Candidates that the engine runs or queues, stopped ones until it has answered."""
         self.aborted: frozenset[int] = frozenset()
@@ -68,14 +101,19 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.scorer: GroupScorer | None = None
         if spec.pruning is not None:
             assert context.scorer is not None
-            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, callbacks.on_events)
+            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, on_events)
         self._engine = context.engine
         self._starts = context.starts
         self._order = order
-        self._keeps_results = spec.can_carry
+        self._request = spec.request
+        self._own_requests: dict[int, RequestT] = {}  # of candidates that do not share it
+        self._suspended_requests: list[RequestT] | None = None  # for the next candidates, while the group is suspended
+        self._outputs: dict[int, asyncio.Future[OutputT]] = {}  # of all that were started
+        self._cuts: dict[int, int] = {}  # tokens that are kept of those that were cut before they had an output
+        self._keeps_results = spec.on_abort is OnAbort.CARRY
         self._group = group
         self._recorder = recorder
-        self._callbacks = callbacks
+        self._on_start, self._on_events, self._on_error = on_start, on_events, on_error
         self._cohort: Cohort | None = None
         self._carried = dict(enumerate(carried))
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
@@ -88,7 +126,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def start(self, indices: Iterable[int]) -> None:
         """Start candidates, each in its turn."""
         for index in indices:
-            self.outputs.add(index)
+            self._outputs[index] = asyncio.get_running_loop().create_future()
             task = asyncio.get_running_loop().create_task(self._run(index))
             self._tasks.add(task)
             task.add_done_callback(partial(self._finish_task, index))
@@ -112,12 +150,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def suspend(self) -> None:
         """Keep the requests of the candidates for others, before the group is restarted without these."""
-        self.requests.suspend(c.index for c in self._group.candidates if c.alive)
+        alive = (c.index for c in self._group.candidates if c.alive)
+        self._suspended_requests = [self._own_requests[index] for index in alive if index in self._own_requests]
         self._carried.clear()  # also if none has started yet: it may be too old for the new weights
 
     def resume(self) -> None:
         """Give the kept requests to the candidates that are started next."""
-        self.requests.resume(len(self._group.candidates))
+        kept, self._suspended_requests = self._suspended_requests or [], None
+        self._own_requests |= dict(enumerate(kept, len(self._group.candidates)))
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled, before the paused engine gets others."""
@@ -128,6 +168,64 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def return_aborted(self, indices: Iterable[int]) -> None:
         """Return these candidates as they are, once their group has stopped them."""
         self.aborted |= set(indices)
+
+    # --- requests and outputs -----------------------------------------------
+
+    def assign_request(self, index: int, request: RequestT) -> None:
+        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
+        if self._suspended_requests is None:
+            self._own_requests[index] = request
+        else:
+            self._suspended_requests.append(request)
+
+    def request_of(self, index: int) -> tuple[RequestT, int]:
+        """Return the request of a candidate, and the candidate's number within that request."""
+        own = self._own_requests.get(index)
+        return (self._request, index) if own is None else (own, 0)
+
+    async def output(self, index: int) -> OutputT:
+        """Wait for the output of a candidate.
+
+        Raises:
+            EngineError: of a candidate that failed.
+        """
+        # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+        return await asyncio.shield(self._outputs[index])
+
+    def _set_output(self, index: int, output: OutputT) -> None:
+        """Set the output of a candidate that has none yet; of a cut one, its first tokens."""
+        if index in self._cuts:
+            output = self._truncate(index, output, self._cuts[index])
+        self._outputs[index].set_result(output)
+
+    def _fail_output(self, index: int, error: BaseException) -> None:
+        """Fail the output that a caller may be waiting for; harmless if there is one already."""
+        if not self._outputs[index].done():
+            self._outputs[index].set_exception(error)
+            self._outputs[index].exception()  # marks it as retrieved: the caller may be gone
+
+    def _truncate(self, index: int, output: OutputT, tokens: int) -> OutputT:
+        return self._engine.truncate(self.request_of(index)[0], output, tokens)
+
+    # --- tokens -------------------------------------------------------------
+
+    def count_tokens(self, index: int) -> int:
+        """Return how many tokens a candidate has generated so far; of a cut one, those that are kept."""
+        running = self._running_at(index)
+        tokens = None if running is None else running.tokens()
+        return self._recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
+
+    def read_tokens(self, index: int, start: int) -> TokenSlice | None:
+        """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
+        output = self._outputs[index]
+        if output.done():
+            return None if output.exception() else self._engine.tokens_from(output.result(), start)
+        running = self._running_at(index)
+        generated = None if running is None else running.tokens_from(start)
+        return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
+
+    def _running_at(self, index: int) -> RunningCandidate[OutputT] | None:
+        return self.running.get(index) if self._group.candidates[index].running else None
 
     # --- what is carried over -----------------------------------------------
 
@@ -166,10 +264,15 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def cut(self, index: int, tokens: int) -> None:
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
-        if not self.outputs.is_done(index) and not self.outputs.is_cut(index):
-            self._stop_running(index)
-            self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
-        self.outputs.cut(index, tokens)
+        output = self._outputs[index]
+        if not output.done():
+            if index not in self._cuts:
+                self._stop_running(index)
+                self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
+            self._cuts[index] = tokens
+        elif output.exception() is None:
+            self._outputs[index] = asyncio.get_running_loop().create_future()
+            self._outputs[index].set_result(self._truncate(index, output.result(), tokens))
 
     def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
         """Stop the candidate that runs for one of the group's requests, and return what it has generated.
@@ -179,7 +282,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """
         output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
         running = (c.index for c in reversed(self._group.candidates) if c.running)
-        index = next((index for index in running if self.requests.of(index)[0] is request), None)
+        index = next((index for index in running if self.request_of(index)[0] is request), None)
         if index is None:
             output.set_result(None)
             return output
@@ -189,7 +292,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if index in self.running:
             self._stop_running(index)
         else:  # it waits for its turn to start
-            self._callbacks.on_events(Lost(index, by_caller=True))
+            self._on_events(Lost(index, by_caller=True))
             self._answer_abort(index, self.aborted_output(request))
         return output
 
@@ -200,7 +303,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def owns_aborted(self, request: RequestT) -> bool:
         """Whether a candidate that was started with this request was aborted, alone or with its group."""
-        return any(self.requests.of(index)[0] is request for index in (*self._aborts, *self.aborted))
+        return any(self.request_of(index)[0] is request for index in (*self._aborts, *self.aborted))
 
     def aborted_output(self, request: RequestT) -> OutputT:
         """Return the output of a request that was aborted before anything was generated for it."""
@@ -229,61 +332,61 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         try:
             await self._starts.candidate(carried.tokens)
             if not self._is_running(index):  # it was stopped while it waited
-                self._callbacks.on_start()
+                self._on_start()
                 self._set_aborted(index)
                 return
+            request, order = self.request_of(index), self._order.of(carried.tokens)
             try:
-                running = await self._start_or_resume(index, carried)
+                if carried.tokens:
+                    running = await self._engine.resume(*request, carried.prefix, order)
+                else:
+                    probe = None if self.scorer is None else self.scorer.probe_for(index)
+                    running = await self._engine.start(*request, probe, order)
             finally:
-                self._callbacks.on_start()
-            self._add_running(index, running, carried)
+                self._on_start()
+            self.running[index] = running
+            if self._cohort is not None:
+                self._cohort.running += 1
+            self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
+            if self._is_running(index):
+                events: list[Event] = [Started(index)]
+                if carried.tokens:
+                    events.append(Progress(index, carried.tokens))
+                if self.scorer is not None:
+                    events += self.scorer.mark_started(index)
+                self._on_events(*events)
+            if not self._is_running(index):  # since before the engine had started it
+                self._stop_running(index)
             result = await running.result()
         except EngineError as error:
-            self._handle_failure(index, error)
+            if index in self._cuts:
+                self._fail_output(index, error)
+            elif index in self.aborted:
+                self._set_aborted(index)
+            elif self._is_running(index):
+                self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
         else:
             self._handle_result(index, result)
         finally:
             if self.running.pop(index, None) is not None and self._cohort is not None:
                 self._cohort.running -= 1
 
-    async def _start_or_resume(self, index: int, carried: CarriedCandidate[OutputT]) -> RunningCandidate[OutputT]:
-        order = self._order.of(carried.tokens)
-        if carried.tokens:
-            return await self._engine.resume(*self.requests.of(index), carried.prefix, order)
-        probe = None if self.scorer is None else self.scorer.probe_for(index)
-        return await self._engine.start(*self.requests.of(index), probe, order)
-
-    def _add_running(self, index: int, running: RunningCandidate[OutputT], carried: CarriedCandidate[OutputT]) -> None:
-        self.running[index] = running
-        if self._cohort is not None:
-            self._cohort.running += 1
-        self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
-        if self._is_running(index):
-            events: list[Event] = [Started(index)]
-            if carried.tokens:
-                events.append(Progress(index, carried.tokens))
-            if self.scorer is not None:
-                events += self.scorer.mark_started(index)
-            self._callbacks.on_events(*events)
-        if not self._is_running(index):  # since before the engine had started it
-            self._stop_running(index)
-
     def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
         """Return the result of a candidate that had finished before its group was carried over."""
         carried = self._carried_at(index)
         if (end := carried.saved_end) is None:
             return carried.result
-        request, _ = self.requests.of(index)
+        request, _ = self.request_of(index)
         output = self._engine.finished_output(request, carried.prefix, end.finish_reason, end.text)
         return CandidateResult(carried.tokens, end.finish_reason, output)
 
     def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
         """Handle the result of a candidate that had finished before its group was carried over."""
-        self._callbacks.on_start()
+        self._on_start()
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
         self._recorder.candidate_started(index, version, carried.version_spans)
         if self._is_running(index):
-            self._callbacks.on_events(Started(index))
+            self._on_events(Started(index))
         self._handle_result(index, result, version)
 
     def _handle_result(self, index: int, result: CandidateResult[OutputT], weight_version: int | None = None) -> None:
@@ -293,43 +396,35 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._recorder.candidate_ended(index, version, finished=finished)
         if self._keeps_results:
             self._results[index] = result
-        if self.outputs.is_cut(index) or index in self.aborted:
-            self.outputs.set(index, result.output)
+        if index in self._cuts or index in self.aborted:
+            self._set_output(index, result.output)
         elif self._is_running(index):
             if result.finish_reason is not None:
-                self.outputs.set(index, result.output)
-                self._callbacks.on_events(Finished(index, result.tokens, result.finish_reason))
+                self._set_output(index, result.output)
+                self._on_events(Finished(index, result.tokens, result.finish_reason))
             elif index in self._aborts:
                 self._recorder.candidate_stopped(index, result.tokens)
-                self._callbacks.on_events(Lost(index, by_caller=True))
+                self._on_events(Lost(index, by_caller=True))
             else:
-                self._callbacks.on_events(Lost(index))
-        is_whole = result.finish_reason is not None or self.outputs.is_cut(index)
+                self._on_events(Lost(index))
+        is_whole = result.finish_reason is not None or index in self._cuts
         self._answer_abort(index, None if is_whole else result.output)
-
-    def _handle_failure(self, index: int, error: EngineError) -> None:
-        if self.outputs.is_cut(index):
-            self.outputs.fail(index, error)
-        elif index in self.aborted:
-            self._set_aborted(index)
-        elif self._is_running(index):
-            self._callbacks.on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
 
     def _set_aborted(self, index: int) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
         if index in self.aborted:
-            carried, (request, _) = self._carried_at(index), self.requests.of(index)
+            carried, (request, _) = self._carried_at(index), self.request_of(index)
             if carried.last_version is not None:
                 self._recorder.candidate_started(index, carried.last_version, carried.version_spans)
-            self.outputs.set(index, self._engine.aborted_output(request, carried.prefix))
+            self._set_output(index, self._engine.aborted_output(request, carried.prefix))
 
     def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
         """Report an unexpected error of a candidate's task, which nothing awaits."""
         self._tasks.discard(task)
         self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.outputs.fail(index, error)
-            self._callbacks.on_error(error)
+            self._fail_output(index, error)
+            self._on_error(error)
 
     def _is_running(self, index: int) -> bool:
         return self._group.candidates[index].running
