@@ -103,12 +103,6 @@ def test_an_event_without_data_is_a_comment() -> None:
     assert build_reader().read(ServerSentEvent(event="", data="", id="7")) is None
 
 
-def test_unfinished_prompts_are_listed_at_the_end() -> None:
-    batch = build_reader(num_groups=1)
-    read(batch, started(), ("group", group(1)), done(0))
-    assert [(prompt.number, prompt.prompt_key) for prompt in batch.unfinished] == [(0, "key 0")]
-
-
 def test_a_failed_group_does_not_affect_the_others() -> None:
     batch = build_reader()
     failure, whole, _ = read(batch, started(), ("group", failed_group(1)), ("group", group(0)), done())
@@ -302,15 +296,6 @@ def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> N
     expected = (tuple(range(length)), tuple(-0.5 * k for k in range(length)))
     assert (event.token_ids, event.logprobs) == expected
     assert assembly.tokens(0, payload(0, 0, length)) == expected
-
-
-def test_candidates_of_several_groups_grow_at_the_same_time() -> None:
-    assembly = CandidateAssembly(False)
-    append(assembly, 0, 0, 0, 2, logprobs=None)
-    append(assembly, 1, 0, 0, 1, logprobs=None)
-    append(assembly, 0, 0, 2, 3, logprobs=None)
-    assert select(assembly, 0, 0, 3).token_ids == (0, 1, 2)
-    assert select(assembly, 1, 0, 1).token_ids == (0,)
 
 
 def test_a_trajectory_without_tokens_needs_no_delta() -> None:
