@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def server() -> Iterator[FakeVllm]:
         yield running
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Use one thread: so small a model gains nothing from more, and they wait for each other on a busy machine."""
     before = torch.get_num_threads()
@@ -102,44 +103,74 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_all_weights_are_pushed_before_each_step_samples(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    before = copy_weights(trainer)
-    trainer.train()
-    trainer.vllm_generation.sync_weights()
+@dataclass
+class Trained:
+    """An evaluation and then a training of two steps. ``before``: the weights. ``seen``: what reporters get."""
+
+    server: FakeVllm
+    trainer: DartsGRPOTrainer
+    before: dict[str, torch.Tensor]
+    seen: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    function = report_rewards(reward_by_index, correct_above=1.0)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    with fake_vllm() as server:
+        trainer = build_trainer(server, tmp_path_factory.mktemp("trained"), function, {"api_key": "k"}, **saving)
+        run = Trained(server, trainer, copy_weights(trainer), [])
+        trainer.callback_handler.callbacks.append(Reporter(run.seen))
+        trainer.evaluate()
+        assert server.rewards == []
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        yield run
+
+
+def test_all_weights_are_pushed_before_each_step_samples(trained: Trained) -> None:
+    server = trained.server
     first, second, last = server.pushed
-    assert equal(first, before)
+    assert equal(first, trained.before)
     assert not equal(second, first)
-    assert equal(last, copy_weights(trainer))
+    assert equal(last, copy_weights(trained.trainer))
     order = [each.path for each in server.requests if each.method == "PUT" or each in server.completions]
-    assert order == ["/darts/v1/weights", "/v1/completions"] * 2 + ["/darts/v1/weights"]
+    weights, sampled = "/darts/v1/weights", "/v1/completions"
+    assert order == [weights, sampled, sampled, weights, sampled, weights], "the first step has those of the evaluation"
     assert not server.of("POST", "/reset_prefix_cache")
 
 
-def test_training_is_shaped_and_evaluation_is_not(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    trainer.evaluate()
-    trainer.train()
-    evaluation, *training = server.completions
+def test_training_is_shaped_and_evaluation_is_not(trained: Trained) -> None:
+    evaluation, *training = trained.server.completions
     assert (evaluation.headers["x-darts-policy"], evaluation.body["vllm_xargs"]) == ("off", {"other": 1})
     assert [each.body["vllm_xargs"] for each in training] == [SHAPED] * 2
     assert not any("x-darts-policy" in each.headers for each in training)
 
 
-def test_rewards_of_training_are_reported_by_tokens(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path, report_rewards(reward_by_index, correct_above=1.0))
-    trainer.evaluate()
-    assert server.rewards == []
-    trainer.train()
-    assert len(server.rewards) == 2 * len(PROMPTS) * GROUP
-    tokenizer = build_tokenizer()
-    reported = {(tuple(each["prompt_token_ids"]), tuple(each["completion_token_ids"])) for each in server.rewards}
+def test_rewards_of_training_are_reported_by_tokens(trained: Trained) -> None:
+    rewards, tokenizer = trained.server.rewards, build_tokenizer()
+    assert len(rewards) == 2 * len(PROMPTS) * GROUP
+    reported = {(tuple(each["prompt_token_ids"]), tuple(each["completion_token_ids"])) for each in rewards}
     assert reported == {(tuple(tokenizer.encode(p)), (ANSWER + k, EOS)) for p in PROMPTS for k in range(GROUP)}
-    assert all(each["reward"] == each["completion_token_ids"][0] - ANSWER for each in server.rewards)
-    assert all(each["correct"] == (each["reward"] > 1.0) for each in server.rewards)
-    (report,) = trainer.reward_reports
+    assert all(each["reward"] == each["completion_token_ids"][0] - ANSWER for each in rewards)
+    assert all(each["correct"] == (each["reward"] > 1.0) for each in rewards)
+    (report,) = trained.trainer.reward_reports
     assert (report.matched, report.unreported) == (2 * len(PROMPTS) * GROUP, 0)
-    assert "rewards/reward_by_index/mean" in trainer.state.log_history[0]
+
+
+def test_the_servers_metrics_are_in_the_logs_of_training_steps(trained: Trained) -> None:
+    steps = [line for line in trained.trainer.state.log_history if "loss" in line]
+    assert [line["darts/candidates_started"] for line in steps] == [12.0, 12.0]
+    assert [line["darts/weight_version"] for line in steps] == [3.0, 3.0]
+    assert [line["darts/candidates_started"] for line in trained.seen if "loss" in line] == [12.0, 12.0]
+    assert not any("darts/candidates_started" in line for line in trained.seen if "loss" not in line)
+    assert "darts/tokens_generated" not in steps[0]  # the server has no such metric
+    assert "rewards/reward_by_index/mean" in steps[0]
+
+
+def test_the_api_key_is_sent_with_every_request(trained: Trained) -> None:
+    without = {each.path for each in trained.server.requests if each.headers.get("authorization") != "Bearer k"}
+    assert without == {"/health"}
 
 
 def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, tmp_path: Path) -> None:
@@ -235,8 +266,7 @@ def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path)
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group_record(0), group_record(1, None, "darts")], "not 'darts'"),
-        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights"),
+        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights.*not 'darts'"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
     ],
@@ -331,18 +361,6 @@ def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_
     assert [each.data for each in server.of("PUT", "/darts/v1/state")] == [b"of step 1", STATE]
 
 
-def test_the_servers_metrics_are_in_the_logs_of_training_steps(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    seen: list[dict[str, Any]] = []
-    trainer.callback_handler.callbacks.append(Reporter(seen))
-    trainer.train()
-    steps = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["darts/candidates_started"] for line in steps] == [12.0, 12.0]
-    assert [line["darts/weight_version"] for line in steps] == [3.0, 3.0]
-    assert [line.get("darts/candidates_started") for line in seen] == [12.0, 12.0, None]
-    assert "darts/tokens_generated" not in steps[0]  # the server has no such metric
-
-
 class Reporter:
     """Records the logs in its turn, like the reporters of tensorboard and others."""
 
@@ -403,14 +421,6 @@ def test_vllm_in_the_trainers_process_is_rejected(server: FakeVllm, tmp_path: Pa
         with pytest.raises(ValueError, match="vllm_mode='server'"):
             build_trainer(server, tmp_path, **changes)
     assert server.requests == []
-
-
-def test_the_api_key_is_sent_with_every_request(server: FakeVllm, tmp_path: Path) -> None:
-    build_trainer(
-        server, tmp_path, report_rewards(reward_by_index), {"api_key": "k"}, save_strategy="steps", save_steps=2
-    ).train()
-    without = {each.path for each in server.requests if each.headers.get("authorization") != "Bearer k"}
-    assert without == {"/health"}
 
 
 @pytest.mark.parametrize(("logprob", "warned"), [(-0.5, True), (0.0, False)])

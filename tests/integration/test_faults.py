@@ -1,4 +1,4 @@
-"""An engine that dies, flags that make seeds unsafe, settings from a file; each with a server of its own."""
+"""An engine that dies, and a server that is stopped while it starts; each with a server of its own."""
 
 import asyncio
 import os
@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Launch, Server, launch
-from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
 
@@ -54,34 +53,6 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
         assert server.process.wait(180) == 1, server.log_tail()
     [last] = [line for line in server.log.read_text().splitlines() if " CRITICAL " in line]
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
-
-
-def test_a_server_exits_cleanly_on_sigterm(serve: Serve, tmp_path: Path) -> None:
-    """It also rejects what would kill an engine with chunked prefill on a CPU, and reads its settings from a file."""
-    settings = tmp_path / "darts.toml"
-    settings.write_text('redundancy = 2.0\nnum_longest = 0\npolicy = "off"\n')
-    flags = ("--max-num-batched-tokens", "64", "--enable-chunked-prefill", "--max-num-seqs", "8")
-    ours = ("--darts-config", str(settings), "--num-longest", "2", "--state-dir", str(tmp_path / "state"))
-    with serve(DARTS, tmp_path / "log", *flags, *ours, env={"DARTS_POLICY": "uniform"}) as server:
-        url = f"{server.url}/v1/completions"
-        for stream in (False, True):
-            body = {"model": "tiny", "prompt": "7" * 100, "seed": 1, "max_tokens": 5, "n": 2, "stream": stream}
-            answer = httpx.post(url, json=body, timeout=240)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "seed"
-            assert "max_num_batched_tokens = 64" in answer.json()["error"]["message"]
-        body = {"model": "tiny", "prompt": "7" * 100, "max_tokens": 5, "n": 4}
-        assert httpx.post(url, json=body, timeout=240).status_code == 200
-        # The flag beats the file (2 beats 0, so n = 2 is too small), the environment beats the file ("off").
-        assert "num_longest = 2" in httpx.post(url, json=body | {"n": 2}).json()["error"]["message"]
-        assert server.metric("darts_candidates_started_total") == 8
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(180)
-        assert server.process.returncode == 0, server.log_tail()
-    with Store(tmp_path / "state") as store:
-        [(_, stats)] = store.items("prompt")
-    assert stats["groups"] == 1
-    assert stats["candidates"] == 8
 
 
 @pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -49,7 +49,9 @@ def is_503(answer: httpx.Response) -> bool:
 async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
     serve: Serve, tmp_path: Path, spawned: bool
 ) -> None:
-    flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
+    settings = tmp_path / "darts.toml"
+    settings.write_text(f'grace_seconds = 3\ngroup_wait = 600\nstate_dir = "{tmp_path / "s"}"\n')
+    flags = ("--max-num-seqs", "16", "--darts-config", str(settings))
     with (serving if spawned else serve)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200

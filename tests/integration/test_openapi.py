@@ -25,12 +25,6 @@ def guarded(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-def test_an_api_key_guards_our_routes_as_it_does_vllms(guarded: Server) -> None:
-    url = f"{guarded.url}/darts/v1/groups/none"
-    assert httpx.get(url).status_code == httpx.get(f"{guarded.url}/v1/models").status_code == 401
-    assert httpx.get(url, headers=dict([KEY.split(": ")])).status_code == 404
-
-
 ROLLOUTS: dict[str, Any] = {
     "prompts": [{"text": "7a-5b*4>", "key": "a", "metadata": {"answer": 8}}, {"token_ids": [5, 6, 7]}],
     "group_size": 4,

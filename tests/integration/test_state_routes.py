@@ -63,25 +63,16 @@ def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:
     assert learned_rows(api.get("/darts/v1/state").content) == learned_rows(saved)
 
 
-@pytest.mark.parametrize("field", ["std_ema", "mean_ema", "groups"])
-def test_a_state_with_a_number_that_cannot_be_used_is_refused(api: httpx.Client, server: Server, field: str) -> None:
+def test_a_state_with_a_number_that_cannot_be_used_is_refused(api: httpx.Client, server: Server) -> None:
     [group] = groups(api, n=8)
-    document = {"std_ema": 1.0, "mean_ema": 9.0, "groups": 1, "candidates": 8, "weight_version": 0, field: 10**400}
+    document = {"std_ema": 10**400, "mean_ema": 9.0, "groups": 1, "candidates": 8, "weight_version": 0}
     before = learned_rows(api.get("/darts/v1/state").content)
     refused = api.put("/darts/v1/state", content=pack([("prompt", group["prompt_key"], json.dumps(document))]))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body")
-    assert f"prompt {group['prompt_key']!r}: {field} must be" in refused.json()["error"]["message"]
+    assert f"prompt {group['prompt_key']!r}: std_ema must be" in refused.json()["error"]["message"]
     assert learned_rows(api.get("/darts/v1/state").content) == before
     assert len(groups(api, n=8)) == 1
     assert server.metric("darts_observer_failures") == 0
-
-
-def test_a_state_with_a_blob_of_a_billion_parts_is_refused(api: httpx.Client) -> None:
-    document = {"side": 0, "parts": 10**9, "digest": "x", "steps": 1, "width": 0}
-    refused = api.put("/darts/v1/state", content=pack([("vote", "logprob", json.dumps(document))]))
-    assert refused.status_code == 400
-    assert "vote 'logprob'" in refused.json()["error"]["message"]
-    assert api.get("/health", timeout=30).status_code == 200
 
 
 def test_groups_follow_changes_of_the_policy_route(api: httpx.Client) -> None:
