@@ -46,10 +46,6 @@ def test_sampled_lengths_have_the_right_median_and_limit() -> None:
     assert 0.005 <= (lengths == trace.cap).mean() <= 0.05
 
 
-def test_the_seed_determines_the_trace() -> None:
-    assert traces.sample(3, 8) == traces.sample(3, 8) != traces.sample(4, 8)
-
-
 @pytest.mark.parametrize("line", ["[1, 2]", '{"lengths": []}', '{"lengths": [1, 0]}', '{"lengths": [1.5]}', "no"])
 def test_an_invalid_trace_is_an_error_that_names_the_line(line: str, tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"

@@ -28,7 +28,8 @@ from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm
 
-pytestmark = pytest.mark.filterwarnings("default")  # TRL's and those of what it imports
+# Warnings are TRL's and those of what it imports.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
 GROUP = 4
 SHAPED = {"darts_policy": "darts_cut", "other": 1}
@@ -38,15 +39,6 @@ SHAPED = {"darts_policy": "darts_cut", "other": 1}
 def server() -> Iterator[FakeVllm]:
     with fake_vllm() as running:
         yield running
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread: so small a model gains nothing from more, and they wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def reward_by_index(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -114,7 +106,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     function = report_rewards(reward_by_index, correct_above=1.0)
     saving = {"save_strategy": "steps", "save_steps": 2}
     with fake_vllm() as server:
@@ -289,23 +281,24 @@ def test_a_group_with_some_rewards_cannot_be_unbiased(server: FakeVllm, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("more", "changes", "message"),
     [
-        ({"mask_truncated_completions": True}, "mask_truncated_completions=False"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
+        (UNBIASED, {"mask_truncated_completions": True}, "mask_truncated_completions=False"),
+        (UNBIASED, {"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
+        ({"advantages": "grpo"}, {}, "'group' or 'unbiased', got 'grpo'"),
+        ({**UNBIASED, "baseline": "prompt"}, {}, "'group' or 'pass_rate', got 'prompt'"),
+        ({"baseline": "pass_rate"}, {}, "needs advantages='unbiased'"),
+        ({"weight_sync": "carrier pigeon"}, {}, "'http' or 'nccl'"),
+        ({}, {"use_vllm": False}, "vllm_mode='server'"),
+        ({}, {"vllm_mode": "colocate"}, "vllm_mode='server'"),
     ],
 )
-def test_arguments_that_make_unbiased_advantages_biased_are_refused(
-    changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
+def test_arguments_that_do_not_work_are_refused_before_any_request(
+    more: dict[str, Any], changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_trainer(server, tmp_path, more=UNBIASED, **changes)
-    with pytest.raises(ValueError, match="'group' or 'unbiased', got 'grpo'"):
-        build_trainer(server, tmp_path, more={"advantages": "grpo"})
-    with pytest.raises(ValueError, match="'group' or 'pass_rate', got 'prompt'"):
-        build_trainer(server, tmp_path, more={**UNBIASED, "baseline": "prompt"})
-    with pytest.raises(ValueError, match="needs advantages='unbiased'"):
-        build_trainer(server, tmp_path, more={"baseline": "pass_rate"})
+        build_trainer(server, tmp_path, more=more, **changes)
+    assert server.requests == []
 
 
 def test_training_continues_while_only_generation_and_weights_work(
@@ -412,15 +405,6 @@ def test_a_server_that_accepts_no_weights_is_an_error_before_training(server: Fa
 def test_with_nccl_trl_sends_the_weights(server: FakeVllm, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):  # the message is TRL's
         build_trainer(server, tmp_path, more={"weight_sync": "nccl"})
-    with pytest.raises(ValueError, match="'http' or 'nccl'"):
-        build_trainer(server, tmp_path, more={"weight_sync": "carrier pigeon"})
-
-
-def test_vllm_in_the_trainers_process_is_rejected(server: FakeVllm, tmp_path: Path) -> None:
-    for changes in ({"use_vllm": False}, {"vllm_mode": "colocate"}):
-        with pytest.raises(ValueError, match="vllm_mode='server'"):
-            build_trainer(server, tmp_path, **changes)
-    assert server.requests == []
 
 
 @pytest.mark.parametrize(("logprob", "warned"), [(-0.5, True), (0.0, False)])

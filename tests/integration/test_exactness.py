@@ -134,15 +134,6 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     await asyncio.gather(*map(one, range(12)))
 
 
-async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine: TinyEngine) -> None:
-    names = [f"unseeded-{i}" for i in range(24)]
-    await asyncio.gather(*(engine.generate(PROMPTS[i % 5], name, "shortest", n=SIZE) for i, name in enumerate(names)))
-    for name in names:
-        ended = [c for c in engine.records[name].candidates if c.finish_reason == "stop"]
-        best = sorted(ended, key=lambda c: (c.tokens, c.index))[:SIZE]
-        assert sorted(c.index for c in best) == [c.index for c in engine.records[name].selected]
-
-
 async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
     request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=280, ignore_eos=True), "peeked")
     running = await VllmEngine(engine.llm).start(request, 0)
@@ -323,40 +314,6 @@ async def test_explored_cohorts_run_past_the_deadline_and_record_it(
     assert all(record.explored for record, _, _ in results)
     assert not any(c.cut for record, _, _ in results for c in record.candidates)
     assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
-
-
-@pytest.mark.nightly  # tests/rollout/allocation has the same on the scripted engine
-async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_budget(
-    engine: TinyEngine,
-) -> None:
-    rng = Random(5)
-    texts = [sample_problem(rng).prompt for _ in range(64)]
-    low, high = SIZE, 2 * SIZE
-    for epoch in range(4):
-        stds = [engine.std(text) for text in texts]
-        names = [f"darts-{epoch}-{i}" for i in range(len(texts))]
-        seeds = [1000 * epoch + i for i in range(len(texts))]
-        requests = zip(texts, names, seeds, strict=True)
-        outputs = await asyncio.gather(
-            *(engine.generate(text, name, "darts", n=SIZE, seed=seed) for text, name, seed in requests)
-        )
-        counts = [len(engine.records[name].candidates) for name in names]
-        assert min(counts) >= low
-        assert max(counts) <= high
-        assert sum(counts) == pytest.approx(1.5 * SIZE * len(texts), rel=0.02)
-        assert {len(output.outputs) for output in outputs} == {SIZE}
-        if epoch:
-            assert None not in stds
-            widest = sorted(zip(stds, counts, strict=True))
-            assert [count for _, count in widest] == sorted(counts), "more spread, never fewer candidates"
-            assert widest[0][1] < widest[-1][1]
-    for text, name, seed in list(zip(texts, names, seeds, strict=True))[::4]:
-        record = engine.records[name]
-        raw = await engine.generate(text, f"raw-{name}", "off", n=len(record.candidates), seed=seed)
-        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        policy = "shortest" if len(outcomes) == high else "sampled"
-        wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, seed, len(outcomes)))
-        assert {c.index for c in record.selected} == wanted
 
 
 @pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])
