@@ -10,7 +10,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from darts_server.demo.problems import (
-    LOOP,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     RECHECK,
@@ -42,15 +41,6 @@ def test_clean_demonstrations_are_right_and_never_recheck() -> None:
         assert reward(problem, text) == 1.0
         assert RECHECK not in text
         assert len(text) == 5 * len(problem.steps) + 2
-
-
-def test_a_warm_start_draws_the_difficulties_of_its_variant_in_turns() -> None:
-    tokenizer = build_tokenizer()
-    loop = tokenizer.convert_tokens_to_ids(LOOP)
-    samples = draw_batch(Random(9), tokenizer, VARIANTS["mixed"], batch_tokens=6000, clean=True)
-    looped = [loop in sample.tokens for sample in samples]
-    assert sum(looped) / len(looped) == pytest.approx(0.25, abs=0.03)
-    assert not any(loop in each.tokens for each in draw_batch(Random(9), tokenizer, VARIANTS["mixed"], 500, short=True))
 
 
 def test_prompts_fit_their_limit_in_tokens_and_looped_chains_the_limit_of_answers() -> None:

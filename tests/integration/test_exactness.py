@@ -6,6 +6,7 @@ does, so an unshaped request for all candidates has the lengths that stopped one
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import combinations
 from math import ceil
 from random import Random
 from typing import Any
@@ -20,12 +21,11 @@ from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.records import GroupRecord
-from darts_server.types import Outcome
+from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.types import FinishReason, Outcome
 from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from tests.integration.oracle import expected, was_hopeless
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -50,6 +50,52 @@ FIXED = ("sampled", "longest", "shortest")
 async def engine(environment: None, anyio_backend: str) -> AsyncIterator[TinyEngine]:
     async with shaping_engine(POLICIES) as running:
         yield running
+
+
+Ended = tuple[int, bool]
+"""Length in tokens, and whether the candidate finished before the length limit."""
+
+
+def shortest(outcomes: Sequence[Ended], count: int) -> set[int]:
+    """Return the ``count`` finished candidates with the smallest (length, index) pairs, found by trying all sets."""
+    finished = [i for i, (_, ok) in enumerate(outcomes) if ok]
+    best = min(combinations(finished, count), key=lambda chosen: sorted((outcomes[i][0], i) for i in chosen))
+    return set(best)
+
+
+def expected(policy: str, outcomes: Sequence[Ended], size: int, draws: Sequence[float]) -> set[int]:
+    """Return the group of ``size`` under a policy with one place for the tail, from all lengths.
+
+    Of sampled tails the candidate with the smallest of the ``draws`` is selected.
+    """
+    finished = sum(ok for _, ok in outcomes)
+    if policy == "shortest":
+        assert finished >= size, "choose prompts whose candidates finish"
+        return shortest(outcomes, size)
+    short = shortest(outcomes, size - 1)
+    rest = [i for i in range(len(outcomes)) if i not in short]
+    if policy == "longest":
+        assert finished >= size, "choose prompts whose candidates finish"
+        return short | {max((i for i in rest if outcomes[i][1]), key=lambda i: (outcomes[i][0], i))}
+    return short | {min(rest, key=lambda i: draws[i])}
+
+
+def was_hopeless(record: GroupRecord, candidate: CandidateRecord, num_shortest: int) -> bool:
+    """Check that a candidate could not be among the shortest any more when it was stopped.
+
+    By then K others must have finished that are shorter than one token more than it had.
+    """
+    earliest = (candidate.tokens + 1, candidate.index)
+    assert candidate.ended_at is not None
+    ahead = [
+        c
+        for c in record.candidates
+        if c.finish_reason is FinishReason.STOP
+        and c.ended_at is not None
+        and c.ended_at <= candidate.ended_at
+        and (c.tokens, c.index) < earliest
+    ]
+    return len(ahead) >= num_shortest
 
 
 def token_ids(output: RequestOutput) -> list[list[int]]:
