@@ -27,6 +27,8 @@ from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm
+from .test_async_resources import CANDIDATE
+from .test_async_resources import GROUP as GROUP_RECORD
 
 # Warnings are TRL's and those of what it imports.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
@@ -177,24 +179,13 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
 def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform", **changes: Any) -> dict[str, Any]:
     """Of `GROUP` returned candidates and one that is not, between them; the last one is sampled, and has the weight."""
     places: list[Any] = ["short", "short", None, "short", "long"]
+    weights = {"short": 1.0, "long": weight, None: None}
     candidates = [
-        {
-            "index": k,
-            "length": 2,
-            "finish_reason": "stop",
-            "selected_as": place,
-            "reason": None,
-            "rank": k,
-            "cut": False,
-        }
-        | dict.fromkeys(("start", "stop", "weight_version_start", "weight_version_end"))
-        | {"weight": 1.0 if place == "short" else weight if place else None}
+        CANDIDATE | {"index": k, "rank": k, "length": 2, "selected_as": place, "weight": weights[place]}
         for k, place in enumerate(places)
     ]
-    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline"))
-    record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP, "outcome": "completed"}
-    record |= {"duration": 1.0, "mixed_versions": False, "generated": 10, "returned": 8, "explored": False}
-    return record | {"members": [], "counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
+    record = GROUP_RECORD | {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
+    return record | {"counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
 
 
 INPUTS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GROUP)]
@@ -455,8 +446,11 @@ def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server:
 
 
 def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(server: FakeVllm) -> None:
+    PartialState()
     transfer, left = WeightTransfer(server.url), iter(weights(1.0).items())
     server.failing = ("/darts/v1/weights",)
+    with pytest.raises(ServerFault):
+        transfer.init_weight_transfer()  # before the training begins
     for _ in range(2):
         with pytest.raises(ServerFault):
             transfer.send_weights(left)
@@ -475,13 +469,6 @@ def test_the_weight_transfer_has_all_that_trls_trainer_calls() -> None:
 
     wanted = {name for name in vars(WeightTransferProtocol) if not name.startswith("_")}
     assert wanted <= set(dir(WeightTransfer))
-
-
-def test_a_server_that_takes_no_weights_ends_the_training_before_it_begins(server: FakeVllm) -> None:
-    PartialState()
-    server.failing = ("/darts/v1/weights",)
-    with pytest.raises(ServerFault):
-        WeightTransfer(server.url).init_weight_transfer()
 
 
 def test_the_weight_transfer_waits_for_the_server_as_long_as_its_timeout() -> None:
