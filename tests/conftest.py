@@ -88,6 +88,17 @@ def default_log_level() -> None:
     logging.root.setLevel(logging.WARNING)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one thread: so small a model gains nothing from more, and they wait for each other on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def nightly(pytestconfig: pytest.Config) -> bool:
     """Whether ``--all`` is given, for tests that then try more cases."""

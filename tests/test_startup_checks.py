@@ -3,6 +3,8 @@ import re
 import socket
 import sqlite3
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -83,26 +85,31 @@ def test_an_existing_or_creatable_state_folder_is_ok_and_nothing_is_created(tmp_
     assert check_state(tmp_path / "old").verdict is Verdict.OK
 
 
-def test_a_damaged_state_file_fails_and_is_not_changed(tmp_path: Path) -> None:
-    (tmp_path / "state.db").write_bytes(b"not a database at all" * 100)
-    assert check_state(tmp_path).verdict is Verdict.FAIL
-    assert (tmp_path / "state.db").read_bytes() == b"not a database at all" * 100
+def damage(folder: Path) -> Path:
+    (folder / "state.db").write_bytes(b"not a database at all" * 100)
+    return folder
 
 
-def test_a_state_file_of_a_newer_server_fails(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    with sqlite3.connect(tmp_path / "state.db") as database:
+def make_newer(folder: Path) -> Path:
+    Store(folder).close()
+    with closing(sqlite3.connect(folder / "state.db")) as database:
         database.execute("PRAGMA user_version = 99")
-    database.close()
-    finding = check_state(tmp_path)
+    return folder
+
+
+def make_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+@pytest.mark.parametrize("make", [damage, make_newer, make_file, lambda folder: make_file(folder) / "state"])
+def test_a_state_that_cannot_be_used_fails_and_is_not_changed(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    state = make(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    finding = check_state(state)
     assert finding.verdict is Verdict.FAIL
-    assert "newer" in finding.message
-
-
-def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert check_state(tmp_path / "file" / "state").verdict is Verdict.FAIL
-    assert check_state(tmp_path / "file").verdict is Verdict.FAIL
+    assert make is not make_newer or "newer" in finding.message
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 """``darts-server trace export``, from a saved state and from a server that answers with one."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.policy.lengths.profile import LengthProfile
 from darts_server.store.archive import pack
+from tests.clients.servers import listening
 
 MEANS = {"a": 100.0, "b": 1000.0, "c": 10.0}
 
@@ -110,23 +113,13 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.Cap
 def url() -> Iterator[str]:
     """A server with an API key, which answers with a saved state."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_allowed = self.headers.get("Authorization") == "Bearer secret"
-            status = 404 if self.path != "/darts/v1/state" else 200 if is_allowed else 401
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(state() if status == 200 else b"no")
+    async def answer(request: Request) -> Response:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return Response("no", 401)
+        return Response(state())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with listening(Starlette(routes=[Route("/darts/v1/state", answer)])) as listener:
+        yield listener.url
 
 
 def test_a_running_server_is_read_with_its_api_key(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

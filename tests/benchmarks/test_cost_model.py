@@ -45,13 +45,6 @@ def test_beyond_the_capacity_they_queue_in_order_of_arrival(
     assert rollout_seconds(curve, lengths, capacity) == pytest.approx(simulated(lengths, capacity, curve))
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 30))
-def test_with_flat_steps_the_longest_decides_with_proportional_ones_the_sum(lengths: list[int], capacity: int) -> None:
-    assert rollout_seconds(FLAT, lengths) == pytest.approx(0.02 * max(lengths))
-    assert rollout_seconds(PROPORTIONAL, lengths) == pytest.approx(0.004 * sum(lengths))
-    assert rollout_seconds(PROPORTIONAL, lengths, capacity) == pytest.approx(0.004 * sum(lengths))
-
-
 def test_lengths_and_capacities_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths must be finite and at least 0"):
         rollout_seconds(FLAT, [3, -1])

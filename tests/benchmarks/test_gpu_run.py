@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.gpu import child, traces
@@ -27,35 +26,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-# --- traces -----------------------------------------------------------------
-
-
-def lengths_of(trace: traces.Trace) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    return np.array([prompt.lengths for prompt in trace.prompts])
-
-
-def test_sampled_lengths_have_the_right_median_and_limit() -> None:
-    trace = traces.sample(0, 256)
-    lengths = lengths_of(trace)
-    assert lengths.shape == (256, traces.CANDIDATES)
-    assert 600 <= np.median(lengths) <= 800
-    assert lengths.min() >= 1
-    assert lengths.max() == trace.cap == 8192
-    assert 0.005 <= (lengths == trace.cap).mean() <= 0.05
-
-
-def test_the_seed_determines_the_trace() -> None:
-    assert traces.sample(3, 8) == traces.sample(3, 8) != traces.sample(4, 8)
-
-
-@pytest.mark.parametrize("line", ["[1, 2]", '{"lengths": []}', '{"lengths": [1, 0]}', '{"lengths": [1.5]}', "no"])
-def test_an_invalid_trace_is_an_error_that_names_the_line(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "lengths.jsonl"
-    file.write_text(f'{{"lengths": [1]}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"lengths\.jsonl:2"):
-        traces.recorded(file, 0)
 
 
 # --- time -------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
-from benchmarks.prediction import LEARNING, POLICIES, SIZE, Learned, Row, measure, report, shaping_of
-from darts_client import Client, Group, Trajectory
+from benchmarks.prediction import POLICIES, SIZE, Learned, Row, report, shaping_of
+from darts_client import Group, Trajectory
 from darts_server.policy.latency.model import LatencyModel
 from darts_server.policy.lengths.profile import LengthProfile
 from darts_server.policy.lengths.stats import PromptStats
@@ -60,50 +58,6 @@ def test_candidates_that_start_take_time_besides_their_tokens() -> None:
 def test_a_state_without_lengths_or_steps_is_refused() -> None:
     with Store() as store, pytest.raises(ValueError, match="lacks lengths or step times"):
         Learned.of_state(store.export())
-
-
-class FakeState:
-    """The state routes of a server that has learned."""
-
-    def __init__(self) -> None:
-        self.loaded = 0
-
-    def save(self, path: Path) -> None:
-        path.write_bytes(saved())
-
-    def load(self, path: Path) -> None:
-        assert path.read_bytes() == saved()
-        self.loaded += 1
-
-
-class FakeClient:
-    """A server that answers at once, with groups in any order; prompts have the keys of `saved` in their order."""
-
-    def __init__(self) -> None:
-        self.state = FakeState()
-        self.policies: list[str] = []
-        self.keys: dict[str, str] = {}
-
-    def rollouts(self, texts: list[str], *, group_size: int, policy: dict[str, object], **_: object) -> list[Group]:
-        self.policies.append(str(policy["name"]))
-        keys = [self.keys.setdefault(text, f"p{len(self.keys)}") for text in texts]
-        trajectories = tuple(Trajectory(index, "", (1,) * 40, None, "stop") for index in range(group_size))
-        return [Group("g", None, trajectories, number, key) for number, key in reversed(list(enumerate(keys)))]
-
-
-def test_every_policy_is_measured_in_every_round_from_the_state_that_predicted_it(tmp_path: Path) -> None:
-    client = FakeClient()
-    learned, rows, factor = measure(cast(Client, client), (8, 10), 2, tmp_path / "state")
-    assert [(row.prompts, row.policy) for row in rows] == [(size, policy) for size in (8, 10) for policy in POLICIES]
-    assert client.policies[: 3 * LEARNING] == ["off"] * 3 * LEARNING
-    assert sorted(client.policies[3 * LEARNING :]) == sorted([*POLICIES] * 4)
-    assert client.state.loaded == 4 * len(POLICIES)
-    for row in rows:
-        assert len(row.measured) == len(row.replayed) == 2
-        assert row.candidates == row.prompts * SIZE
-        assert row.replayed == pytest.approx([0.4] * 2)
-    assert 0 < factor < 1
-    assert learned.start_seconds == 0
 
 
 def test_errors_are_against_the_mean_of_the_rounds_and_last() -> None:

@@ -1,6 +1,5 @@
 """The tables and logs of the comparison, from made-up runs."""
 
-import json
 from pathlib import Path
 from typing import cast
 
@@ -10,11 +9,11 @@ from tqdm import tqdm
 
 from benchmarks import rl
 from benchmarks.rl_methods import methods
-from benchmarks.rl_table import Difference, learning_curve, rights_at_equal, tables
+from benchmarks.rl_table import Difference, learning_curve, rights_at_equal
 from darts_server.control import Control
 from darts_server.settings import load
 from darts_server.types import RequestOptions
-from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training, read_log
+from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 
 
 def trained(rights: list[float], tokens: int = 1000, seconds: float = 2.0) -> list[Entry]:
@@ -71,19 +70,6 @@ def test_a_difference_is_paired_by_prompt_and_its_error_the_larger_of_those_over
     assert str(Difference.of([np.array([0.6, 0.5])], [np.array([0.5, 0.5])])) == "+0.050 ± 0.050"
 
 
-def test_tables_have_a_row_for_each_policy_and_means_with_ranges_over_seeds() -> None:
-    text = tables("wordier", {"off": {0: OFF, 1: OFF}, "uniform": {0: CHEAP, 1: OFF}})
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows] == ["policy", "off", "uniform", "policy", "off", "uniform"]
-    assert rows[1][1:3] == ["0.940 [0.940, 0.940]", ""]
-    assert rows[2][1:4] == ["0.930 [0.920, 0.940]", "-0.010 ± 0.010", "easy 0.93, hard 0.93"]
-    assert rows[2][4:6] == ["30.0 [30.0, 30.0]", "80.0 [80.0, 80.0]"]
-    assert rows[5][1:] == [
-        "750", "375", "75", "75", "0.0%", "2.0%", "0.100", "0.75", "0.38", "0.38", "0.75 [0.50, 1.00]",
-    ]  # fmt: skip
-    assert text.startswith("wordier: what was learned")
-
-
 def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
     plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "--starts", "standard"]).plan
     out = tmp_path
@@ -97,13 +83,6 @@ def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
     assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
     shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
     assert rl.read_runs(shorter, "standard", out)["off"] == {0: logged(OFF[:5])}, "the first steps of longer runs"
-
-
-def test_logs_from_before_have_no_tokens_of_older_weights(tmp_path: Path) -> None:
-    fields = json.loads(OFF[1].line())
-    del fields["training"]["off_policy"]
-    (tmp_path / "log.jsonl").write_text(json.dumps(fields))
-    assert read_log(tmp_path / "log.jsonl") == [OFF[1]]
 
 
 class FakeRun:
@@ -135,25 +114,6 @@ def test_runs_take_turns_and_those_that_are_behind_catch_up_first() -> None:
     with tqdm(disable=True) as bar:
         rl.train_in_turns(cast(list[rl.Run], runs), 3, 1, bar)
     assert order == ["b takes over a0", "b1", "b2", "c2", "a2", "c3", "a3", "b3"]
-
-
-def test_a_turn_has_several_steps_and_the_last_one_what_is_left() -> None:
-    order: list[str] = []
-    runs = [FakeRun("a", 0, order), FakeRun("b", 0, order)]
-    with tqdm(disable=True, total=10) as bar:
-        rl.train_in_turns(cast(list[rl.Run], runs), 4, 3, bar)
-        assert [run.logged for run in runs] == [5, 5]
-    assert order == ["a evaluates", "b takes over a0", "a3", "b3", "b4", "a4"]
-
-
-def test_what_is_saved_counts_as_done(tmp_path: Path) -> None:
-    plan = rl.arguments(["--steps", "6", "--policies", "off", "uniform", "darts"]).plan
-    for policy in ("off", "uniform"):
-        log = rl.log_path(tmp_path, "deep", policy, 0)
-        log.parent.mkdir(exist_ok=True)
-        log.write_text("\n".join(entry.line() for entry in OFF[:4]))
-    rl.log_path(tmp_path, "deep", "off", 0).with_suffix(".pt").touch()
-    assert rl.entries_left(plan, "deep", 0, tmp_path) == 3 + 7 + 7, "a log without a saved run cannot be continued"
 
 
 @pytest.mark.parametrize("name", [name for name, of in methods("deep").items() if not isinstance(of.policy, str)])

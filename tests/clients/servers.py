@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from unittest.mock import Mock
 
 import uvicorn
@@ -12,9 +13,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from darts_server.control import Control
-from darts_server.engine.port import RequestTokens
-from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
-from darts_server.exceptions import InvalidRequest
+from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
 from darts_server.http.routes import router
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -28,37 +27,24 @@ from darts_server.rollout.voting.confidence import Confidence
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.types import FinishReason, PromptSpec, Sample
-from tests.rollout.helpers import AtOnce
+from darts_server.types import PromptSpec, Sample
+from tests.rollout.helpers import AtOnce, Texts
 
 WAIT_SECONDS = 60.0
 STEP_SECONDS = 0.002
 
 
-class Texts:
-    """Builds requests that are the texts of prompts. A text with an ``x`` is rejected; ``slow`` ones take a while."""
-
-    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        return sampling
+class SlowTexts(Texts):
+    """Takes token ids and sampling too; a text with ``slow`` takes a while."""
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
-        if "x" in (prompt.text or ""):
-            raise InvalidRequest("text", "has an x")
         if "slow" in (prompt.text or ""):
             await asyncio.sleep(0.3)
-        return prompt.text or " ".join(str(token) for token in prompt.token_ids or ())
-
-    def prompt_key(self, request: str) -> str:
-        return f"key of {request}"
-
-    def tokens(self, request: str) -> RequestTokens:
-        return RequestTokens(max(1, len(request.split())))
-
-    def tail_seed(self, request: str) -> Sequence[int] | None:
-        return (1,)
+        text = prompt.text or " ".join(str(token) for token in prompt.token_ids or ())
+        return await super().make_request(PromptSpec(text=text), {}, size, request_id)
 
     async def to_sample(self, output: list[int]) -> Sample:
-        return Sample(output, slice_from(output, 0).logprobs, f"{len(output)} tokens", FinishReason.STOP)
+        return replace(await super().to_sample(output), text=f"{len(output)} tokens")
 
 
 class Listener:
@@ -157,8 +143,8 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         )
         rollouts.observe(provenance, reward_matcher)
         control.apply_to(rollouts)
-        batches = BatchRegistry(rollouts, Texts(), control.new_planner, interval=STEP_SECONDS)
-        votes = VoteRunner(rollouts, Texts(), confidence, Mock(), AtOnce())
+        batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner, interval=STEP_SECONDS)
+        votes = VoteRunner(rollouts, SlowTexts(), confidence, Mock(), AtOnce())
 
         @asynccontextmanager
         async def stepping(_: FastAPI) -> AsyncGenerator[None, None]:

@@ -1,8 +1,8 @@
 """The expected gradient of a shaped group is the true one, by enumeration of all that a small policy can generate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import combinations, permutations, product
 from math import prod
 from typing import Any
@@ -94,16 +94,15 @@ def shaped_groups(rule: Rule) -> Sequence[ShapedGroup]:
     ]
 
 
-def expected_gradient(rule: Rule, baseline: float | None = None, *, weighted: bool = True) -> np.ndarray:
+Advantages = Callable[[Group, Sequence[float]], Sequence[float]]
+
+
+def expectation(groups: Iterable[ShapedGroup], advantages: Advantages = unbiased_advantages) -> np.ndarray:
+    """Return the expected gradient over all of these groups."""
     total = np.zeros(MAX_TOKENS)
-    for shaped in shaped_groups(rule):
-        rewards = shaped.rewards
-        if weighted:
-            advantages = unbiased_advantages(shaped.group, rewards, baseline)
-        else:
-            advantages = [r - sum(rewards) / len(rewards) for r in rewards]
-        for i, advantage in zip(shaped.chosen, advantages, strict=True):
-            total += shaped.probability * advantage * shaped.candidates[i].score / len(rewards)
+    for shaped in groups:
+        for i, advantage in zip(shaped.chosen, advantages(shaped.group, shaped.rewards), strict=True):
+            total += shaped.probability * advantage * shaped.candidates[i].score / len(shaped.chosen)
     return total
 
 
@@ -112,35 +111,21 @@ def expected_gradient(rule: Rule, baseline: float | None = None, *, weighted: bo
     "rule", [SampledTail(2, 1), SampledTail(1, 1), SampledTail(1, 2), CutTail(2, 1), InOrder(3)], ids=str
 )
 def test_the_expected_gradient_is_the_true_one(rule: Rule, baseline: float | None) -> None:
-    np.testing.assert_allclose(expected_gradient(rule, baseline), TRUE, atol=1e-9)
+    found = expectation(shaped_groups(rule), lambda group, rewards: unbiased_advantages(group, rewards, baseline))
+    np.testing.assert_allclose(found, TRUE, atol=1e-9)
 
 
-@dataclass(frozen=True, eq=False)
-class PrunedGroup:
-    probability: float
-    candidates: Sequence[Outcome]
-    run: Run
-
-    @property
-    def chosen(self) -> list[int]:
-        return [c.index for c in self.run.candidates if c.selected_as is not None]
-
-    @cached_property
-    def group(self) -> Group:
-        weights = selection_weights(self.run)
-        trajectories = tuple(
-            Trajectory(k, "", (7,) * self.candidates[i].tokens, None, "stop", weight=weights[i])
-            for k, i in enumerate(self.chosen)
-        )
-        return Group("g", None, trajectories, counted=len(self.candidates), sampled_from=sampled_from(self.run))
-
-    @property
-    def rewards(self) -> list[float]:
-        return [self.candidates[i].reward for i in self.chosen]
+def pruned_group(probability: float, candidates: Sequence[Outcome], run: Run) -> ShapedGroup:
+    weights, chosen = selection_weights(run), [c.index for c in run.candidates if c.selected_as is not None]
+    trajectories = tuple(
+        Trajectory(k, "", (7,) * candidates[i].tokens, None, "stop", weight=weights[i]) for k, i in enumerate(chosen)
+    )
+    group = Group("g", None, trajectories, counted=len(candidates), sampled_from=sampled_from(run))
+    return ShapedGroup(probability, candidates, group, chosen)
 
 
 @cache
-def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) -> Sequence[PrunedGroup]:
+def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) -> Sequence[ShapedGroup]:
     """Return all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
     survival = Survival(seed)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
@@ -153,18 +138,8 @@ def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) 
             for order in orders:
                 draws = [(cell + 0.5) / CELLS for cell in cells]
                 run = run_with_scores(rule, lengths, order, draws, survival)
-                pruned.append(PrunedGroup(weight, candidates, run))
+                pruned.append(pruned_group(weight, candidates, run))
     return pruned
-
-
-def expected_after_pruning(rule: AllSurvivors | SampledSurvivors, seed: int, count: int, **changes: Any) -> np.ndarray:
-    total = np.zeros(MAX_TOKENS)
-    for pruned in pruned_groups(rule, seed, count):
-        group = replace(pruned.group, **changes)
-        advantages = unbiased_advantages(group, pruned.rewards)
-        for i, advantage in zip(pruned.chosen, advantages, strict=True):
-            total += pruned.probability * advantage * pruned.candidates[i].score / len(pruned.chosen)
-    return total
 
 
 @pytest.mark.parametrize(
@@ -182,7 +157,7 @@ def test_after_pruning_the_expected_gradient_is_the_true_one(
     rule: AllSurvivors | SampledSurvivors, count: int, seed: int
 ) -> None:
     """Also where candidates are kept because the group needs them, and where others decide who may be pruned."""
-    np.testing.assert_allclose(expected_after_pruning(rule, seed, count), TRUE, atol=1e-9)
+    np.testing.assert_allclose(expectation(pruned_groups(rule, seed, count)), TRUE, atol=1e-9)
 
 
 @pytest.mark.parametrize(("count", "doomed", "seed"), [(2, 1, 1), (3, 1, 2)])
@@ -193,7 +168,7 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_score
 
     With the mean of the others for a baseline it is not, if survival depends on them.
     """
-    survival, total, by_mean, corrected = Survival(seed), np.zeros(MAX_TOKENS), np.zeros(MAX_TOKENS), 0
+    survival, groups, corrected = Survival(seed), list[ShapedGroup](), 0
     sets = list(combinations(range(count), doomed))
     for failing, candidates in product(sets, product(OUTCOMES, repeat=count)):
         lengths = [(9, True) if i in failing else (c.tokens, c.stopped) for i, c in enumerate(candidates)]
@@ -202,23 +177,23 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_score
             draws = [(cell + 0.5) / CELLS for cell in cells]
             fails_at = dict.fromkeys(failing, 3)
             run = run_with_scores(AllSurvivors(1), lengths, range(count), draws, survival, failing=fails_at)
-            pruned = PrunedGroup(chance, candidates, run)
+            pruned = pruned_group(chance, candidates, run)
             if not pruned.chosen:
                 continue
             failed = [c.survival for c in run.candidates if c.reason is DiscardReason.FAILED]
             corrected += any(each < 1 for each in failed)
-            group = replace(pruned.group, counted=count - len(failed))
-            for sums, baseline in ((total, 0.4), (by_mean, None)):
-                advantages = unbiased_advantages(group, pruned.rewards, baseline)
-                for i, advantage in zip(pruned.chosen, advantages, strict=True):
-                    sums += chance * advantage * candidates[i].score / len(pruned.chosen)
+            groups.append(replace(pruned, group=replace(pruned.group, counted=count - len(failed))))
     assert corrected
-    np.testing.assert_allclose(total, TRUE, atol=1e-9)
-    assert min(by_mean / TRUE) == pytest.approx(1 if count == 2 else 0.970, abs=5e-4)
+    given = expectation(groups, lambda group, rewards: unbiased_advantages(group, rewards, 0.4))
+    np.testing.assert_allclose(given, TRUE, atol=1e-9)
+    assert min(expectation(groups) / TRUE) == pytest.approx(1 if count == 2 else 0.970, abs=5e-4)
 
 
 def test_the_baseline_of_sampled_survivors_needs_to_know_of_how_many() -> None:
-    biased = expected_after_pruning(SampledSurvivors(2), 2, 3, sampled_from=None)
+    def unknowing(group: Group, rewards: Sequence[float]) -> Sequence[float]:
+        return unbiased_advantages(replace(group, sampled_from=None), rewards)
+
+    biased = expectation(pruned_groups(SampledSurvivors(2), 2, 3), unknowing)
     assert np.linalg.norm(biased - TRUE) > 0.005 * np.linalg.norm(TRUE)
 
 
@@ -254,7 +229,9 @@ def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_oth
 
 
 def test_without_weights_the_gradient_is_biased() -> None:
-    gradient = expected_gradient(SampledTail(2, 1), weighted=False)
+    gradient = expectation(
+        shaped_groups(SampledTail(2, 1)), lambda _, rewards: [r - sum(rewards) / len(rewards) for r in rewards]
+    )
     scaled = gradient / np.linalg.norm(gradient) * np.linalg.norm(TRUE)
     assert np.linalg.norm(scaled - TRUE) > 0.1 * np.linalg.norm(TRUE)
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from darts_client import Client, ProtocolError
+from darts_client._io import write_atomically
 
 from .vllm_answers import URL
 
@@ -116,6 +117,13 @@ def test_the_state_is_saved_atomically_and_loaded(tmp_path: Path) -> None:
         assert client.state.load(str(path)) == 7
     assert server.requests[-1].content == b"\x00learned"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=tmp_path.name):
+        write_atomically(tmp_path, b"new")
+    assert list(tmp_path.parent.glob(f"*{tmp_path.name}*")) == [tmp_path]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_many_rewards_are_split_into_requests_and_counted_together() -> None:

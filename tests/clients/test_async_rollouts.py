@@ -28,12 +28,7 @@ from .transcripts import (
     TOKENS,
     Body,
     FakeServer,
-    done,
-    encode,
-    failed_group,
-    group,
     lose_connection,
-    started,
 )
 from .vllm_answers import URL
 
@@ -50,12 +45,6 @@ def read_groups(server: FakeServer, **options: Any) -> list[Group]:
         return list(client.rollouts(["a", "b"], **SIZES, **options))
 
 
-def test_groups_come_in_the_order_of_their_completion() -> None:
-    server = FakeServer(Body(*GROUPS))
-    assert [group.number for group in read_groups(server)] == [1, 0]
-    assert server.routes == [POST]
-
-
 def test_split_lines_comments_and_unknown_fields_change_nothing() -> None:
     stream = [b": ping\n\n", *GROUPS[:2], b": ping\n\n", b"retry: 5\n\n", *GROUPS[2:]]
     single_bytes = [bytes([byte]) for byte in b"".join(stream)]
@@ -64,7 +53,11 @@ def test_split_lines_comments_and_unknown_fields_change_nothing() -> None:
     assert [group.number for group in read_groups(FakeServer(Body(with_crlf)))] == [1, 0]
 
 
-@pytest.mark.parametrize("ending", [lose_connection, lambda: None])
+def time_out() -> None:
+    raise httpx.ReadTimeout("silent")
+
+
+@pytest.mark.parametrize("ending", [lose_connection, time_out, lambda: None])
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_lost_connection_is_resumed_without_duplicates(ending: Callable[[], None], cut: int) -> None:
     half = GROUPS[cut - 1][:20]  # of an event that is incomplete, and sent again
@@ -77,14 +70,6 @@ def test_a_lost_connection_is_resumed_without_duplicates(ending: Callable[[], No
         assert second.content == first.content
     else:
         assert second.headers["Last-Event-ID"] == str(cut - 1)
-
-
-def test_a_read_timeout_is_a_lost_connection() -> None:
-    def time_out() -> None:
-        raise httpx.ReadTimeout("silent")
-
-    server = FakeServer(Body(*GROUPS[:2], then=time_out), Body(*GROUPS[2:]))
-    assert [group.number for group in read_groups(server)] == [1, 0]
 
 
 def test_an_unknown_batch_is_an_error() -> None:
@@ -110,21 +95,6 @@ def test_an_invalid_event_cancels_the_batch() -> None:
     with pytest.raises(ProtocolError, match=r"event 3 \(group\)"):
         read_groups(server)
     assert server.routes == [POST, DELETE]
-
-
-def test_the_iterator_has_the_results_of_the_batch_at_its_end() -> None:
-    stream = encode(started(3), ("group", failed_group(0)), ("group", group(1)), done(2))
-    with (
-        Client(URL, transport=FakeServer(Body(*stream)).transport) as client,
-        client.rollouts(["a", "b", "c"], num_groups=1, **SIZES) as groups,
-    ):
-        assert (groups.id, groups.usage) == (None, None)
-        assert len(list(groups)) == 1
-        assert (groups.id, groups.policy) == (BATCH, "uniform")
-        assert groups.usage is not None
-        assert groups.usage.returned == 6
-        assert [prompt.number for prompt in groups.unfinished] == [2]
-        assert [group.number for group in groups.failed] == [0]
 
 
 def test_leaving_early_closes_the_connection_and_cancels_the_batch() -> None:

@@ -48,39 +48,24 @@ def test_the_body_requests_token_ids_and_logprobs_and_neutral_sampling() -> None
     }
 
 
-def test_logprobs_are_optional() -> None:
-    assert "logprobs" not in build(logprobs=False).body
+def test_other_sampling_parameters_are_passed_on_and_the_policy_is_a_header() -> None:
+    request = build(logprobs=False, seed=0, policy="off", sampling={"top_p": 0.9, "stop": ["\n"]})
+    assert "logprobs" not in request.body
+    assert (request.body["seed"], request.body["top_p"], request.body["stop"]) == (0, 0.9, ["\n"])
+    assert (request.headers, build().headers) == ({"X-Darts-Policy": "off"}, {})
 
 
-def test_a_seed_of_zero_is_a_seed() -> None:
-    assert build(seed=0).body["seed"] == 0
-
-
-def test_the_policy_is_a_header() -> None:
-    assert build(policy="off").headers == {"X-Darts-Policy": "off"}
-    assert build().headers == {}
-
-
-def test_other_sampling_parameters_are_passed_on() -> None:
-    body = build(sampling={"top_p": 0.9, "stop": ["\n"]}).body
-    assert (body["top_p"], body["stop"]) == (0.9, ["\n"])
-
-
-@pytest.mark.parametrize("name", ["prompt", "n", "stream", "return_token_ids"])
-def test_parameters_that_the_client_sets_are_rejected(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        build(sampling={name: 1})
-
-
-def test_text_and_tokens_in_one_request_are_rejected() -> None:
-    mixed: list[str | list[int]] = ["a", [1]]
-    with pytest.raises(ValueError, match="not both"):
-        build(mixed)
-
-
-def test_an_empty_group_is_rejected() -> None:
-    with pytest.raises(ValueError, match="group_size"):
-        build(group_size=0)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"sampling": {name: 1}}, name) for name in ("prompt", "n", "stream", "return_token_ids")),
+        ({"prompts": ["a", [1]]}, "not both"),
+        ({"group_size": 0}, "group_size"),
+    ],
+)
+def test_what_cannot_be_one_request_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
 
 
 def test_groups_are_in_prompt_order_whatever_the_order_of_choices() -> None:
@@ -98,24 +83,17 @@ def test_groups_are_in_prompt_order_whatever_the_order_of_choices() -> None:
     assert [[t.index for t in group.trajectories] for group in groups] == [[0, 1]] * 3
 
 
-def test_a_trajectory_has_its_tokens_logprobs_and_finish_reason() -> None:
+def test_a_trajectory_has_its_tokens_logprobs_and_finish_reason_and_the_prompts_tokens_may_be_missing() -> None:
     [group] = parse_groups(build(group_size=1), answer(completion(choice(0, (5, 6, 7), finish_reason="length"))))
     [trajectory] = group.trajectories
-    assert trajectory.token_ids == (5, 6, 7)
-    assert trajectory.logprobs == (-0.5, -0.5, -0.5)
-    assert trajectory.finish_reason == "length"
-    assert group.lengths == (3,)
+    assert (trajectory.token_ids, trajectory.logprobs) == ((5, 6, 7), (-0.5, -0.5, -0.5))
+    assert (trajectory.finish_reason, group.lengths, group.prompt_token_ids) == ("length", (3,), None)
 
 
 def test_logprobs_are_none_if_not_requested() -> None:
     body = completion(choice(0, logprobs=None), choice(1, logprobs=None))
     [group] = parse_groups(build(logprobs=False), answer(body))
     assert [t.logprobs for t in group.trajectories] == [None, None]
-
-
-def test_prompt_token_ids_may_be_missing() -> None:
-    [group] = parse_groups(build([1, 2]), answer(completion(choice(0), choice(1))))
-    assert group.prompt_token_ids is None
 
 
 def test_the_group_id_is_the_header_or_the_id_of_the_answer() -> None:
@@ -176,11 +154,8 @@ def test_malformed_completions_are_rejected(content: bytes) -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_models_are_in_the_servers_order() -> None:
+def test_models_are_in_the_servers_order_and_one_without_any_is_an_error() -> None:
     assert parse_models(answer(MODELS)) == ["tiny", "tiny:raw"]
-
-
-def test_a_server_without_models_is_an_error() -> None:
     assert first_model(["a", "b"]) == "a"
     with pytest.raises(ProtocolError, match="lists no model"):
         first_model([])

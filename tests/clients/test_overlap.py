@@ -14,13 +14,7 @@ from darts_client._forward import TokenSequence, next_batch
 from darts_client.overlap import Chunk, Overlap
 from tests.clients.causal_lms import SUPPORTED, assert_equal, expected_logprobs, scores, small, tiny, tokens
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_all_steps(overlap: Overlap) -> list[Chunk]:
@@ -144,16 +138,6 @@ def test_logprobs_of_a_trained_model_with_long_completions_are_equal(attention: 
         assert_equal(overlap.logprobs(f"t{i}"), expected)
 
 
-def test_the_first_token_is_scored_after_a_prompt_of_one_token() -> None:
-    model, overlap = small(), Overlap(small())
-    overlap.add_prompt(0, [7])
-    assert overlap.pending_tokens == 0  # the only token is forwarded with each candidate
-    overlap.add_tokens("a", 0, [3])
-    [chunk] = overlap.step()
-    assert_equal(chunk.logprobs, expected_logprobs(model, [7], [3]))
-    assert (chunk.trajectory_id, chunk.start, chunk.entropies) == ("a", 0, None)
-
-
 class ForwardRecorder:
     """The shapes of a model's inputs: rows, new tokens, and tokens with the past."""
 
@@ -213,47 +197,6 @@ def test_sequences_with_most_pending_tokens_are_forwarded_first() -> None:
     assert next_batch([], 4) == []
 
 
-def test_a_prompt_is_cached_once_and_each_candidate_separately() -> None:
-    overlap = Overlap(small())
-    overlap.add_prompt(0, tokens(0, 9))
-    run_all_steps(overlap)
-    assert overlap.cached_tokens == 8
-    for name in ("a", "b"):
-        overlap.add_tokens(name, 0, tokens(1, 6))
-    run_all_steps(overlap)
-    assert overlap.cached_tokens == 8 + 2 * 6
-
-
-def test_a_dropped_candidate_frees_its_cache_and_pending_tokens() -> None:
-    overlap = Overlap(small())
-    overlap.add_prompt(0, tokens(0, 9))
-    for name, count in (("a", 6), ("b", 4)):
-        overlap.add_tokens(name, 0, tokens(1, count))
-    run_all_steps(overlap)
-    overlap.add_tokens("a", 0, tokens(1, 5))
-    overlap.drop("a")
-    assert (overlap.cached_tokens, overlap.pending_tokens) == (8 + 4, 0)
-    assert "a" not in overlap
-    assert "b" in overlap
-
-
-def test_the_caches_of_finished_candidates_and_their_prompt_are_freed_after_the_last_step() -> None:
-    model, overlap = small(), Overlap(small())
-    prompt, first, second = tokens(0, 9), tokens(1, 6), tokens(2, 7)
-    overlap.add_prompt(0, prompt)
-    overlap.add_tokens("a", 0, first)
-    run_all_steps(overlap)
-    overlap.add_tokens("b", 0, second)
-    overlap.finish("a")
-    overlap.finish("b")
-    overlap.close_prompt(0)
-    assert overlap.cached_tokens == 8
-    run_all_steps(overlap)
-    assert overlap.cached_tokens == 0
-    assert_equal(overlap.logprobs("a"), expected_logprobs(model, prompt, first))
-    assert_equal(overlap.logprobs("b"), expected_logprobs(model, prompt, second))
-
-
 def test_a_closed_prompt_without_finished_candidates_is_not_forwarded(recorder: ForwardRecorder) -> None:
     overlap = Overlap(small())
     overlap.add_prompt(0, tokens(0, 9))
@@ -261,18 +204,6 @@ def test_a_closed_prompt_without_finished_candidates_is_not_forwarded(recorder: 
     overlap.close_prompt(0)
     assert overlap.step() == []
     assert (recorder.calls, overlap.pending_tokens, "a" in overlap) == ([], 0, False)
-
-
-def test_a_cut_trajectory_drops_results_past_its_end() -> None:
-    model, overlap = small(), Overlap(small(), entropy=True)
-    overlap.add_prompt(0, [1, 2, 3])
-    overlap.add_tokens("a", 0, tokens(1, 10))
-    run_all_steps(overlap)
-    overlap.add_tokens("a", 0, tokens(2, 5))
-    overlap.finish("a", 7)
-    assert (overlap.pending_tokens, overlap.cached_tokens) == (0, 2)
-    assert_equal(overlap.logprobs("a"), expected_logprobs(model, [1, 2, 3], tokens(1, 7)))
-    assert len(overlap.entropies("a")) == 7
 
 
 def test_logprobs_have_no_gradient_and_can_be_used_in_a_loss() -> None:

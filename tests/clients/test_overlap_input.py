@@ -1,8 +1,5 @@
 """Inputs that Overlap rejects, and the events that it accepts."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -175,17 +172,3 @@ def test_the_model_inside_a_wrapper_is_checked() -> None:
     assert_equal(overlap.logprobs("a"), expected_logprobs(small(), [1, 2, 3], [4, 5]))
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
         Overlap(Wrapped(causal_lm(*UNSUPPORTED["DynamicSlidingWindowLayer"])))
-
-
-def test_without_torch_the_error_names_the_extra() -> None:
-    code = "import sys; sys.modules['torch'] = None; import darts_client; import darts_client.overlap"
-    paths = os.pathsep.join(path for path in sys.path if path)
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert ran.returncode == 1
-    assert ran.stderr.splitlines()[-1].endswith("darts_client.overlap needs darts-client[overlap]")

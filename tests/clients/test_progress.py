@@ -4,7 +4,7 @@ import pytest
 
 from darts_client import Client, Group, GroupEvent, Trajectory
 from darts_client._models import Discarded
-from darts_client._progress import ProgressBar, progress_bar
+from darts_client._progress import ProgressBar
 
 from .transcripts import GROUPS, Body, FakeServer, done, encode, group, started
 from .vllm_answers import URL
@@ -23,12 +23,6 @@ def test_a_bar_counts_groups_and_their_tokens(capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert "2/3" in text
     assert "tokens/s" in text
-
-
-def test_a_disabled_bar_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(False, 3) as bar:
-        bar.update(completed(10))
-    assert capsys.readouterr().out == ""
 
 
 def test_rollouts_show_a_bar_on_request(capsys: pytest.CaptureFixture[str]) -> None:

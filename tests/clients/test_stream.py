@@ -16,7 +16,6 @@ from darts_client import (
     Overloaded,
     ProtocolError,
     ServerFault,
-    StatusError,
     TimedOut,
     TrajectoryEvent,
 )
@@ -61,19 +60,6 @@ def read_error(batch: BatchReader, *events: tuple[str, dict[str, Any]]) -> str:
     return str(caught.value)
 
 
-def test_groups_are_events_in_the_servers_order_before_done() -> None:
-    batch = build_reader(prompts=["a", [5, 6]])
-    first, second, end = read(batch, started(), ("group", group(1)), ("group", group(0, metadata={"x": 1})), done())
-    assert isinstance(first, GroupEvent)
-    assert isinstance(second, GroupEvent)
-    assert isinstance(end, Done)
-    assert (first.group.number, first.group.prompt_token_ids, first.group.prompt_key) == (1, (5, 6), "key 1")
-    assert (second.group.number, second.group.prompt_token_ids, second.group.metadata) == (0, None, {"x": 1})
-    assert (batch.id, batch.policy, batch.is_over) == (BATCH, "uniform", True)
-    assert batch.usage is not None
-    assert (batch.usage.generated, batch.usage.wasted) == (9, 3)
-
-
 def test_a_trajectory_has_all_fields_of_the_event() -> None:
     fields: dict[str, Any] = {"rank": 4, "selected_as": "long", "cut": True, "finish_reason": "length", "quality": 0.25}
     cut = trajectory(0, 1, 2, weight_version_end=7, **fields)
@@ -90,34 +76,6 @@ def test_unknown_fields_and_events_are_ignored() -> None:
     later = group(0, trajectory(0, 0, 1, colour=0.5), trajectory(0, 1, 2), timing={"x": 1})
     events = read(build_reader(), started(), ("weather", {"sun": True}), ("group", later))
     assert len(events) == 1
-
-
-def test_a_repeated_event_is_ignored() -> None:
-    batch = build_reader()
-    assert len(read(batch, started(), ("group", group(1)))) == 1
-    assert read(batch, started(), ("group", group(1))) == []
-    assert len(read(batch, ("group", group(0)), done(), first=3)) == 2
-
-
-def test_an_event_without_data_is_a_comment() -> None:
-    assert build_reader().read(ServerSentEvent(event="", data="", id="7")) is None
-
-
-def test_unfinished_prompts_are_listed_at_the_end() -> None:
-    batch = build_reader(num_groups=1)
-    read(batch, started(), ("group", group(1)), done(0))
-    assert [(prompt.number, prompt.prompt_key) for prompt in batch.unfinished] == [(0, "key 0")]
-
-
-def test_a_failed_group_does_not_affect_the_others() -> None:
-    batch = build_reader()
-    failure, whole, _ = read(batch, started(), ("group", failed_group(1)), ("group", group(0)), done())
-    assert isinstance(failure, GroupEvent)
-    assert isinstance(whole, GroupEvent)
-    assert isinstance(failure.group.error, ServerFault)
-    assert failure.group.trajectories == ()
-    assert whole.group.error is None
-    assert [group.number for group in batch.failed] == [1]
 
 
 def test_the_first_error_is_raised_if_all_groups_fail() -> None:
@@ -160,11 +118,6 @@ def test_an_error_event_is_raised_and_ends_the_batch() -> None:
     assert batch.is_over
     with pytest.raises(Overloaded):
         batch.delay_after(caught.value)
-
-
-def test_an_error_may_be_the_first_event() -> None:
-    with pytest.raises(StatusError, match="no"):
-        read(build_reader(), error("no", 500))
 
 
 WRONG: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
@@ -210,16 +163,6 @@ def test_logprobs_may_be_missing_if_not_requested() -> None:
     [event] = read(build_reader(logprobs=False), started(), ("group", group(0, *plain)))
     assert isinstance(event, GroupEvent)
     assert [t.logprobs for t in event.group.trajectories] == [None, None]
-
-
-def test_a_batch_starts_with_its_key_and_continues_after_the_last_event() -> None:
-    batch = build_reader(idempotency_key="step 7")
-    method, path, options = batch.next_request()
-    assert (method, path, options["headers"]["Idempotency-Key"]) == ("POST", "/darts/v1/rollouts", "step 7")
-    read(batch, started(), ("group", group(1)))
-    method, path, options = batch.next_request()
-    assert (method, path, options["headers"]["Last-Event-ID"]) == ("GET", f"/darts/v1/rollouts/{BATCH}", "2")
-    assert "content" not in options
 
 
 def test_a_batch_that_is_not_durable_has_no_key_and_does_not_reconnect() -> None:
@@ -302,15 +245,6 @@ def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> N
     expected = (tuple(range(length)), tuple(-0.5 * k for k in range(length)))
     assert (event.token_ids, event.logprobs) == expected
     assert assembly.tokens(0, payload(0, 0, length)) == expected
-
-
-def test_candidates_of_several_groups_grow_at_the_same_time() -> None:
-    assembly = CandidateAssembly(False)
-    append(assembly, 0, 0, 0, 2, logprobs=None)
-    append(assembly, 1, 0, 0, 1, logprobs=None)
-    append(assembly, 0, 0, 2, 3, logprobs=None)
-    assert select(assembly, 0, 0, 3).token_ids == (0, 1, 2)
-    assert select(assembly, 1, 0, 1).token_ids == (0,)
 
 
 def test_a_trajectory_without_tokens_needs_no_delta() -> None:

@@ -172,18 +172,15 @@ async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
     assert not {"stop", "seed"} & body.keys()
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one(reason: str) -> None:
-    engine = openrlhf.HttpEngine(URL, transport=Served(choice(5, reason=reason)).transport)
-    with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
-        await engine.generate([1], sampling_params())
-
-
-async def test_openrlhf_without_correction_has_no_logprobs() -> None:
-    served = Served({**choice(5), "logprobs": None})
-    output = await openrlhf.HttpEngine(URL, transport=served.transport).generate([1], sampling_params(logprobs=None))
+async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one_and_no_logprobs_without_correction() -> None:
+    served = Served(choice(5, reason="abort"), choice(5, reason="error"), {**choice(5), "logprobs": None})
+    engine = openrlhf.HttpEngine(URL, transport=served.transport)
+    for reason in ("abort", "error"):
+        with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
+            await engine.generate([1], sampling_params())
+    output = await engine.generate([1], sampling_params(logprobs=None))
     assert output.outputs[0].logprobs is None
-    assert "logprobs" not in served.completions[0][0]
+    assert "logprobs" not in served.completions[-1][0]
 
 
 async def test_what_openrlhf_cannot_have_is_named() -> None:
@@ -262,15 +259,11 @@ async def test_an_aborted_sample_without_tokens_is_one_too() -> None:
 
 async def test_slimes_samples_say_which_weights_made_them() -> None:
     """slime's rollout appends it to `Sample.weight_versions`, where it is in the answer."""
-    served = Served(choice(5), choice(6))
+    served = Served(choice(5), choice(6), choice(5))
     versions = [(await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"]]
     served.failing["/darts/v1/weights"] = httpx.Response(200, json={"version": 8})
     versions.append((await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"])
     assert versions == ["7", "8"]
-
-
-async def test_slime_gets_an_answer_although_its_version_cannot_be_read() -> None:
-    served = Served(choice(5))
     served.failing["/darts/v1/weights"] = httpx.Response(500, json={"error": {"message": "broken"}})
     answer = (await call(served, "/generate", SLIME)).json()
     assert (answer["output_ids"], "weight_version" in answer["meta_info"]) == ([5], False)

@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm
+from .test_async_resources import CANDIDATE
+from .test_async_resources import GROUP as GROUP_RECORD
 
-pytestmark = pytest.mark.filterwarnings("default")  # TRL's and those of what it imports
+# Warnings are TRL's and those of what it imports.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
 GROUP = 4
 SHAPED = {"darts_policy": "darts_cut", "other": 1}
@@ -37,15 +41,6 @@ SHAPED = {"darts_policy": "darts_cut", "other": 1}
 def server() -> Iterator[FakeVllm]:
     with fake_vllm() as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: so small a model gains nothing from more, and they wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def reward_by_index(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -102,44 +97,74 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_all_weights_are_pushed_before_each_step_samples(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    before = copy_weights(trainer)
-    trainer.train()
-    trainer.vllm_generation.sync_weights()
+@dataclass
+class Trained:
+    """An evaluation and then a training of two steps. ``before``: the weights. ``seen``: what reporters get."""
+
+    server: FakeVllm
+    trainer: DartsGRPOTrainer
+    before: dict[str, torch.Tensor]
+    seen: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    function = report_rewards(reward_by_index, correct_above=1.0)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    with fake_vllm() as server:
+        trainer = build_trainer(server, tmp_path_factory.mktemp("trained"), function, {"api_key": "k"}, **saving)
+        run = Trained(server, trainer, copy_weights(trainer), [])
+        trainer.callback_handler.callbacks.append(Reporter(run.seen))
+        trainer.evaluate()
+        assert server.rewards == []
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        yield run
+
+
+def test_all_weights_are_pushed_before_each_step_samples(trained: Trained) -> None:
+    server = trained.server
     first, second, last = server.pushed
-    assert equal(first, before)
+    assert equal(first, trained.before)
     assert not equal(second, first)
-    assert equal(last, copy_weights(trainer))
+    assert equal(last, copy_weights(trained.trainer))
     order = [each.path for each in server.requests if each.method == "PUT" or each in server.completions]
-    assert order == ["/darts/v1/weights", "/v1/completions"] * 2 + ["/darts/v1/weights"]
+    weights, sampled = "/darts/v1/weights", "/v1/completions"
+    assert order == [weights, sampled, sampled, weights, sampled, weights], "the first step has those of the evaluation"
     assert not server.of("POST", "/reset_prefix_cache")
 
 
-def test_training_is_shaped_and_evaluation_is_not(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    trainer.evaluate()
-    trainer.train()
-    evaluation, *training = server.completions
+def test_training_is_shaped_and_evaluation_is_not(trained: Trained) -> None:
+    evaluation, *training = trained.server.completions
     assert (evaluation.headers["x-darts-policy"], evaluation.body["vllm_xargs"]) == ("off", {"other": 1})
     assert [each.body["vllm_xargs"] for each in training] == [SHAPED] * 2
     assert not any("x-darts-policy" in each.headers for each in training)
 
 
-def test_rewards_of_training_are_reported_by_tokens(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path, report_rewards(reward_by_index, correct_above=1.0))
-    trainer.evaluate()
-    assert server.rewards == []
-    trainer.train()
-    assert len(server.rewards) == 2 * len(PROMPTS) * GROUP
-    tokenizer = build_tokenizer()
-    reported = {(tuple(each["prompt_token_ids"]), tuple(each["completion_token_ids"])) for each in server.rewards}
+def test_rewards_of_training_are_reported_by_tokens(trained: Trained) -> None:
+    rewards, tokenizer = trained.server.rewards, build_tokenizer()
+    assert len(rewards) == 2 * len(PROMPTS) * GROUP
+    reported = {(tuple(each["prompt_token_ids"]), tuple(each["completion_token_ids"])) for each in rewards}
     assert reported == {(tuple(tokenizer.encode(p)), (ANSWER + k, EOS)) for p in PROMPTS for k in range(GROUP)}
-    assert all(each["reward"] == each["completion_token_ids"][0] - ANSWER for each in server.rewards)
-    assert all(each["correct"] == (each["reward"] > 1.0) for each in server.rewards)
-    (report,) = trainer.reward_reports
+    assert all(each["reward"] == each["completion_token_ids"][0] - ANSWER for each in rewards)
+    assert all(each["correct"] == (each["reward"] > 1.0) for each in rewards)
+    (report,) = trained.trainer.reward_reports
     assert (report.matched, report.unreported) == (2 * len(PROMPTS) * GROUP, 0)
-    assert "rewards/reward_by_index/mean" in trainer.state.log_history[0]
+
+
+def test_the_servers_metrics_are_in_the_logs_of_training_steps(trained: Trained) -> None:
+    steps = [line for line in trained.trainer.state.log_history if "loss" in line]
+    assert [line["darts/candidates_started"] for line in steps] == [12.0, 12.0]
+    assert [line["darts/weight_version"] for line in steps] == [3.0, 3.0]
+    assert [line["darts/candidates_started"] for line in trained.seen if "loss" in line] == [12.0, 12.0]
+    assert not any("darts/candidates_started" in line for line in trained.seen if "loss" not in line)
+    assert "darts/tokens_generated" not in steps[0]  # the server has no such metric
+    assert "rewards/reward_by_index/mean" in steps[0]
+
+
+def test_the_api_key_is_sent_with_every_request(trained: Trained) -> None:
+    without = {each.path for each in trained.server.requests if each.headers.get("authorization") != "Bearer k"}
+    assert without == {"/health"}
 
 
 def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, tmp_path: Path) -> None:
@@ -154,24 +179,13 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
 def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform", **changes: Any) -> dict[str, Any]:
     """Of `GROUP` returned candidates and one that is not, between them; the last one is sampled, and has the weight."""
     places: list[Any] = ["short", "short", None, "short", "long"]
+    weights = {"short": 1.0, "long": weight, None: None}
     candidates = [
-        {
-            "index": k,
-            "length": 2,
-            "finish_reason": "stop",
-            "selected_as": place,
-            "reason": None,
-            "rank": k,
-            "cut": False,
-        }
-        | dict.fromkeys(("start", "stop", "weight_version_start", "weight_version_end"))
-        | {"weight": 1.0 if place == "short" else weight if place else None}
+        CANDIDATE | {"index": k, "rank": k, "length": 2, "selected_as": place, "weight": weights[place]}
         for k, place in enumerate(places)
     ]
-    record = dict.fromkeys(("prompt_key", "error", "tail_wait", "deadline"))
-    record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP, "outcome": "completed"}
-    record |= {"duration": 1.0, "mixed_versions": False, "generated": 10, "returned": 8, "explored": False}
-    return record | {"members": [], "counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
+    record = GROUP_RECORD | {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
+    return record | {"counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
 
 
 INPUTS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GROUP)]
@@ -235,8 +249,7 @@ def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path)
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group_record(0), group_record(1, None, "darts")], "not 'darts'"),
-        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights"),
+        ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights.*not 'darts'"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
     ],
@@ -259,23 +272,24 @@ def test_a_group_with_some_rewards_cannot_be_unbiased(server: FakeVllm, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("more", "changes", "message"),
     [
-        ({"mask_truncated_completions": True}, "mask_truncated_completions=False"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
+        (UNBIASED, {"mask_truncated_completions": True}, "mask_truncated_completions=False"),
+        (UNBIASED, {"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
+        ({"advantages": "grpo"}, {}, "'group' or 'unbiased', got 'grpo'"),
+        ({**UNBIASED, "baseline": "prompt"}, {}, "'group' or 'pass_rate', got 'prompt'"),
+        ({"baseline": "pass_rate"}, {}, "needs advantages='unbiased'"),
+        ({"weight_sync": "carrier pigeon"}, {}, "'http' or 'nccl'"),
+        ({}, {"use_vllm": False}, "vllm_mode='server'"),
+        ({}, {"vllm_mode": "colocate"}, "vllm_mode='server'"),
     ],
 )
-def test_arguments_that_make_unbiased_advantages_biased_are_refused(
-    changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
+def test_arguments_that_do_not_work_are_refused_before_any_request(
+    more: dict[str, Any], changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_trainer(server, tmp_path, more=UNBIASED, **changes)
-    with pytest.raises(ValueError, match="'group' or 'unbiased', got 'grpo'"):
-        build_trainer(server, tmp_path, more={"advantages": "grpo"})
-    with pytest.raises(ValueError, match="'group' or 'pass_rate', got 'prompt'"):
-        build_trainer(server, tmp_path, more={**UNBIASED, "baseline": "prompt"})
-    with pytest.raises(ValueError, match="needs advantages='unbiased'"):
-        build_trainer(server, tmp_path, more={"baseline": "pass_rate"})
+        build_trainer(server, tmp_path, more=more, **changes)
+    assert server.requests == []
 
 
 def test_training_continues_while_only_generation_and_weights_work(
@@ -331,18 +345,6 @@ def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_
     assert [each.data for each in server.of("PUT", "/darts/v1/state")] == [b"of step 1", STATE]
 
 
-def test_the_servers_metrics_are_in_the_logs_of_training_steps(server: FakeVllm, tmp_path: Path) -> None:
-    trainer = build_trainer(server, tmp_path)
-    seen: list[dict[str, Any]] = []
-    trainer.callback_handler.callbacks.append(Reporter(seen))
-    trainer.train()
-    steps = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["darts/candidates_started"] for line in steps] == [12.0, 12.0]
-    assert [line["darts/weight_version"] for line in steps] == [3.0, 3.0]
-    assert [line.get("darts/candidates_started") for line in seen] == [12.0, 12.0, None]
-    assert "darts/tokens_generated" not in steps[0]  # the server has no such metric
-
-
 class Reporter:
     """Records the logs in its turn, like the reporters of tensorboard and others."""
 
@@ -394,23 +396,6 @@ def test_a_server_that_accepts_no_weights_is_an_error_before_training(server: Fa
 def test_with_nccl_trl_sends_the_weights(server: FakeVllm, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):  # the message is TRL's
         build_trainer(server, tmp_path, more={"weight_sync": "nccl"})
-    with pytest.raises(ValueError, match="'http' or 'nccl'"):
-        build_trainer(server, tmp_path, more={"weight_sync": "carrier pigeon"})
-
-
-def test_vllm_in_the_trainers_process_is_rejected(server: FakeVllm, tmp_path: Path) -> None:
-    for changes in ({"use_vllm": False}, {"vllm_mode": "colocate"}):
-        with pytest.raises(ValueError, match="vllm_mode='server'"):
-            build_trainer(server, tmp_path, **changes)
-    assert server.requests == []
-
-
-def test_the_api_key_is_sent_with_every_request(server: FakeVllm, tmp_path: Path) -> None:
-    build_trainer(
-        server, tmp_path, report_rewards(reward_by_index), {"api_key": "k"}, save_strategy="steps", save_steps=2
-    ).train()
-    without = {each.path for each in server.requests if each.headers.get("authorization") != "Bearer k"}
-    assert without == {"/health"}
 
 
 @pytest.mark.parametrize(("logprob", "warned"), [(-0.5, True), (0.0, False)])
@@ -461,8 +446,11 @@ def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server:
 
 
 def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(server: FakeVllm) -> None:
+    PartialState()
     transfer, left = WeightTransfer(server.url), iter(weights(1.0).items())
     server.failing = ("/darts/v1/weights",)
+    with pytest.raises(ServerFault):
+        transfer.init_weight_transfer()  # before the training begins
     for _ in range(2):
         with pytest.raises(ServerFault):
             transfer.send_weights(left)
@@ -481,13 +469,6 @@ def test_the_weight_transfer_has_all_that_trls_trainer_calls() -> None:
 
     wanted = {name for name in vars(WeightTransferProtocol) if not name.startswith("_")}
     assert wanted <= set(dir(WeightTransfer))
-
-
-def test_a_server_that_takes_no_weights_ends_the_training_before_it_begins(server: FakeVllm) -> None:
-    PartialState()
-    server.failing = ("/darts/v1/weights",)
-    with pytest.raises(ServerFault):
-        WeightTransfer(server.url).init_weight_transfer()
 
 
 def test_the_weight_transfer_waits_for_the_server_as_long_as_its_timeout() -> None:

@@ -12,10 +12,9 @@ from datasets import Dataset
 from darts_client.integrations.trl import DartsGRPOTrainer, report_rewards
 
 from .fake_vllm import FakeVllm, fake_vllm
-from .test_trl import GROUP, build_trainer, one_thread, reward_by_index
+from .test_trl import GROUP, build_trainer, reward_by_index
 
-__all__ = ["one_thread"]
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 EIGHT = [f"{k}a-5b*4c-{k}>" if k % 3 == 0 else f"{k}a-5>" for k in range(8)]
 AHEAD = {"prompts_ahead": 0.5}
 STALE = {"max_staleness": 1}
@@ -50,18 +49,13 @@ def trainer_of(
     return trainer
 
 
-def plain_prompts(server: FakeVllm, out: Path, **changes: Any) -> Counter[str]:
-    trained: list[list[str]] = []
-    trainer_of(server, out, {}, trained, **changes).train()
+def prompts_of(trained: list[list[str]]) -> Counter[str]:
     return Counter(prompt for batch in trained for prompt in batch)
 
 
 @pytest.mark.parametrize(
     ("more", "changes"),
     [
-        (AHEAD, {}),
-        (STALE, {}),
-        (AHEAD | STALE, {}),
         (AHEAD, ITERATIONS),
         (AHEAD | STALE, ACCUMULATION),
         pytest.param(STALE, ITERATIONS, marks=pytest.mark.nightly),
@@ -74,15 +68,25 @@ def test_the_same_prompts_are_trained_on_as_without(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     trained: list[list[str]] = []
+    plain: list[list[str]] = []
     trainer = trainer_of(server, tmp_path, more, trained, **changes)
     trainer.train()
-    assert Counter(prompt for batch in trained for prompt in batch) == plain_prompts(server, tmp_path, **changes)
+    trainer_of(server, tmp_path, {}, plain, **changes).train()
+    assert prompts_of(trained) == prompts_of(plain)
     (report,) = trainer.reward_reports
     assert report.unreported == 0
 
 
+def order_of(server: FakeVllm) -> list[str]:
+    """The updates and batches, one after the other."""
+    paths = ("/darts/v1/weights", "/darts/v1/rollouts")
+    return [each.path for each in server.requests if each.path in paths and each.method != "GET"]
+
+
 def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: FakeVllm, tmp_path: Path) -> None:
-    trainer_of(server, tmp_path, AHEAD).train()
+    trained: list[list[str]] = []
+    trainer_of(server, tmp_path, AHEAD, trained).train()
+    assert prompts_of(trained) == Counter(EIGHT)
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
     assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
     assert [body.get("num_groups") for body in requests] == [2, 2, 2, None]
@@ -92,12 +96,7 @@ def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: 
     )
     assert all(body["sampling"]["max_tokens"] == 8 and "vllm_xargs" not in body["sampling"] for body in requests)
     assert server.completions == []
-    order = [
-        each.path
-        for each in server.requests
-        if each.path in ("/darts/v1/weights", "/darts/v1/rollouts") and each.method != "GET"
-    ]
-    assert order == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
+    assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
 
 
 def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
@@ -110,7 +109,8 @@ def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server
 
 def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server: FakeVllm, tmp_path: Path) -> None:
     at_reward: list[int] = []
-    trainer = trainer_of(server, tmp_path, {"max_staleness": 1})
+    trained: list[list[str]] = []
+    trainer = trainer_of(server, tmp_path, STALE, trained)
     inner = trainer._calculate_rewards
 
     def counted(*inputs: Any) -> Any:
@@ -122,13 +122,9 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     trainer._calculate_rewards = counted  # type: ignore[method-assign]  # to look in between
     trainer.train()
     assert at_reward == [2, 3, 4, 4]
-    order = [
-        each.path
-        for each in server.requests
-        if each.path in ("/darts/v1/weights", "/darts/v1/rollouts") and each.method != "GET"
-    ]
+    assert prompts_of(trained) == Counter(EIGHT)
     weights, rollouts = "/darts/v1/weights", "/darts/v1/rollouts"
-    assert order == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
+    assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
 @pytest.mark.parametrize("more", [AHEAD, AHEAD | STALE])
@@ -138,12 +134,13 @@ def test_a_resumed_training_trains_on_the_prompts_that_are_left(
     trained: list[list[str]] = []
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer_of(server, tmp_path, more, trained, **saving).train()
+    assert prompts_of(trained) == Counter(EIGHT)
     saved = json.loads((tmp_path / "checkpoint-2" / "darts-prompts.json").read_text())
     assert (saved["drawn"], len(saved["pending"])) == (5, 1)
     rest: list[list[str]] = []
     checkpoint = str(tmp_path / "checkpoint-2")
     trainer_of(server, tmp_path / "other", more, rest).train(resume_from_checkpoint=checkpoint)
-    assert Counter(prompt for batch in trained[:2] + rest for prompt in batch) == Counter(EIGHT)
+    assert prompts_of(trained[:2] + rest) == Counter(EIGHT)
 
 
 def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from darts_server.engine.scripted import Script
 
 from .servers import RunningServer, serving
 from .test_async_resources import FakeServer
+from .transcripts import trajectory
 from .vllm_answers import URL
 
 LENGTHS = (7, 4, 7, 7, 900)
@@ -76,19 +77,7 @@ def test_a_chat_is_sent_as_messages() -> None:
     }
 
 
-VOTER = {
-    "trajectory_id": "v:0",
-    "answer": "4",
-    "score": None,
-    "weight": 1.0,
-    "token_ids": [1, 2],
-    "logprobs": None,
-    "text": "4",
-    "finish_reason": "stop",
-    "length": 2,
-    "weight_version_start": 0,
-    "weight_version_end": 0,
-}
+VOTER = trajectory(0, 0, 2, logprobs=None) | {"answer": "4", "score": None, "weight": 1.0}
 ANSWER: dict[str, Any] = {
     "id": "v",
     "answer": "4",

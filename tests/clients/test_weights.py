@@ -140,16 +140,13 @@ async def test_a_cancelled_push_closes_its_file(large: Path) -> None:
 async def test_a_file_that_cannot_be_read_sends_no_request(tmp_path: Path) -> None:
     server = Recorder()
     for path in (tmp_path, tmp_path / "nothing"):
-        with Client(URL, transport=server) as client, pytest.raises(OSError, match=path.name):
-            client.weights.push(path)
-        async with AsyncClient(URL, transport=server) as asynchronous:
+        async with AsyncClient(URL, transport=server) as client:
             with pytest.raises(OSError, match=path.name):
-                await asynchronous.weights.push(path)
+                await client.weights.push(path)
     assert server.requests == []
 
 
-@pytest.mark.anyio
-async def test_update_options_are_sent_only_if_given() -> None:
+def test_update_options_are_sent_only_if_given() -> None:
     server = Recorder()
     options: dict[str, Any] = {"rule": "keep", "version": 0, "partial": True}
     with Client(URL, transport=server) as client:
@@ -157,21 +154,12 @@ async def test_update_options_are_sent_only_if_given() -> None:
         client.weights.push(b"w", **options)
         client.weights.load(Path("step 7"))
         client.weights.load("step 7", **options)
-    async with AsyncClient(URL, transport=server) as asynchronous:
-        await asynchronous.weights.push(b"w", **options)
-        await asynchronous.weights.load(Path("step 7"), **options)
-        assert (await asynchronous.weights.get()).version == 8
-    plain, with_options, load, load_with_options, push_async, load_async, _ = server.requests
+    plain, with_options, load, _ = server.requests
     assert dict(plain.url.params) == {"partial": "false"}
-    assert (
-        dict(with_options.url.params)
-        == dict(push_async.url.params)
-        == {"rule": "keep", "version": "0", "partial": "true"}
-    )
+    assert dict(with_options.url.params) == {"rule": "keep", "version": "0", "partial": "true"}
     assert (load.method, load.url.path) == ("POST", "/darts/v1/weights")
     assert json.loads(server.bodies[2][0]) == {"path": "step 7", "partial": False}
-    assert json.loads(server.bodies[3][0]) == json.loads(server.bodies[5][0]) == {"path": "step 7", **options}
-    assert load.url == load_with_options.url == load_async.url
+    assert json.loads(server.bodies[3][0]) == {"path": "step 7", **options}
 
 
 def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:

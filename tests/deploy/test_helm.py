@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ MODEL = {
 pytestmark = pytest.mark.skipif(HELM is None, reason="no helm for this machine")
 
 
+@cache
 def helm(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
     assert HELM is not None
     return subprocess.run([HELM, *arguments], input=given, capture_output=True, text=True, timeout=240, check=False)

@@ -1,6 +1,5 @@
 """The alert rules. ``rules.test.yaml`` tests them on time series, with Prometheus' own tool."""
 
-import re
 import shutil
 import subprocess
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.names import DEPLOY, ROOT
+from tests.deploy.test_pages import anchors
 
 PROMETHEUS = DEPLOY / "prometheus"
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -24,11 +24,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def test_an_alert_has_a_severity_and_a_documented_meaning_and_remedy() -> None:
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in OPERATIONS.read_text().splitlines()
-        if line.startswith("#")
-    }
+    headings = anchors(OPERATIONS)
     for alert in alerts():
         assert alert["labels"]["severity"] in ("critical", "warning")
         assert set(alert["annotations"]) == {"summary", "description", "runbook"}

@@ -102,11 +102,6 @@ def test_the_trainer_starts_when_all_servers_are_healthy_and_they_stop_when_it_e
     assert set(cluster.notes("stopped-")) == {"localhost", "127.0.0.2"}
 
 
-def test_the_job_exits_with_the_code_of_its_trainer(cluster: Cluster) -> None:
-    assert cluster.run(TRAIN="exit 5").returncode == 5
-    assert len(cluster.notes("stopped-")) == 2
-
-
 def test_a_server_that_does_not_start_ends_the_job_and_the_other_servers(cluster: Cluster) -> None:
     ended = cluster.run(TRAIN='touch "$NOTES/trained"', BROKEN="127.0.0.2")
     assert ended.returncode == 1
@@ -115,10 +110,11 @@ def test_a_server_that_does_not_start_ends_the_job_and_the_other_servers(cluster
     assert set(cluster.notes("stopped-")) == {"localhost"}
 
 
-def test_given_keys_are_kept(cluster: Cluster) -> None:
+def test_given_keys_are_kept_and_the_job_exits_with_the_code_of_its_trainer(cluster: Cluster) -> None:
     keys = {"VLLM_API_KEY": "sesame", "DARTS_ADMIN_API_KEY": "simsalabim"}
-    ended = cluster.run(TRAIN='echo "$VLLM_API_KEY $DARTS_ADMIN_API_KEY" >"$NOTES/trained"', **keys)
-    assert ended.returncode == 0
+    ended = cluster.run(TRAIN='echo "$VLLM_API_KEY $DARTS_ADMIN_API_KEY" >"$NOTES/trained"; exit 5', **keys)
+    assert ended.returncode == 5
+    assert len(cluster.notes("stopped-")) == 2
     assert cluster.notes("trained")[""].strip() == "sesame simsalabim"
 
 

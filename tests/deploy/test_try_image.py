@@ -57,17 +57,13 @@ def test_it_builds_runs_as_a_user_without_a_name_checks_the_health_and_stops(doc
     assert [call[2:] for call in calls if call[0] == "exec"][:3] == [HEALTH] * 3
 
 
-@pytest.mark.parametrize("exit_code", ["1", "137"])
-def test_a_server_that_does_not_end_in_order_fails(docker: Path, exit_code: str) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "environment", "said"),
+    [("137", {}, "exit code 137"), ("0", {"TIMEOUT": "5", "RUN_AS": "5:0"}, "not healthy after 5 seconds")],
+)
+def test_a_server_that_is_not_in_order_fails_and_its_container_is_removed(
+    docker: Path, exit_code: str, environment: dict[str, str], said: str
+) -> None:
     (docker / "code").write_text(exit_code)
-    code, output, calls = try_image(docker)
-    assert code == 1
-    assert f"exit code {exit_code}" in output
-    assert calls[-1][0] == "rm"
-
-
-def test_a_server_that_does_not_become_healthy_fails_and_its_container_is_removed(docker: Path) -> None:
-    code, output, calls = try_image(docker, TIMEOUT="5", RUN_AS="5:0")
-    assert code == 1
-    assert "not healthy after 5 seconds" in output
-    assert calls[-1][0] == "rm"
+    code, output, calls = try_image(docker, **environment)
+    assert (code, said in output, calls[-1][0]) == (1, True, "rm")

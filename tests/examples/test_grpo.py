@@ -22,8 +22,7 @@ from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 
 
 @pytest.fixture
-def learner() -> Learner:
-    torch.set_num_threads(1)
+def learner(one_thread: None) -> Learner:
     return Learner(MODEL)
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from darts_client import Delta, Discard, Done, Event, Group, GroupEvent, Trajectory, TrajectoryEvent
 from darts_client._models import Usage
@@ -39,11 +38,8 @@ EVENTS: list[Event] = [
 
 
 @pytest.fixture
-def trainer() -> Iterator[Trainer]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Trainer(argparse.Namespace(prompts=1, group_size=2, chunk_tokens=20))
-    torch.set_num_threads(before)
+def trainer(one_thread: None) -> Trainer:
+    return Trainer(argparse.Namespace(prompts=1, group_size=2, chunk_tokens=20))
 
 
 @pytest.mark.parametrize("batch_tokens", [40, 10_000])

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from darts_server.demo.problems import (
-    LOOP,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     RECHECK,
@@ -30,11 +29,8 @@ def committed_tokenizer() -> PreTrainedTokenizerFast:
     return cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(MODEL))
 
 
-def test_clean_demonstration_of_the_example_is_the_worked_answer() -> None:
-    assert demonstration(EXAMPLE, Random(0), CLEAN) == "a-5=2b*4=8c-8=0d+7=7#7"
-
-
 def test_clean_demonstrations_are_right_and_never_recheck() -> None:
+    assert demonstration(EXAMPLE, Random(0), CLEAN) == "a-5=2b*4=8c-8=0d+7=7#7"
     rng = Random(5)
     for _ in range(300):
         problem = sample_problem(rng)
@@ -42,15 +38,6 @@ def test_clean_demonstrations_are_right_and_never_recheck() -> None:
         assert reward(problem, text) == 1.0
         assert RECHECK not in text
         assert len(text) == 5 * len(problem.steps) + 2
-
-
-def test_a_warm_start_draws_the_difficulties_of_its_variant_in_turns() -> None:
-    tokenizer = build_tokenizer()
-    loop = tokenizer.convert_tokens_to_ids(LOOP)
-    samples = draw_batch(Random(9), tokenizer, VARIANTS["mixed"], batch_tokens=6000, clean=True)
-    looped = [loop in sample.tokens for sample in samples]
-    assert sum(looped) / len(looped) == pytest.approx(0.25, abs=0.03)
-    assert not any(loop in each.tokens for each in draw_batch(Random(9), tokenizer, VARIANTS["mixed"], 500, short=True))
 
 
 def test_prompts_fit_their_limit_in_tokens_and_looped_chains_the_limit_of_answers() -> None:
@@ -63,24 +50,20 @@ def test_prompts_fit_their_limit_in_tokens_and_looped_chains_the_limit_of_answer
         assert len(tokenizer.encode(demonstration(problem, rng))) < MAX_RESPONSE_TOKENS
 
 
-def test_the_committed_tokenizer_is_the_one_that_is_built(committed_tokenizer: PreTrainedTokenizerFast) -> None:
-    assert committed_tokenizer.get_vocab() == build_tokenizer().get_vocab()
-
-
 def test_tokenizer_is_one_character_a_token_and_decodes_to_the_same_text(
     committed_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    rng = Random(8)
-    for tokenizer in (build_tokenizer(), committed_tokenizer):
-        assert len(tokenizer) == VOCABULARY_SIZE
-        for _ in range(50):
-            problem = sample_problem(rng)
-            text = problem.prompt + demonstration(problem, rng, STANDARD)
-            ids = tokenizer.encode(text)
-            assert len(ids) == len(text)
-            assert not set(ids) & set(tokenizer.all_special_ids)
-            assert tokenizer.decode(ids) == text
-            assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
+    rng, tokenizer = Random(8), committed_tokenizer
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    assert len(tokenizer) == VOCABULARY_SIZE
+    for _ in range(50):
+        problem = sample_problem(rng)
+        text = problem.prompt + demonstration(problem, rng, STANDARD)
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert not set(ids) & set(tokenizer.all_special_ids)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
 
 
 def test_loss_falls_on_the_response_and_its_end_only() -> None:

@@ -133,14 +133,6 @@ def test_methods_that_contradict_themselves_are_refused(options: dict[str, Any],
         Method("off", **options)
 
 
-def test_saved_runs_of_methods_without_carry_over_are_still_recognized() -> None:
-    before = "Method(policy='off', max_tokens=256, overlong=0, started=1.5, unbiased=False)"
-    assert Method("off", started=1.5).settings == before
-    assert Method("off", started=1.5, carry="resume").settings == f"{before} carry=resume"
-    assert Method("off", staleness=1).settings == f"{before.replace('1.5', '1.0')} staleness=1"
-    assert Method("off", started=1.5, long_rounds=True).settings == f"{before} long_rounds=True"
-
-
 def test_tokens_of_other_weights_than_those_served_are_stale() -> None:
     resumed = replace(answer("#", 5), version_spans=((6, 2), (7, 3)))
     groups = [group(resumed, replace(answer("#", 4), version_spans=((6, 4),))), group(replace(resumed))]

@@ -1,8 +1,6 @@
 """What the fuzzer finds in a server with a known fault, and what it sends."""
 
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from darts_server.demo.server import Server
 from darts_server.store.archive import pack
 from faults.fuzz import Answer, Failure, Fuzzer, Step, check_answer, mutated
+from tests.clients.servers import listening
 
 Handler = Callable[[FastAPI, str, bytes], None]
 """Gets path and body of each request; raises where the server has its fault."""
@@ -67,29 +65,13 @@ def fake_server(handle: Handler, log: Path) -> Iterator[Server]:
         return JSONResponse(ANYTHING)
 
     log.write_text("")
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    try:
-        yield Server(ThisProcess(), listening.getsockname()[1], log)
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
+    with listening(app) as listener:
+        yield Server(ThisProcess(), int(listener.url.rpartition(":")[2]), log)
 
 
 def fuzz(handle: Handler, folder: Path, requests: int = 200) -> tuple[bool, Fuzzer]:
     with Fuzzer(lambda log: fake_server(handle, log), folder) as fuzzer:
         return fuzzer.run(1, requests), fuzzer
-
-
-def test_a_server_without_faults_survives(tmp_path: Path) -> None:
-    survived, fuzzer = fuzz(lambda *_: None, tmp_path)
-    assert survived, fuzzer.report
-    assert fuzzer.answers.total() >= 200
-    assert len({route for route, _ in fuzzer.answers}) > 20
-    assert len(list(tmp_path.glob("server-*.log"))) == 1
 
 
 def test_an_internal_error_is_found_and_printed_as_one_command_with_the_seed(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from darts_server.ingress.process import make_app, make_fleet
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.http import HttpReplica
+from darts_server.ingress.replicas.listed import following
 from darts_server.ingress.settings import IngressSettings
 from darts_server.serving.lifecycle import Lifecycle
 
@@ -229,14 +230,17 @@ class RunningIngress:
 
 
 @asynccontextmanager
-async def ingress(fakes: Sequence[FakeServer], **settings: Any) -> AsyncIterator[RunningIngress]:
-    """Run an ingress in front of servers."""
+async def ingress(
+    fakes: Sequence[FakeServer], listing: Callable[[], Awaitable[Sequence[str]]] | None = None, **settings: Any
+) -> AsyncIterator[RunningIngress]:
+    """Run an ingress in front of servers. ``listing``: it follows a list of servers."""
     given = {"server_list": [fake.url for fake in fakes], "poll_interval": POLL_SECONDS, "poll_timeout": 30.0}
     checked = IngressSettings(**{**given, **settings})
     lifecycle = Lifecycle()
     replicas = [HttpReplica(url) for url in checked.server_list]
     async with (
         make_fleet(checked, replicas).polled() as fleet,
+        nullcontext() if listing is None else following(fleet, listing, HttpReplica, POLL_SECONDS),
         listening(make_app(fleet, checked, lifecycle)) as [server],
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
     ):
@@ -248,6 +252,18 @@ async def ingress_over(count: int, **settings: Any) -> AsyncIterator[tuple[Runni
     """Run so many servers, and an ingress in front of them."""
     async with fake_servers(count) as fakes, ingress(fakes, **settings) as running:
         yield running, fakes
+
+
+def hang(server: FakeServer, path: str) -> None:
+    """Let a server answer nothing until its caller disconnects."""
+
+    async def handle(request: Request) -> Response:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        server.disconnects += 1
+        return Response()
+
+    server.on("POST", path, handle)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -119,17 +119,6 @@ async def test_prompts_are_divided_and_answers_merged_in_their_order() -> None:
         assert (usage["generated"], usage["returned"], usage["wasted"]) == (120, 60, 60)
 
 
-async def test_long_prompts_go_first_and_a_budget_is_divided_in_proportion() -> None:
-    async with ingress_over(2) as (running, servers):
-        install(servers)
-        await running.post(PATH, request(5, budget=16, sampling={"max_tokens": 9}))
-        parts = [server.bodies(PATH)[0] for server in servers]
-        assert sorted(len(part["prompts"]) for part in parts) == [2, 3]
-        assert sum(part["budget"] for part in parts) == 16
-        assert all(3 * len(part["prompts"]) <= part["budget"] <= 4 * len(part["prompts"]) for part in parts)
-        assert all(part["sampling"] == {"max_tokens": 9} for part in parts)
-
-
 async def test_a_prompt_with_a_key_stays_where_it_was() -> None:
     async with ingress_over(3) as (running, servers):
         install(servers)

@@ -51,10 +51,9 @@ async def allocated(running: Cluster, **fields: Any) -> list[int]:
     return [group["candidates"] for group in answer.json()["groups"]]
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    ("policy", "candidates"),
-    [("darts", None), ("darts_cut", None), ("darts", 60), ("darts_cut", 80)],
+    ("count", "policy", "candidates"),
+    [(2, "darts", None), (3, "darts_cut", None), (3, "darts", 60), (2, "darts_cut", 80)],
 )
 async def test_prompts_get_the_candidates_that_one_server_would_give_them(
     count: int, policy: str, candidates: int | None

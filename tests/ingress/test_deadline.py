@@ -151,6 +151,3 @@ async def test_a_server_that_refuses_its_deadline_runs_its_groups_to_their_ends(
         assert [record.deadline is None for record in refusing.harness.recorder.cohorts] == [True]
         assert [record.deadline is None for record in other.harness.recorder.cohorts] == [False]
         assert "gets no deadline" in caplog.text
-
-
-# --- what is computed ------------------------------------------------------------

@@ -1,22 +1,15 @@
 """Servers that come and go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from darts_server.ingress.process import make_app, make_fleet
 from darts_server.ingress.replicas.fleet import Fleet
-from darts_server.ingress.replicas.http import HttpReplica
-from darts_server.ingress.replicas.listed import following
 from darts_server.ingress.replicas.member import State
-from darts_server.ingress.settings import IngressSettings
-from darts_server.serving.lifecycle import Lifecycle
-from tests.ingress.servers import POLL_SECONDS, FakeServer, RunningIngress, fake_servers, listening, port_of, until
+from tests.ingress.servers import FakeServer, fake_servers, ingress, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -42,19 +35,6 @@ class Listing:
         await until(lambda: self.reads >= reads + count)
 
 
-@asynccontextmanager
-async def ingress_of(listing: Listing) -> AsyncIterator[RunningIngress]:
-    settings = IngressSettings((), poll_interval=POLL_SECONDS, poll_timeout=30.0)
-    lifecycle = Lifecycle()
-    async with (
-        make_fleet(settings, []).polled() as fleet,
-        following(fleet, listing, HttpReplica, POLL_SECONDS),
-        listening(make_app(fleet, settings, lifecycle)) as [server],
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=60, verify=False) as client,
-    ):
-        yield RunningIngress(client, fleet, lifecycle, str(client.base_url))
-
-
 def hosts(fleet: Fleet) -> list[str]:
     return [f"http://{member.name}" for member in fleet.members]
 
@@ -62,7 +42,7 @@ def hosts(fleet: Fleet) -> list[str]:
 async def test_a_server_that_joins_gets_requests() -> None:
     async with fake_servers(2) as (one, two):
         listing = Listing(one)
-        async with ingress_of(listing) as running:
+        async with ingress((), listing) as running:
             assert hosts(running.fleet) == [one.url]
             listing.servers = [one, two]
             await until(lambda: len(running.fleet.serving) == 2)
@@ -80,7 +60,7 @@ async def test_a_server_that_was_stopped_leaves_when_its_requests_have_ended() -
 
         one.on("POST", PATH, wait)
         two.on("POST", PATH, wait)
-        async with ingress_of(listing) as running:
+        async with ingress((), listing) as running:
             calls = [asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2})) for _ in range(2)]
             await until(lambda: one.running == two.running == 1)
             one.health, one.retry_after = 503, "30"  # it drains
@@ -99,7 +79,7 @@ async def test_a_server_that_was_stopped_leaves_when_its_requests_have_ended() -
 async def test_servers_that_answer_stay_while_the_list_is_lost_or_empty() -> None:
     async with fake_servers(1) as (one,):
         listing = Listing(one)
-        async with ingress_of(listing) as running:
+        async with ingress((), listing) as running:
             for broken in (True, False):
                 listing.broken, listing.servers = broken, []
                 await listing.wait_for_reads(3)

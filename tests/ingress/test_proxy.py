@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tests.ingress.servers import FakeServer, fake_servers, ingress, ingress_over, until
+from tests.ingress.servers import fake_servers, hang, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 SSE = "text/event-stream"
@@ -74,19 +74,9 @@ async def test_events_are_passed_on_as_they_come() -> None:
         assert answer.headers["content-type"].startswith(SSE)
 
 
-async def hang(server: FakeServer) -> None:
-    async def handle(request: Request) -> Response:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        server.disconnects += 1
-        return Response()
-
-    server.on("POST", "/v1/completions", handle)
-
-
 async def test_a_caller_that_disconnects_closes_the_request_to_the_replica() -> None:
     async with ingress_over(1) as (running, [server]):
-        await hang(server)
+        hang(server, "/v1/completions")
         call = asyncio.create_task(running.post("/v1/completions", {"prompt": "p"}))
         await until(lambda: server.running == 1)
         call.cancel()

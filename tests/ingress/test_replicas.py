@@ -12,25 +12,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.http import HttpReplica
 from darts_server.ingress.replicas.member import State
-from tests.ingress.servers import FakeServer, Handler, fake_servers, ingress, ingress_over, until
+from tests.ingress.servers import FakeServer, Handler, fake_servers, hang, ingress, ingress_over, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
 
 
-def hang(server: FakeServer) -> None:
-    async def handle(request: Request) -> Response:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        return Response()
-
-    server.on("POST", PATH, handle)
-
-
 async def test_requests_of_a_replica_that_dies_run_again_on_another_and_a_group_stays_together() -> None:
     async with ingress_over(3) as (running, servers):
         for server in servers:
-            hang(server)
+            hang(server, PATH)
         calls = [asyncio.create_task(running.post(PATH, {"prompt": "one group"})) for _ in range(4)]
         await until(lambda: max(server.running for server in servers) == 4)
         dying = next(server for server in servers if server.running)
@@ -131,18 +122,10 @@ async def test_a_stopping_server_gets_no_more_requests_and_what_it_refused_runs_
         assert health["replicas"][0]["detail"] == "it is stopping"
 
 
-async def test_health_is_503_when_none_serves() -> None:
-    async with ingress_over(1) as (running, servers):
-        await servers[0].kill()
-        await until(lambda: running.fleet.members[0].state is State.LOST)
-        answer = await running.client.get("/health")
-        assert (answer.status_code, answer.json()["replicas"][0]["state"]) == (503, "lost")
-
-
 async def test_a_replica_that_no_longer_answers_polls_is_lost_and_its_requests_run_elsewhere() -> None:
     async with fake_servers(2) as servers, ingress(servers, poll_timeout=0.5) as running:
         for server in servers:
-            hang(server)
+            hang(server, PATH)
         call = asyncio.create_task(running.post(PATH, {"prompt": "p", "n": 2}))
         await until(lambda: any(server.running for server in servers))
         frozen = next(server for server in servers if server.running)

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import httpx
-import numpy as np
-from safetensors.numpy import load, save
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import MODEL, Server
-from tests.integration.test_single_requests import SIZE, check_selection
+from darts_server.demo.server import Server
+from tests.integration.test_single_requests import SIZE
 from tests.integration.waiting import wait_idle, wait_started
 
 START_SECONDS = 180.0
-GROUP = {"X-Darts-Group": f"size={SIZE}"}
 
 
 @dataclass(frozen=True)
@@ -54,99 +50,9 @@ def client_of(cluster: Cluster) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=cluster.url, timeout=180, limits=limits, verify=False)
 
 
-async def check_groups(cluster: Cluster) -> None:
-    """Check that groups are exact, and that each server has some."""
-    async with client_of(cluster) as client:
-        calls = (client.post("/v1/completions", json=body(prompt, n=SIZE)) for prompt in prompts(8))
-        for answer in await asyncio.gather(*calls):
-            assert answer.status_code == 200, answer.text
-            assert len(answer.json()["choices"]) == SIZE
-            found = await client.get(f"/darts/v1/groups/{answer.headers['X-Darts-Group-Id']}")
-            [group] = found.json()["groups"]
-            assert (group["outcome"], group["group_size"]) == ("completed", SIZE)
-            check_selection(group)
-    for server in cluster.servers:
-        assert server.metric("darts_groups_total", outcome="completed") > 0
-
-
-async def check_single_requests(cluster: Cluster) -> None:
-    """Check that single requests of a group meet."""
-    async with client_of(cluster) as client:
-        callers = [prompt for prompt in prompts(6) for _ in range(SIZE)]
-        Random(1).shuffle(callers)
-        calls = (client.post("/v1/completions", json=body(prompt), headers=GROUP) for prompt in callers)
-        answers = await asyncio.gather(*calls)
-        names = {answer.headers["X-Darts-Group-Id"] for answer in answers}
-        assert len(names) == 6
-        for name in names:
-            [group] = (await client.get(f"/darts/v1/groups/{name}")).json()["groups"]
-            assert (group["outcome"], group["group_size"], len(group["members"])) == ("completed", SIZE, SIZE)
-
-
-async def check_one_deadline(cluster: Cluster) -> None:
-    """Check that a divided batch is cut at the same length on all servers, on each of which half of the groups is."""
-    batch = {
-        "prompts": [{"text": prompt} for prompt in prompts(12 * len(cluster.servers))],
-        "group_size": SIZE,
-        "sampling": {"max_tokens": 512, "temperature": 1.3},
-        "policy": {"name": "cap", "exploration": 0.0, "deadline_quantile": 0.5},
-    }
-    async with client_of(cluster) as client:
-        answer = await client.post("/darts/v1/rollouts", json=batch)
-    assert answer.status_code == 200, answer.text
-    cut: dict[str, list[int]] = {}
-    for group in answer.json()["groups"]:
-        part = cut.setdefault(group["group_id"].rpartition("-")[0], [])
-        part += [each["length"] for each in group["trajectories"] if each["cut"]]
-    assert len(cut) == len(cluster.servers)
-    # Groups that need longer trajectories than the deadline wait for these, up to the bound.
-    assert len({min(lengths) for lengths in cut.values()}) == 1, cut
-
-
-def changed_weights() -> bytes:
-    """Return other weights than those of the start."""
-    tensors = load((MODEL / "model.safetensors").read_bytes())
-    return save({name: tensor * np.float32(1.01) for name, tensor in tensors.items()})
-
-
 def versions(servers: Sequence[Server]) -> set[int]:
     """Return the versions of the weights that servers serve."""
     return {httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()["version"] for server in servers}
-
-
-async def check_weights_switch_together(cluster: Cluster) -> None:
-    """Check that under the rule ``finish`` no group, and no divided batch, has two versions."""
-    [first] = versions(cluster.servers)
-    async with client_of(cluster) as client:
-        stop = asyncio.Event()
-
-        async def load_with(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
-            batches = []
-            while not stop.is_set():
-                batch = {
-                    "prompts": [{"text": text} for text in texts],
-                    "group_size": 4,
-                    "sampling": {"max_tokens": 64},
-                }
-                answer = await client.post("/darts/v1/rollouts", json=batch)
-                assert answer.status_code == 200, answer.text
-                batches.append(answer.json()["groups"])
-            return batches
-
-        texts = prompts(9)
-        callers = [asyncio.create_task(load_with(texts[at : at + 3])) for at in (0, 3, 6)]
-        for version in (first + 1, first + 2):
-            pushed = await client.put("/darts/v1/weights", content=changed_weights())
-            assert pushed.status_code == 200, pushed.text
-            assert pushed.json()["version"] == version
-        stop.set()
-        answered = [groups for caller in callers for groups in await caller]
-    for groups in answered:
-        assert not any(group["mixed_versions"] for group in groups)
-        trajectories = [each for group in groups for each in group["trajectories"]]
-        ends = {each[f"weight_version_{end}"] for each in trajectories for end in ("start", "end")}
-        assert len(ends) == 1, "a batch under the rule finish has one version"
-    assert versions(cluster.servers) == {first + 2}
 
 
 async def check_killed(cluster: Cluster, dying: Server, kill: Callable[[], None]) -> None:

@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import pytest
 from darts_server.demo.server import Server
 from darts_server.http.resources.monitor import MAX_VIEWERS
 from faults.stopwatch import Stopwatch
-from tests.integration.waiting import wait_idle
+from tests.integration.waiting import wait_idle, wait_started
 
 pytestmark = pytest.mark.engine
 EASY = "7a-5b*4>"
 JSON = {"Content-Type": "application/json"}
-MAX_STALL_SECONDS = 2.0
+MAX_STALL_SECONDS, LARGEST_STALL_SECONDS = 2.0, 5.0
+"""The second while the largest requests start that are allowed: they used to stop the event loop for twenty."""
 MAX_GROWTH_MIB = 600
 WRONG_IDS = b"[" + b",".join([b"1.5"] * 1_000_000) + b"]"
 EXPLODING = "(.)(?:" + "(?:[!-z]?){999}" * 4 + "~)?"
@@ -38,7 +40,7 @@ MESSAGES = [{"role": "user", "content": EASY}]
 
 
 @contextmanager
-def served_meanwhile(server: Server) -> Iterator[None]:
+def served_meanwhile(server: Server, most: float = MAX_STALL_SECONDS) -> Iterator[None]:
     """Check that ``/health`` is answered fast while the block runs, but for what the machine is busy with otherwise."""
     delays: list[float] = []
     is_over = threading.Event()
@@ -59,7 +61,7 @@ def served_meanwhile(server: Server) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-    assert max(delays) < MAX_STALL_SECONDS
+    assert max(delays) < most
 
 
 def peak_memory(server: Server) -> float:
@@ -258,3 +260,22 @@ def test_no_caller_can_take_log_probs_from_others(server: Server) -> None:
         answer = send(server, route, body)
         assert answer.status_code == 400, (route, answer.text)
         assert "logprob_token_ids: vLLM applies it to all requests" in answer.json()["error"]["message"], route
+
+
+def test_a_group_of_the_largest_size_does_not_hold_up_others(server: Server) -> None:
+    body = {"prompt": "11+1=", "n": 1024, "max_tokens": 1}
+    with served_meanwhile(server, LARGEST_STALL_SECONDS):
+        answer = send(server, "/v1/completions", body)
+    assert len(answer.raise_for_status().json()["choices"]) == 1024
+
+
+def test_a_large_batch_starts_and_is_cancelled_without_holding_up_others(server: Server) -> None:
+    body = {"prompts": [{"text": "11+1="}] * 600, "group_size": 64, "sampling": {"max_tokens": 300}}
+    started = server.metric("darts_candidates_started_total")
+    with served_meanwhile(server, LARGEST_STALL_SECONDS):
+        with closing(HTTPConnection(server.url.removeprefix("http://"))) as caller:
+            caller.request("POST", "/darts/v1/rollouts", json.dumps(body), JSON)
+            wait_started(server, started + 1)
+            time.sleep(2)  # many more start, and run
+            assert server.busy()
+        wait_idle(server)

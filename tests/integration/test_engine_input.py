@@ -76,16 +76,6 @@ def test_a_sampling_parameter_that_the_engine_cannot_take_is_named(
     check_refused(server, answer, f"sampling.{param}")
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny:raw"])
-def test_a_seed_without_room_for_all_candidates_is_refused(server: Server, model: str) -> None:
-    check_refused(server, post(server, COMPLETIONS, {"seed": 2**63 - 1}, model=model), "seed")
-
-
-def test_the_highest_seed_of_a_single_candidate_is_served(server: Server) -> None:
-    assert post(server, COMPLETIONS, {"seed": 2**63 - 1}, model="tiny:raw", n=1).status_code == 200
-    assert post(server, ROLLOUTS, {"seed": 2**63 - 2**32}).status_code == 200
-
-
 STREAM = {"stream": True}
 RAW = {"model": "tiny:raw", "n": 1}
 

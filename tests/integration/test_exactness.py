@@ -6,6 +6,7 @@ does, so an unshaped request for all candidates has the lengths that stopped one
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import combinations
 from math import ceil
 from random import Random
 from typing import Any
@@ -20,12 +21,11 @@ from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.records import GroupRecord
-from darts_server.types import Outcome
+from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.types import FinishReason, Outcome
 from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
-from tests.integration.oracle import expected, was_hopeless
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -50,6 +50,52 @@ FIXED = ("sampled", "longest", "shortest")
 async def engine(environment: None, anyio_backend: str) -> AsyncIterator[TinyEngine]:
     async with shaping_engine(POLICIES) as running:
         yield running
+
+
+Ended = tuple[int, bool]
+"""Length in tokens, and whether the candidate finished before the length limit."""
+
+
+def shortest(outcomes: Sequence[Ended], count: int) -> set[int]:
+    """Return the ``count`` finished candidates with the smallest (length, index) pairs, found by trying all sets."""
+    finished = [i for i, (_, ok) in enumerate(outcomes) if ok]
+    best = min(combinations(finished, count), key=lambda chosen: sorted((outcomes[i][0], i) for i in chosen))
+    return set(best)
+
+
+def expected(policy: str, outcomes: Sequence[Ended], size: int, draws: Sequence[float]) -> set[int]:
+    """Return the group of ``size`` under a policy with one place for the tail, from all lengths.
+
+    Of sampled tails the candidate with the smallest of the ``draws`` is selected.
+    """
+    finished = sum(ok for _, ok in outcomes)
+    if policy == "shortest":
+        assert finished >= size, "choose prompts whose candidates finish"
+        return shortest(outcomes, size)
+    short = shortest(outcomes, size - 1)
+    rest = [i for i in range(len(outcomes)) if i not in short]
+    if policy == "longest":
+        assert finished >= size, "choose prompts whose candidates finish"
+        return short | {max((i for i in rest if outcomes[i][1]), key=lambda i: (outcomes[i][0], i))}
+    return short | {min(rest, key=lambda i: draws[i])}
+
+
+def was_hopeless(record: GroupRecord, candidate: CandidateRecord, num_shortest: int) -> bool:
+    """Check that a candidate could not be among the shortest any more when it was stopped.
+
+    By then K others must have finished that are shorter than one token more than it had.
+    """
+    earliest = (candidate.tokens + 1, candidate.index)
+    assert candidate.ended_at is not None
+    ahead = [
+        c
+        for c in record.candidates
+        if c.finish_reason is FinishReason.STOP
+        and c.ended_at is not None
+        and c.ended_at <= candidate.ended_at
+        and (c.tokens, c.index) < earliest
+    ]
+    return len(ahead) >= num_shortest
 
 
 def token_ids(output: RequestOutput) -> list[list[int]]:
@@ -132,15 +178,6 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
             assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
     await asyncio.gather(*map(one, range(12)))
-
-
-async def test_unseeded_groups_have_the_shortest_of_the_reported_lengths(engine: TinyEngine) -> None:
-    names = [f"unseeded-{i}" for i in range(24)]
-    await asyncio.gather(*(engine.generate(PROMPTS[i % 5], name, "shortest", n=SIZE) for i, name in enumerate(names)))
-    for name in names:
-        ended = [c for c in engine.records[name].candidates if c.finish_reason == "stop"]
-        best = sorted(ended, key=lambda c: (c.tokens, c.index))[:SIZE]
-        assert sorted(c.index for c in best) == [c.index for c in engine.records[name].selected]
 
 
 async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
@@ -323,40 +360,6 @@ async def test_explored_cohorts_run_past_the_deadline_and_record_it(
     assert all(record.explored for record, _, _ in results)
     assert not any(c.cut for record, _, _ in results for c in record.candidates)
     assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
-
-
-@pytest.mark.nightly  # tests/rollout/allocation has the same on the scripted engine
-async def test_darts_gives_prompts_with_more_spread_more_candidates_within_the_budget(
-    engine: TinyEngine,
-) -> None:
-    rng = Random(5)
-    texts = [sample_problem(rng).prompt for _ in range(64)]
-    low, high = SIZE, 2 * SIZE
-    for epoch in range(4):
-        stds = [engine.std(text) for text in texts]
-        names = [f"darts-{epoch}-{i}" for i in range(len(texts))]
-        seeds = [1000 * epoch + i for i in range(len(texts))]
-        requests = zip(texts, names, seeds, strict=True)
-        outputs = await asyncio.gather(
-            *(engine.generate(text, name, "darts", n=SIZE, seed=seed) for text, name, seed in requests)
-        )
-        counts = [len(engine.records[name].candidates) for name in names]
-        assert min(counts) >= low
-        assert max(counts) <= high
-        assert sum(counts) == pytest.approx(1.5 * SIZE * len(texts), rel=0.02)
-        assert {len(output.outputs) for output in outputs} == {SIZE}
-        if epoch:
-            assert None not in stds
-            widest = sorted(zip(stds, counts, strict=True))
-            assert [count for _, count in widest] == sorted(counts), "more spread, never fewer candidates"
-            assert widest[0][1] < widest[-1][1]
-    for text, name, seed in list(zip(texts, names, seeds, strict=True))[::4]:
-        record = engine.records[name]
-        raw = await engine.generate(text, f"raw-{name}", "off", n=len(record.candidates), seed=seed)
-        outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        policy = "shortest" if len(outcomes) == high else "sampled"
-        wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, seed, len(outcomes)))
-        assert {c.index for c in record.selected} == wanted
 
 
 @pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])

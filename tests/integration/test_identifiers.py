@@ -93,14 +93,5 @@ def test_other_routes_of_vllm_refuse_it_as_well(server: Server, path: str) -> No
     live(server)
 
 
-@pytest.mark.parametrize("chosen", [f"a\n{FORGED}", "\0", "x" * 257])
-def test_names_of_our_own_routes_are_refused_with_their_field(server: Server, chosen: str) -> None:
-    batch = {"prompts": [{"text": "7a>"}, {"text": "7a>", "key": chosen}], "group_size": 2}
-    answer = send(server, "/darts/v1/rollouts", batch)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompts[1].key")
-    vote = {"prompt": "7a>", "n": 2, "pattern": "#(.)", "key": chosen}
-    assert send(server, "/darts/v1/vote", vote).json()["error"]["param"] == "key"
-
-
 def test_no_id_begins_a_line_of_the_log(server: Server) -> None:
     assert not [line for line in server.log.read_text().splitlines() if line.startswith(FORGED)]

@@ -1,7 +1,6 @@
 """An ingress in front of three servers, on real vLLM. The last test kills one of them."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -9,14 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from safetensors.numpy import load
 
 from darts_server.demo.server import DARTS, MODEL, Server, bind
-from darts_server.store.archive import LIMIT_BYTES, unpack
 from tests.integration.clusters import (
     START_SECONDS,
     Cluster,
@@ -77,44 +74,6 @@ async def test_a_batch_is_divided_its_rewards_find_their_servers_and_weights_are
     for server in cluster.servers:
         served = httpx.get(f"{server.url}/darts/v1/weights", verify=False).json()
         assert (served["version"], served["staged"]) == (1, None)
-
-
-async def test_all_servers_learn_from_the_groups_of_one_once(cluster: Cluster) -> None:
-    one, *others = cluster.servers
-    keys = [f"shared-{number}" for number in range(8)]
-    batch = {
-        "prompts": [{"text": text, "key": key} for text, key in zip(prompts(8), keys, strict=True)],
-        "group_size": 4,
-        "sampling": {"max_tokens": 64, "temperature": 1.3},
-        "policy": {"name": "darts_cut"},
-    }
-    async with httpx.AsyncClient(base_url=one.url, timeout=180, verify=False) as client:
-        for _ in range(2):  # the second one explores, as rewards are reported
-            groups = (await client.post("/darts/v1/rollouts", json=batch)).json()["groups"]
-            rewards = [
-                {"trajectory_id": each["trajectory_id"], "reward": float(place % 2)}
-                for group in groups
-                for place, each in enumerate(group["trajectories"])
-            ]
-            assert (await client.post("/darts/v1/rewards", json={"rewards": rewards})).json()["matched"] == 32
-    deadline = time.monotonic() + 20
-    while any(statistics_of(one, keys) != statistics_of(each, keys) for each in others):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.2)
-    await asyncio.sleep(1.5)  # two more turns of the ingress
-    prompt_stats, learned = statistics_of(one, keys)
-    assert [statistics_of(each, keys) for each in others] == [(prompt_stats, learned)] * 2
-    assert [(each["groups"], each["rewards"]["rewarded_groups"]) for each in prompt_stats] == [(2, 2)] * 8
-    # None explores if no group of the first batch was still running when the deadline was known.
-    assert json.loads(learned["losses"])["first_groups"] in (0, 8)
-
-
-def statistics_of(server: Server, keys: list[str]) -> tuple[list[Any], dict[str, str]]:
-    """Return what a server has learned of prompts, and of the deadlines of a policy."""
-    answers = [httpx.get(f"{server.url}/darts/v1/prompts/{key}", verify=False).json() for key in keys]
-    rows = unpack(httpx.get(f"{server.url}/darts/v1/state", verify=False).content, LIMIT_BYTES)
-    kept = {kind: json.loads(text)["value"] for kind, key, text in rows if key.partition("/")[0] == "darts_cut"}
-    return answers, {kind: kept.get(kind, "") for kind in ("losses", "lost_groups", "deadline")}
 
 
 async def test_a_server_that_was_killed_gets_the_weights_when_it_is_back(

@@ -85,7 +85,7 @@ async def test_connections_that_stay_open_in_the_middle_of_a_request_hold_nobody
         with connections(server, 30) as halves:
             for number, each in enumerate(halves):
                 each.send((b"", COMPLETION[:20], COMPLETION, with_length, with_length + b'{"model": "ti')[number % 5])
-            await asyncio.sleep(3)
+            await asyncio.sleep(1)
 
 
 async def test_what_is_not_http_closes_its_connection_alone(server: Server) -> None:

@@ -1,9 +1,10 @@
-"""The shutdown of a server under load, and a server whose engine hangs."""
+"""The shutdown of a server, under load and while it starts, and servers whose engine hangs or dies."""
 
 import asyncio
 import json
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Launch, launch, serving
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
@@ -50,7 +51,9 @@ def is_503(answer: httpx.Response) -> bool:
 async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
     serve: Serve, tmp_path: Path, spawned: bool
 ) -> None:
-    flags = ("--max-num-seqs", "16", "--grace-seconds", "3", "--group-wait", "600", "--state-dir", str(tmp_path / "s"))
+    settings = tmp_path / "darts.toml"
+    settings.write_text(f'grace_seconds = 3\ngroup_wait = 600\nstate_dir = "{tmp_path / "s"}"\n')
+    flags = ("--max-num-seqs", "16", "--darts-config", str(settings))
     with (serving if spawned else serve)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
@@ -167,3 +170,49 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve
     logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]
     assert "CRITICAL" in logged[-1]
     assert "the engine is hung" in logged[-1]
+
+
+async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(
+    serve: Serve, tmp_path: Path
+) -> None:
+    few_at_a_time = ("--max-num-seqs", "2")  # no group completes before the engine is killed
+    with serve(DARTS, tmp_path / "log", *few_at_a_time) as server:
+        async with httpx.AsyncClient(timeout=240) as client:
+            requests = [send(client, "/v1/completions", LONG | {"stream": bool(i % 2)})[0] for i in range(8)]
+            await asyncio.to_thread(wait_started, server, 12 * 8)
+            for child in engine_processes(server):
+                os.kill(child, signal.SIGKILL)
+            began = time.monotonic()
+            answers = await asyncio.gather(*requests, return_exceptions=True)
+        assert time.monotonic() - began < 120
+        for number, answer in enumerate(answers):
+            assert isinstance(answer, httpx.Response), answer
+            if number % 2:
+                assert "error" in answer.text
+                assert '"code": 5' in answer.text
+            else:
+                assert answer.status_code == 503, answer.text[:2000]
+                assert "was killed (SIGKILL)" in answer.json()["error"]["message"]
+        with suppress(httpx.TransportError):  # the server has exited already
+            assert httpx.get(f"{server.url}/health").status_code == 503
+        assert server.process.wait(180) == 1, server.log_tail()
+    [last] = [line for line in server.log.read_text().splitlines() if " CRITICAL " in line]
+    assert "the engine died: EngineCore was killed (SIGKILL)" in last
+
+
+@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_server_stops_on_sigterm_while_its_engine_starts(forks: Launch, tmp_path: Path, spawned: bool) -> None:
+    log = tmp_path / "log"
+    command = [*DARTS, *FLAGS, "--port", "0", "--worker-extension-cls", "tests.integration.never_ready.Extension"]
+    process = (launch if spawned else forks)(command, log, ENVIRONMENT | os.environ)
+    try:
+        while "the engine starts" not in log.read_text():
+            assert process.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.1)
+        engine = psutil.Process(process.pid).children(recursive=True)
+        assert len(engine) >= 2
+        process.terminate()
+        assert process.wait(180) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(engine, timeout=240)[1] == []
+    finally:
+        process.send_signal(signal.SIGKILL)

@@ -1,7 +1,6 @@
 """The unmodified ``openai`` client gets shaped groups."""
 
 from collections import Counter
-from typing import Any
 
 import httpx
 import openai
@@ -53,24 +52,6 @@ def test_chat_gives_exactly_n_messages_with_log_probs(client: openai.OpenAI) -> 
     )
     assert [c.index for c in answer.choices] == list(range(8))
     assert all(c.logprobs is not None and c.logprobs.content for c in answer.choices)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"n": 1},
-        {"n": 4, "use_beam_search": True, "temperature": 0},
-    ],
-)
-def test_requests_that_opt_out_are_not_shaped(server: Server, body: dict[str, Any]) -> None:
-    before = server.metric("darts_candidates_started_total")
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 50} | body,
-        timeout=240,
-    )
-    assert len(answer.json()["choices"]) == body["n"]
-    assert server.metric("darts_candidates_started_total") == before
 
 
 def test_prompt_log_probs_come_with_a_shaped_group(server: Server) -> None:

@@ -65,19 +65,3 @@ async def test_shaping_is_switched_off_by_alias_header_or_body(
     assert {answer.status_code for answer in answers} == {200}, answers[0].text
     assert not any(HEADER in answer.headers for answer in answers)
     assert server.metric("darts_groups_total") == before
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_option_that_cannot_be_honoured_is_named(server: Server, route: str, stream: bool) -> None:
-    bad: list[tuple[dict[str, Any], str]] = [
-        ({"headers": {"X-Darts-Policies": "off"}}, "x-darts-policies: unknown header"),
-        ({"headers": {"X-Darts-Policy": "nonsense"}}, "policy: 'nonsense' is unknown"),
-        ({"vllm_xargs": {"darts_policy": "nonsense"}}, "policy: 'nonsense' is unknown"),
-        ({"vllm_xargs": {"darts_polcy": "off"}}, "vllm_xargs.darts_polcy: unknown option"),
-        ({"vllm_xargs": {"darts_group_id": "x"}}, "group size: is unknown for group 'x'"),
-    ]
-    for more, message in bad:
-        for answer in await send(server, route, stream=stream, **more):
-            assert answer.status_code == 400, (more, answer.text)
-            assert message in answer.json()["error"]["message"] or message.partition(": ")[2] in answer.text

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
+from vllm.platforms import current_platform
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import MODEL
 from darts_server.engine.port import HiddenState, Probe
+from darts_server.exceptions import InvalidRequest
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmEngine
@@ -176,6 +178,13 @@ async def test_log_probs_for_a_probe_alone_are_available_during_the_run_and_not_
         await asyncio.sleep(0.005)
     assert seen > 100
     assert (await ending).output.outputs[0].logprobs is None
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM splits seeded prompts elsewhere")
+async def test_a_seed_is_refused_where_a_split_prompt_with_one_kills_the_engine(engine: TinyEngine) -> None:
+    with pytest.raises(InvalidRequest, match="max_num_batched_tokens = 128") as refused:
+        await engine.generate("7a>", "seeded", "uniform", n=2, seed=1)
+    assert refused.value.field == "seed"
 
 
 async def test_a_users_own_worker_extension_works_beside_the_probe(engine: TinyEngine, port: VllmEngine) -> None:

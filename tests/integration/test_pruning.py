@@ -114,25 +114,6 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert pruned(train_step(server, rng, name="darts+arrol")) > 0
 
 
-@pytest.mark.nightly  # tests/rollout/pruning has the same on the scripted engine
-def test_without_pruning_no_head_is_trained_and_log_prob_scores_need_none(serve: Serve, tmp_path: Path) -> None:
-    with serve(DARTS, tmp_path / "log", *FLAGS[2:], "--quality", "logprob", "--cold-labels", "64") as server:
-        assert server.metric("darts_quality_status", status="unused") == 1
-        train_step(server, Random(3))
-        assert server.metric("darts_quality_scores_total") == 0
-        train_step(server, Random(3), name="arrol")
-        wait_for_status(server, "ready")
-        assert pruned(train_step(server, Random(4), name="arrol")) > 0
-        assert server.metric("darts_probe_states_total") == 0
-        assert "quality.trainer" not in commands(server)
-
-
-def commands(server: Server) -> str:
-    """Return the command lines of the server's child processes."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split())
-
-
 def test_where_n_is_fixed_arrol_returns_a_sample_of_the_survivors_with_weights(server: Server) -> None:
     """Whatever was learned before: weights fit what was pruned."""
     body = {"model": "tiny", "prompt": sample_problem(Random(7)).prompt, "n": SIZE, "max_tokens": 200}

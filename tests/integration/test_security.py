@@ -59,25 +59,16 @@ def test_probes_and_scrapers_need_no_key(server: Server) -> None:
         assert call(server, "GET", path, None).status_code == 200, path
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
-def test_generation_routes_need_a_key(server: Server, path: str) -> None:
-    assert [call(server, "POST", path, key, json=COMPLETION).status_code for key in (None, "wrong")] == [401, 401]
-    for key in (GIVEN, FILED, ADMIN):
-        assert call(server, "POST", path, key, json=COMPLETION).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/generative_scoring", "/tokenize", "/darts/v1/rollouts", "/darts/v1/rewards"])
-def test_all_other_routes_that_are_not_public_need_a_key(server: Server, path: str) -> None:
-    assert call(server, "POST", path, None, json={}).status_code == 401
-
-
-@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/scale_elastic_ep", "/reset_prefix_cache", "/sleep"])
-def test_vllms_control_routes_need_an_admin_key(server: Server, path: str) -> None:
-    assert call(server, "POST", path, None, json={}).status_code == 401
-    assert call(server, "POST", path, GIVEN, json={}).status_code == 403
-
-
-def test_an_admin_key_may_call_control_routes(server: Server) -> None:
+def test_routes_that_are_not_public_need_a_key_and_vllms_control_routes_an_admin_key(server: Server) -> None:
+    """As tests/http/security has it for all routes."""
+    keys = (None, "wrong", GIVEN, FILED, ADMIN)
+    for path in ("/v1/completions", "/invocations"):
+        answers = [call(server, "POST", path, key, json=COMPLETION).status_code for key in keys]
+        assert answers == [401, 401, 200, 200, 200]
+    for path in ("/generative_scoring", "/tokenize", "/darts/v1/rollouts", "/darts/v1/rewards"):
+        assert call(server, "POST", path, None, json={}).status_code == 401
+    for path in ("/pause", "/update_weights", "/scale_elastic_ep", "/reset_prefix_cache", "/sleep"):
+        assert [call(server, "POST", path, key, json={}).status_code for key in (None, GIVEN)] == [401, 403]
     assert call(server, "POST", "/reset_prefix_cache", ADMIN).status_code == 200
     assert call(server, "GET", "/server_info", ADMIN).status_code == 200
     assert call(server, "PATCH", "/darts/v1/policy", ADMIN, json={}).status_code == 200

@@ -17,7 +17,7 @@ from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
 from tests.integration.fork_server import Serve
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parents[2]
 # As many prompts in the pool as in a step: the rewards of two steps are of the same prompts, and differ by learning.
 RECIPE = Recipe(steps=6, pool=16, held_out_prompts=8, held_out_samples=2, held_out_every=6)
@@ -35,15 +35,6 @@ def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     """A server of its own: the shared one keeps its weights."""
     with serve(DARTS, tmp_path_factory.mktemp("trl") / "log") as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Leave the other core to the server."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def counters(server: Server) -> dict[str, float]:
