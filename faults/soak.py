@@ -31,8 +31,7 @@ from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
 from darts_server.metrics import QualityMetrics, RolloutMetrics
-from darts_server.policies import OFF
-from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.voting.answers import create_extractor
 from darts_server.quality.evaluation import WINDOW
@@ -64,7 +63,7 @@ from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.backend import MAX_IN_MEMORY
-from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
+from darts_server.types import OFF, FinishReason, PromptSpec, RequestOptions, Sample
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16
 STEP_SECONDS = 0.02

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from darts_server.cli import USAGE_ERROR, main
-from darts_server.policy.lengths.profile import LengthProfile
+from darts_server.policy.length_profile import LengthProfile
 from darts_server.store.archive import pack
 
 MEANS = {"a": 100.0, "b": 1000.0, "c": 10.0}

@@ -22,7 +22,7 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.selection import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.allocation.extra import ExtraCandidates

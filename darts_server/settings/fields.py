@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from darts_server.policies import describe_policies
 from darts_server.settings.value_types import (
     NAMES,
     RULES,
@@ -17,6 +16,7 @@ from darts_server.settings.value_types import (
     LogLevel,
     Policy,
 )
+from darts_server.types import POLICIES
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -32,7 +32,7 @@ class Settings(BaseSettings):
 
     policy: Runtime[Policy] = Field(
         "uniform",
-        description=f"How groups are shaped. {describe_policies()}",
+        description=f"How groups are shaped. {' '.join(f'{name}: {about}.' for name, about in POLICIES.items())}",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
 
-from darts_server.policies import POLICIES
+from darts_server.types import POLICIES
 
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""

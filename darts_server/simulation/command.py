@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policies import OFF
 from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
@@ -16,6 +15,7 @@ from darts_server.simulation.report import LEGEND, document, draw, table
 from darts_server.simulation.traces import Format, read_traces
 from darts_server.simulation.training import Candidates, Setting, Step, relative_to, run_policy, summarise
 from darts_server.simulation.workload import TracedWorkload, Workload
+from darts_server.types import OFF
 
 DESCRIPTION = """\
 Simulate what policies would bring on your workload, before you run it: the rules that the server uses, on a model of

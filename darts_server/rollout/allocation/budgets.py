@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from darts_server.engine.port import RequestTokens
-from darts_server.policy.budget import cv_log_mean, predict_seconds
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.shaping import BudgetKind, Shaping
-from darts_server.policy.simulation.forecast import Expectation
+from darts_server.policy.simulation.forecast import Expectation, predict_seconds
 from darts_server.rollout.allocation.expectation import expect
 from darts_server.rollout.learned.dataset import Dataset
 from darts_server.rollout.learned.latency import Latency

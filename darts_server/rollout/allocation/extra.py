@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from darts_server.policy.allocation.brownout import reduce_candidates
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.allocation import reduce_candidates
+from darts_server.policy.selection import SelectionRule
 from darts_server.rollout.allocation.cohort import Allocation
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from darts_server.engine.port import RunningCandidate
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.selection import SelectionRule
 from darts_server.records import GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortMember
 

@@ -11,10 +11,9 @@ from typing import Generic
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
 from darts_server.observers import VoteObserver
-from darts_server.policies import OFF
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.rules import InOrder
+from darts_server.policy.selection import InOrder
 from darts_server.records import GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.rollouts import Rollouts
@@ -34,7 +33,7 @@ from darts_server.rollout.voting.ballots import (
 )
 from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
 from darts_server.serving.admission import Ticket
-from darts_server.types import DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome
+from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
 """Under this name the groups of votes are recorded. They are not shaped."""

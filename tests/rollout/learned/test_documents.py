@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import pytest
 
 from darts_server.exceptions import StateError
-from darts_server.policy.allocation.shadow_price import ShadowPriceState
+from darts_server.policy.allocation import ShadowPriceState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import Scalar, StoredValues
