@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 
 def rollout_seconds(curve: LatencyCurve, lengths: Sequence[float], capacity: int | None = None) -> float:

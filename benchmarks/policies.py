@@ -23,8 +23,7 @@ import numpy as np
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.records import GroupRecord
 
 SIZE = 8

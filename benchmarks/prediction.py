@@ -33,10 +33,9 @@ from darts_client import Client, Group
 from darts_server.control import Control
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
 from darts_server.demo.server import DARTS, serving
-from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.latency.model import LatencyModel, LatencyState
-from darts_server.policy.lengths.profile import LengthProfile, ProfileState
-from darts_server.policy.lengths.stats import PromptStats
+from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
+from darts_server.policy.length_profile import LengthProfile, ProfileState
+from darts_server.policy.lengths import PromptStats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Plan
 from darts_server.policy.simulation.forecast import Expectation

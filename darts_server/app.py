@@ -32,7 +32,7 @@ from darts_server.metrics import (
     WeightMetrics,
 )
 from darts_server.observers import GroupObserver
-from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import TrainerReport

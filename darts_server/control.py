@@ -7,9 +7,8 @@ from typing import Protocol
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
 from darts_server.types import MaxLost

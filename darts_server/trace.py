@@ -15,8 +15,8 @@ import numpy as np
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.lengths.profile import LengthProfile, ProfileState
-from darts_server.policy.lengths.stats import PromptStats
+from darts_server.policy.length_profile import LengthProfile, ProfileState
+from darts_server.policy.lengths import PromptStats
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\

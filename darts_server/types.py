@@ -1,9 +1,25 @@
 """Types that all rooms share: how candidates, groups and other things end, and the values that requests are made of."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+OFF = "off"
+AUTO = "auto"
+POLICIES: Mapping[str, str] = {
+    OFF: "unshaped",
+    "uniform": "the same number of candidates for every prompt",
+    "darts": "more candidates for prompts whose lengths vary more",
+    "darts_cut": "as darts, with a sampled tail that is cut at a deadline",
+    "cap": "no more candidates than are returned, all of them cut at the deadline",
+    "arrol": (
+        "candidates are scored while they run, and some are pruned at random by their probability of being correct"
+    ),
+    "darts+arrol": "darts and arrol together",
+    AUTO: "whichever of --auto-allow is expected to make a step the fastest, off at first",
+}
+"""The policies by name, and what each does; `policy.shaping.build_policies` says what they are composed of."""
 
 
 class FinishReason(StrEnum):

@@ -31,8 +31,7 @@ from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
 from darts_server.metrics import QualityMetrics, RolloutMetrics
-from darts_server.policies import OFF
-from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.quality.head import Head
@@ -61,7 +60,7 @@ from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.store import MAX_IN_MEMORY
-from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
+from darts_server.types import OFF, FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16

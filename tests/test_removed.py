@@ -7,11 +7,10 @@ import pytest
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.control import Control
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.policies import POLICIES
 from darts_server.removed import FIELDS, ROUTES, SETTINGS, VALUES
 from darts_server.settings import Settings, apply_patch, load, refuse_removed_flags
 from darts_server.simulation.policies import NAMES, parse_policy
-from darts_server.types import RequestOptions
+from darts_server.types import POLICIES, RequestOptions
 from tests.http.serving import client
 
 GONE = sorted(SETTINGS.keys() - Settings.model_fields.keys())
@@ -75,7 +74,7 @@ def test_the_remedies_name_policies_that_there_are() -> None:
     assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol"]
     policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
     assert policy["enum"] == list(POLICIES)
-    assert all(f"{name}: {one.about}." in policy["description"] for name, one in POLICIES.items())
+    assert all(f"{name}: {about}." in policy["description"] for name, about in POLICIES.items())
 
 
 def test_the_page_of_policies_names_all_of_them() -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from darts_server.cli import USAGE_ERROR, main
-from darts_server.policy.lengths.profile import LengthProfile
+from darts_server.policy.length_profile import LengthProfile
 from darts_server.store.archive import pack
 from tests.clients.servers import listening
 

@@ -21,14 +21,14 @@ from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
 from darts_server.http.options import merge_options
 from darts_server.observers import GroupObserver
-from darts_server.policies import OFF
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
+from darts_server.types import OFF
 from darts_server.vllm.engine import VllmPort, VllmRollouts
 from darts_server.vllm.launch import RunningEngine, StepListener
 from darts_server.vllm.llm import ShapingLLM

@@ -18,7 +18,7 @@ from benchmarks.gpu.outlook import Outlook
 from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.traces import load_or_sample
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 REPORT_SECONDS = 8.0
 """Time for pictures and report."""

@@ -11,7 +11,7 @@ from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.policies import PLAIN, SIZE, predict_tokens
 from benchmarks.gpu.tables import Table, Value
 from benchmarks.gpu.traces import Trace
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 PROMPTS = (8, 16, 32, 64, 128, 256)
 TITLE = "Where shaping pays: predicted time relative to plain vLLM, by prompts in a rollout"

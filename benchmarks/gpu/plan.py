@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.policies import AGAIN, ESSENTIAL, PLAIN, predict_seconds, predict_tokens
 from benchmarks.gpu.traces import Trace
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 MARGIN, EXTRA_SECONDS = 1.2, 0.5
 """Time of a rollout beyond the prediction, which ignores growing contexts and prefill: a factor, and seconds."""

@@ -6,14 +6,12 @@ import numpy as np
 
 from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.traces import Prompt, Trace
-from darts_server.policy.allocation.optimum import allocate_by_std
+from darts_server.policy.allocation import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.lengths.estimate import Observation
-from darts_server.policy.lengths.stats import PromptStats, update_stats
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.lengths import Observation, PromptStats, update_stats
+from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay
 

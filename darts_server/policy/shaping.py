@@ -1,4 +1,4 @@
-"""Options of a policy: how many candidates a prompt gets, and which rule selects among them."""
+"""Options of a policy: how many candidates a prompt gets, and which rule selects among them; and the named policies."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -7,9 +7,8 @@ from math import ceil, floor
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.rules import SelectionRule, Shortest
-from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, LongestTail, SampledSurvivors, SelectionRule, Shortest
 
 
 class Tail(StrEnum):
@@ -182,3 +181,28 @@ class Shaping:
                 f"got {size}; raise n, or lower --num-longest",
             )
         return shortest
+
+
+def build_policies(
+    base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
+) -> dict[str, Shaping]:
+    """Build all policies except ``off`` and ``auto``, by name. ``base`` is ``uniform``, from which others are derived.
+
+    Without ``pruning`` the policies that prune are left out.
+    """
+    darts, fixed = replace(base, adaptive=True), replace(base, budget=BudgetKind.FIXED)
+    policies = {
+        "uniform": base,
+        "darts": darts,
+        "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
+        "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=1 / base.redundancy),
+    }
+    if pruning is not None:
+        policies |= {
+            # So many candidates that as many as are returned are left after pruning, on average.
+            "arrol": replace(
+                fixed, redundancy=1 / pruning.keep_ratio, sample_survivors=True, pruning=pruning, refill=refill
+            ),
+            "darts+arrol": replace(darts, pruning=pruning, refill=refill),
+        }
+    return policies

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policies import AUTO, OFF
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
 from darts_server.removed import value_remedy
-from darts_server.types import RequestOptions, TurnKind
+from darts_server.types import AUTO, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.group import Group
-from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
+from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.records import (
     CandidateRecord,
     GroupKey,

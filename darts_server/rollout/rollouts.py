@@ -9,8 +9,7 @@ from typing import Generic
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupObserver, GroupObservers
-from darts_server.policies import OFF
-from darts_server.policy.allocation.brownout import Brownout, reduce_candidates
+from darts_server.policy.allocation import Brownout, reduce_candidates
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
@@ -26,7 +25,7 @@ from darts_server.rollout.start_queue import NO_ORDER, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
-from darts_server.types import FinishReason, Outcome, RequestOptions, SelectedAs
+from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
 NO_OPTIONS = RequestOptions()
 

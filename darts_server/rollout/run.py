@@ -9,7 +9,7 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import (
     Complete,
@@ -23,7 +23,7 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.selection import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate

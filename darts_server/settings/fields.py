@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_ar
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from darts_server.policies import POLICIES, describe_policies
+from darts_server.types import POLICIES
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -78,7 +78,7 @@ class Settings(BaseSettings):
 
     policy: Runtime[Policy] = Field(
         "uniform",
-        description=f"How groups are shaped. {describe_policies()}",
+        description=f"How groups are shaped. {' '.join(f'{name}: {about}.' for name, about in POLICIES.items())}",
     )
     redundancy: Runtime[float] = Field(
         1.5, ge=1, le=16, description="Candidates started per returned trajectory; on average, except for uniform."

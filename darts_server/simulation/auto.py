@@ -18,9 +18,8 @@ from darts_server.policy.auto.chooser import (
 )
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.lengths.estimate import Observation, estimate_lengths
-from darts_server.policy.lengths.profile import LengthProfile
-from darts_server.policy.lengths.ratios import ratios_to_mean
+from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
+from darts_server.policy.lengths import Observation, estimate_lengths
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.training import Candidates, Prompt, Setting, Step, run_step

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policies import OFF
 from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
 from darts_server.simulation.training import Candidates, Setting, Step, Summary, relative_to, run_policy, summarise
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
+from darts_server.types import OFF
 
 DESCRIPTION = """\
 Simulate what policies would bring on your workload, before you run it: the rules that the server uses, on a model of

@@ -6,14 +6,13 @@ from functools import partial
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policies import AUTO, OFF, POLICIES
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.removed import value_remedy
+from darts_server.types import AUTO, OFF
 
-NAMES = tuple(name for name, policy in POLICIES.items() if not policy.prunes)
+NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
 AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 DEFERRING = ("start", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)

@@ -7,9 +7,8 @@ from math import ceil
 import numpy as np
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.lengths.estimate import Observation
-from darts_server.policy.lengths.stats import PromptStats, update_stats
-from darts_server.policy.recent_lengths import RecentCompletionLengths
+from darts_server.policy.deadline import RecentCompletionLengths
+from darts_server.policy.lengths import Observation, PromptStats, update_stats
 from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import Rollout, simulate

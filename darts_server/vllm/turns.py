@@ -9,9 +9,8 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.policies import OFF
 from darts_server.rollout.turns import Turn, Turns
-from darts_server.types import RequestOptions
+from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.prompt_request import PromptRequest
 
 SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")

@@ -20,13 +20,13 @@ from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import FLAGS, MODEL
 from darts_server.http.options import merge_options
 from darts_server.observers import GroupObserver
-from darts_server.policies import OFF
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.store import Store
+from darts_server.types import OFF
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmPort
 from darts_server.vllm.launch import start_engine

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.selection import SelectionRule
 from darts_server.types import FinishReason
 
 

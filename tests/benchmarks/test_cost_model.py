@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cost_model import rollout_seconds
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 FLAT = LatencyCurve((1.0,), (0.02,))
 PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)

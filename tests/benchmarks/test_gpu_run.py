@@ -12,7 +12,7 @@ from benchmarks.gpu import child, traces
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.plan import Plan, make_plan, order_policies
 from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, WAIT, replay_all
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.prediction import POLICIES, SIZE, Learned, Row, report, shaping_of
 from darts_client import Group, Trajectory
-from darts_server.policy.latency.model import LatencyModel
-from darts_server.policy.lengths.profile import LengthProfile
-from darts_server.policy.lengths.stats import PromptStats
+from darts_server.policy.latency import LatencyModel
+from darts_server.policy.length_profile import LengthProfile
+from darts_server.policy.lengths import PromptStats
 from darts_server.store import Store
 
 

@@ -14,10 +14,9 @@ from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.policy.group import Group as Run
-from darts_server.policy.group_weights import sampled_from, selection_weights
-from darts_server.policy.selection.rules import InOrder, SelectionRule
-from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
-from darts_server.policy.selection.tail_rules import CutTail, SampledTail
+from darts_server.policy.group import sampled_from, selection_weights
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, InOrder, SampledSurvivors, SelectionRule
 from darts_server.types import DiscardReason
 from tests.policy.test_weights import CELLS, Survival, complete, run_with_scores
 

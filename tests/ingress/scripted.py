@@ -13,8 +13,7 @@ from darts_server.http import errors
 from darts_server.http.resources import rollouts
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.plan import Limits, Planner
 from tests.ingress.servers import FakeServer, RunningIngress, ingress_over

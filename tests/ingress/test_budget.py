@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.plan import Plan
 from tests.ingress.scripted import PATH, SIZE, SURE, Cluster, batch, cluster
 from tests.ingress.servers import Received

@@ -16,7 +16,7 @@ import pytest
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server
-from darts_server.policy.latency.model import LatencyModel, LatencyState
+from darts_server.policy.latency import LatencyModel, LatencyState
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_counted

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import InOrder, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import InOrder, LongestTail, Shortest
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
 

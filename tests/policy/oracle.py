@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from darts_server.policy.selection.rules import InOrder, Shortest
-from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, Shortest
 from darts_server.types import SelectedAs
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.events import Decision, Event, Finished, Keep, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
+from darts_server.policy.selection import AllSurvivors, SampledSurvivors
 from darts_server.types import DiscardReason
 from tests.policy.cases import Case
 from tests.policy.world import Run, World

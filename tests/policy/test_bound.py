@@ -15,9 +15,8 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline
 from darts_server.policy.events import Finished, Progress, Started
 from darts_server.policy.group import Group
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.selection.rules import SelectionRule
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.selection import SelectionRule
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay
 

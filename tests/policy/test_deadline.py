@@ -1,28 +1,18 @@
-"""Deadlines: quantiles over what is known, and how lost answers move them later."""
+"""When the deadline of a cohort is known, and what it is; also that of groups that come one at a time."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.policy.deadline import (
-    GROUPS_REMEMBERED,
-    LAST_BIN,
-    LOST_REMEMBERED,
-    MAX_FIRST_GROUPS,
-    MAX_STRETCH,
-    MEMORY,
-    MIN_RIGHT,
-    MIN_RIGHT_GROUPS,
-    RATIO_STEP,
-    Answer,
+    MIN_GROUPS,
+    WINDOW,
+    CohortDeadline,
     Deadline,
-    DeadlineLosses,
-    GroupLosses,
+    RecentCompletionLengths,
+    place_of_need,
 )
 
 
@@ -57,298 +47,6 @@ def test_the_deadline_is_stretched_then_clipped_to_floor_and_ceiling() -> None:
     assert Deadline().from_lengths([], 0) is None
 
 
-SHARE = 0.02
-
-
-def answers(*overruns: float, weight: float = 1.0, is_right: bool = True) -> list[Answer]:
-    return [Answer(overrun, is_right, weight=weight) for overrun in overruns]
-
-
-def explored(answers: list[Answer]) -> DeadlineLosses:
-    return DeadlineLosses().with_answers(answers, True, SHARE)
-
-
-def test_nothing_is_concluded_from_few_right_answers() -> None:
-    losses = explored(answers(*[3.0] * (MIN_RIGHT - 1)))
-    assert losses.share(1.0) is None
-    assert losses.stretch(0.02) == 1.0
-
-
-@given(st.lists(st.floats(0, 40), min_size=MIN_RIGHT, max_size=200), st.floats(0, 0.5))
-def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(overruns: list[float], max_share: float) -> None:
-    losses = explored(answers(*overruns))
-    stretch = losses.stretch(max_share)
-
-    def lost_of(factor: float) -> float:
-        return sum(o > factor for o in overruns) / len(overruns)
-
-    assert 1 <= stretch <= MAX_STRETCH
-    assert stretch == MAX_STRETCH or lost_of(stretch * RATIO_STEP * (1 + 1e-9)) <= max_share + 1e-9
-    assert stretch == 1 or lost_of(stretch / RATIO_STEP / (1 + 1e-9)) > max_share - 1e-9
-    share = losses.share(stretch)
-    assert share is not None
-    assert stretch == MAX_STRETCH or share <= max_share + 1e-9
-
-
-def test_an_answer_counts_by_its_weight() -> None:
-    """One in fifty returned answers is late, and stands for five: one in ten is lost."""
-    losses = explored([*answers(*[0.5] * 45), *answers(3.0, weight=5.0), *answers(*[0.5] * 4)])
-    assert losses.share(1.0) == pytest.approx(5 / 54)
-    assert losses.stretch(0.02) > 2.8
-    assert losses.stretch(0.1) == 1.0
-
-
-def test_old_answers_fade() -> None:
-    losses = explored(answers(*[8.0] * 100))
-    assert losses.stretch(0.02) == pytest.approx(8, rel=0.05)
-    for _ in range(1000):
-        losses = losses.with_answers(answers(*[0.5] * 50), True, SHARE)
-    assert losses.stretch(0.02) == 1.0
-    assert losses.explored == pytest.approx(sum(losses.explored_right)) == pytest.approx(MEMORY, rel=0.01)
-    assert sum(losses.right) == pytest.approx(LOST_REMEMBERED / SHARE, rel=0.01)
-
-
-def test_a_group_with_more_answers_than_are_remembered_replaces_what_was_known() -> None:
-    losses = explored(answers(*[8.0] * 100)).with_answers(answers(*[0.5] * 2 * MEMORY), True, SHARE)
-    assert losses.stretch(0.0) == 1.0
-    assert sum(losses.right) == losses.explored == 2 * MEMORY
-
-
-def test_the_stretch_has_a_maximum() -> None:
-    assert explored(answers(*[100.0] * 60)).stretch(0.02) == MAX_STRETCH
-    assert explored(answers(*[15.99] * 60)).stretch(0.0) == MAX_STRETCH
-
-
-def test_cut_answers_that_are_longer_than_all_explored_ones_move_the_deadline_by_a_step() -> None:
-    losses = explored([*answers(*[0.5] * 60), *answers(*[0.5] * 60, is_right=False)])
-    assert losses.stretch(0.1) == 1.0
-    lost = [*answers(*[0.5] * 60), *[Answer(1.0, is_right=False, cut=True)] * 60]
-    losses = losses.with_answers(lost, False, SHARE)
-    assert losses.stretch(0.1) == pytest.approx(RATIO_STEP, rel=0.03)
-    assert losses.share(1.0) == pytest.approx(30 / (60 * (1 - 120 * SHARE / LOST_REMEMBERED) + 60 + 30), rel=0.1), (
-        "half are right"
-    )
-    assert losses.share(RATIO_STEP) == pytest.approx(0, abs=1e-9)
-
-
-def test_cut_answers_beyond_the_last_bin_count_as_longer_than_any_stretch() -> None:
-    lost = [*answers(*[0.5] * 10), *[Answer(100.0, is_right=False, cut=True)] * 60]
-    losses = explored(answers(*[0.5] * 60)).with_answers(lost, False, SHARE)
-    assert sum(losses.cut[:LAST_BIN]) == 60
-    assert losses.stretch(0.02) == MAX_STRETCH
-
-
-def test_a_deadline_that_cuts_all_right_answers_is_not_judged() -> None:
-    losses = replace(explored(answers(*[0.5] * 60)), right=(0.0,) * (LAST_BIN + 1))
-    assert losses.share(1.0) is None
-    assert losses.stretch(0.02) == 1.0
-
-
-class World:
-    """64 groups of 12, with log-normal lengths; 60 % are right.
-
-    They return all, or the 7 shortest and one that is sampled from the others.
-    """
-
-    def __init__(self, sigma: float, between_prompts: float, returns_all: bool = False) -> None:
-        self.sigma, self.between_prompts, self.returns_all = sigma, between_prompts, returns_all
-
-    def lengths(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each candidate's overrun, whether it is right, and the longest overrun that its group needs.
-
-        Shapes: [64, 12], [64, 12], [64, 1].
-        """
-        medians = np.exp(5 + self.between_prompts * rng.standard_normal(64))
-        lengths = np.sort(medians[:, None] * np.exp(self.sigma * rng.standard_normal((64, 12))))
-        deadline = np.sort(lengths[:, 7])[57]
-        return lengths / deadline, rng.random((64, 12)) < 0.6, lengths[:, [7]] / deadline
-
-    def wanted(self, rng: np.random.Generator) -> float:
-        """Return the stretch that loses `SHARE` of all right answers."""
-        overruns = []
-        for _ in range(300):
-            lengths, right, needed = self.lengths(rng)
-            overruns.append(np.where(lengths <= needed, 0.0, lengths)[right])
-        return float(np.quantile(np.concatenate(overruns), 1 - SHARE))
-
-    def after_batch(self, losses: DeadlineLosses, explores: bool, rng: np.random.Generator) -> DeadlineLosses:
-        """Return the losses after a batch under their stretch, which explores or is cut there."""
-        stretch = losses.stretch(SHARE)
-        lengths, right, needed = self.lengths(rng)
-        for group in range(64):
-            end = math.inf if explores else max(stretch, needed[group, 0])
-            returned = []
-            for i in range(12) if self.returns_all else (*range(7), rng.integers(7, 12)):
-                length, weight = float(lengths[group, i]), 1.0 if i < 7 or self.returns_all else 5.0
-                overrun = min(0.0 if length <= needed[group, 0] else length, end)
-                cut = length > end
-                returned.append(Answer(overrun, bool(right[group, i]) and not cut, cut, weight))
-            losses = losses.with_answers(returned, explores, SHARE)
-        return losses
-
-
-@pytest.mark.untraced
-@pytest.mark.parametrize(("sigma", "between_prompts"), [(0.5, 0.3), (0.8, 0.5), (0.6, 0.0)])
-def test_the_stretch_settles_within_a_tenth_in_twenty_explored_batches_and_stays(
-    sigma: float, between_prompts: float
-) -> None:
-    rng, world = np.random.default_rng(0), World(sigma, between_prompts)
-    wanted = world.wanted(rng)
-    errors = []
-    for _ in range(3):
-        losses = DeadlineLosses()
-        for number in range(40):
-            losses = world.after_batch(losses, explores=True, rng=rng)
-            if number >= 19:
-                errors.append(losses.stretch(SHARE) / wanted - 1)
-    assert np.mean(np.abs(errors) < 0.1) > 0.85
-    assert abs(np.mean(errors)) < 0.05
-
-
-@pytest.mark.untraced
-@pytest.mark.parametrize("returns_all", [True, False])
-def test_where_one_batch_in_twenty_explores_the_stretch_settles_too(returns_all: bool) -> None:
-    """Less closely: the one sampled trajectory of a group stands for five."""
-    rng, world = np.random.default_rng(0), World(0.8, 0.5, returns_all)
-    wanted = world.wanted(rng)
-    errors = []
-    for _ in range(3):
-        losses = DeadlineLosses()
-        for number in range(40):
-            losses = world.after_batch(losses, explores=number % 20 == 0, rng=rng)
-            if number >= 4:
-                errors.append(losses.stretch(SHARE) / wanted - 1)
-    assert np.quantile(np.abs(errors), 0.9) < (0.15 if returns_all else 0.35)
-    assert abs(np.mean(errors)) < 0.1
-
-
-@pytest.mark.untraced
-@pytest.mark.parametrize(("before", "after", "rest"), [(0.8, 0.4, 0.2), (0.4, 0.8, 0.6)])
-def test_the_stretch_follows_lengths_though_no_batch_explores(before: float, after: float, rest: float) -> None:
-    """In ten batches but for a ``rest``. It grows more slowly than it shrinks: what is longer was not seen yet."""
-    rng, world = np.random.default_rng(1), World(before, 0.5, returns_all=True)
-    losses = DeadlineLosses()
-    for number in range(20):
-        losses = world.after_batch(losses, explores=number == 0, rng=rng)
-    first = losses.stretch(SHARE)
-    assert first == pytest.approx(world.wanted(rng), rel=0.1)
-    world = World(after, 0.5, returns_all=True)
-    for _ in range(10):
-        losses = world.after_batch(losses, explores=False, rng=rng)
-    wanted = world.wanted(rng)
-    assert abs(losses.stretch(SHARE) - wanted) < rest * abs(first - wanted)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"explored": -1},
-        {"explored": math.nan},
-        {"explored": "7"},
-        {"right": [1.0]},
-        {"cut": [-1.0] * (LAST_BIN + 1)},
-        {"cut": [math.nan] * (LAST_BIN + 1)},
-        {"cut": [1e300] * (LAST_BIN + 1)},
-        {"cut": ["1"] * (LAST_BIN + 1)},
-        {"explored_all": [1.0] * LAST_BIN},
-        {"first_groups": -1},
-        {"first_groups": 1.5},
-        {"is_rewarded": 1},
-    ],
-)
-def test_a_state_out_of_range_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        DeadlineLosses(**state)
-
-
-def test_a_state_without_explored_answers_stretches_nothing() -> None:
-    losses = DeadlineLosses(right=[1.0] * (LAST_BIN + 1), explored=float(MIN_RIGHT))
-    assert (losses.stretch(SHARE), losses.share(1.0)) == (1.0, None)
-
-
-def test_cohorts_explore_first_from_the_first_rewards_until_enough_answers_are_right() -> None:
-    losses = DeadlineLosses()
-    assert not losses.should_explore_first, "rewards may never be reported"
-    losses = replace(losses, is_rewarded=True)
-    assert losses.should_explore_first
-    losses = losses.with_answers(answers(*[0.5] * (MIN_RIGHT - 1)), True, SHARE)
-    assert losses.should_explore_first
-    assert losses.with_answers(answers(0.5, 0.5), False, SHARE).should_explore_first
-    assert not losses.with_answers(answers(0.5, 0.5), True, SHARE).should_explore_first
-    assert not replace(losses, first_groups=MAX_FIRST_GROUPS).should_explore_first
-
-
-def groups(*overruns: float, before: GroupLosses | None = None, times: int = 1, **of: bool) -> GroupLosses:
-    losses = before or GroupLosses()
-    for overrun in overruns * times:
-        losses = losses.with_group(Answer(overrun, **{"is_right": True, **of}))
-    return losses
-
-
-def test_a_few_groups_do_not_say_what_is_lost() -> None:
-    assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).stretch(0.0) == 1
-    assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).stretch(0.0) == pytest.approx(4, rel=0.06)
-
-
-def test_rare_prompts_move_the_deadline_beyond_their_shortest_right_answers() -> None:
-    losses = groups(*[0.5] * 59, 4.0, *[0.9] * 40, times=10)
-    assert 4 <= losses.stretch(0.005) <= 4 * RATIO_STEP
-    assert losses.stretch(0.02) == 1
-    assert groups(20.0, before=losses, times=20).stretch(0.005) == MAX_STRETCH
-    assert groups(0.5, before=losses, times=5 * GROUPS_REMEMBERED).stretch(0.005) == 1, "long ago"
-
-
-def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_seen() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
-    for _ in range(20):
-        losses = groups(*[0.5] * 28, before=losses)
-        for _ in range(4):
-            is_seen = stretch > 4.5
-            losses = losses.with_group(Answer(4.5 if is_seen else stretch, is_right=is_seen, cut=not is_seen))
-        stretches.append(stretch := losses.stretch(0.005))
-    assert next(stretches.index(each) for each in stretches if each > 4.5) <= 3, "within a few batches"
-    assert stretches[-1] == pytest.approx(4.5, rel=0.06)
-
-
-def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_that_is_known() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
-    for _ in range(20):
-        losses = groups(*[0.5] * 62, before=losses)
-        for _ in range(2):
-            losses = losses.with_group(Answer(min(stretch, 12.0), is_right=False, cut=stretch < 12))
-        stretches.append(stretch := losses.stretch(0.005))
-    assert max(stretches) > 12
-    assert stretches[6:14] == [1.0] * 8
-
-
-def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
-    """Of 40 that were seen to the end, half were right, at 3 times the bound; so half of 10 that were cut at 2."""
-    seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
-    losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
-    lost = (20 + 5) / (150 + 20 + 5)
-    assert losses.stretch(lost * 1.1) == 1
-    assert losses.stretch(lost * 0.9) == pytest.approx(3, rel=0.06)
-
-
-def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_there() -> None:
-    """With an extreme length limit, their answers are never seen, and no deadline can keep them."""
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
-    for _ in range(20):
-        losses = groups(stretch, stretch, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
-        stretches.append(stretch := losses.stretch(0.005))
-    assert max(stretches) > 12
-    assert stretches[-10:] == [1.0] * 10
-
-
-def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
-    losses = groups(*[0.5] * 96, *[2.0] * 3, 4.0)
-    assert losses.share(1.0) == pytest.approx(0.04, abs=0.002)
-    assert losses.share(losses.stretch(0.02)) == pytest.approx(0.01, abs=0.001)
-    assert losses.share(16.0) == 0
-    assert losses.stretch(1.0) == groups(4.0, times=100).stretch(1.0) == 1
-    assert groups(0.5).share(1.0) is None
-
-
 @pytest.mark.parametrize(
     ("rule", "unstretched", "factor"),
     [
@@ -365,27 +63,221 @@ def test_the_factor_in_a_deadline_is_that_between_its_limits(rule: Deadline, uns
     assert rule.stretch_in(tokens) == factor
 
 
-@pytest.mark.parametrize("rule", [Deadline(), Deadline(ceiling=4096), Deadline(floor=4000)])
-@pytest.mark.parametrize("unstretched", [1_000, 3_000])
-def test_the_stretch_comes_back_also_where_the_deadline_is_limited(rule: Deadline, unstretched: int) -> None:
-    losses, stretches = groups(0.5, times=100), []
-    for number in range(60):
-        stretched = replace(rule, stretch=losses.stretch(0.005))
-        tokens = stretched.from_lengths([unstretched] * 10, 10)
-        assert tokens is not None
-        late = 1.5 * 2 * rule.clip(unstretched) if number < 10 else unstretched
-        for need in [unstretched] * 62 + [late] * 2:
-            is_cut = need > 2 * tokens
-            place = min(need, 2 * tokens) / (2 * tokens) * stretched.stretch_in(tokens)
-            losses = losses.with_group(Answer(place, is_right=not is_cut, cut=is_cut))
-        stretches.append(stretched.stretch)
-    assert max(stretches) <= MAX_STRETCH
-    assert stretches[-1] == 1
-    assert max(stretches[20:]) < 2.1
+# --- a cohort ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["right", "wrong", "cut"])
-@pytest.mark.parametrize("value", [[1.0], [-1.0] * (LAST_BIN + 1), ["1"] * (LAST_BIN + 1)])
-def test_groups_out_of_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        GroupLosses(**{name: value})
+def test_the_deadline_is_known_with_the_group_of_the_quantiles_rank() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 10 + group)
+    assert cohort.tokens is None
+    cohort.report_need(8, 30)
+    assert cohort.tokens == 30
+    cohort.report_need(9, 99)
+    assert [cohort.tokens, cohort.waits_beyond] == [30, None]
+
+
+def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_stays() -> None:
+    cohort = CohortDeadline(Deadline(tokens=50, stretch=1.5, ceiling=70), 10)
+    assert cohort.tokens == 70
+    for group in range(10):
+        cohort.report_need(group, 10)
+    assert [cohort.tokens, cohort.waits_beyond] == [70, None]
+
+
+def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    assert cohort.waits_beyond == 40
+    cohort.report_minimum(8, 41)
+    assert cohort.tokens is None
+    cohort.report_minimum(9, None)
+    assert cohort.tokens == 20
+
+
+def test_a_deadline_of_earlier_groups_bounds_a_cohort_in_which_no_group_has_a_need() -> None:
+    cohort = CohortDeadline(Deadline(recent=20), 10)
+    assert cohort.waits_beyond == 160
+    for group in range(10):
+        assert cohort.tokens is None
+        cohort.report_minimum(group, 161 if group % 2 else None)
+    assert [cohort.tokens, cohort.waits_beyond] == [80, None]
+
+
+def test_the_more_groups_have_a_need_the_less_the_others_are_waited_for() -> None:
+    cohort = CohortDeadline(Deadline(recent=20), 16)
+    limits = []
+    for group in range(12):
+        limits.append(cohort.waits_beyond)
+        cohort.report_need(group, 5)
+    assert limits == [160] * 8 + [136, 96, 70, 52]
+    assert cohort.waits_beyond == 10, "they are enough without earlier groups"
+
+
+def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_does() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.remove(0)
+    assert cohort.tokens is None
+    cohort.remove(8)
+    assert cohort.tokens is None
+    cohort.remove(9)
+    assert cohort.tokens == 20
+
+
+def test_without_a_rule_the_deadline_is_what_was_known() -> None:
+    cohort = CohortDeadline(None, 1, tokens=7)
+    cohort.report_need("a", 100)
+    assert cohort.tokens == 7
+
+
+def test_a_rule_may_become_known_after_the_reports() -> None:
+    cohort = CohortDeadline(None, 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.report_minimum(8, 50)
+    assert [cohort.tokens, cohort.waits_beyond] == [None, None]
+    cohort.set_rule(Deadline(stretch=2.0))
+    assert [cohort.tokens, cohort.waits_beyond] == [None, 80]
+    cohort.report_need(9, 30)
+    assert cohort.tokens == 60
+    fixed = CohortDeadline(None, 10)
+    fixed.set_rule(Deadline(tokens=50))
+    assert fixed.tokens == 50
+    few = CohortDeadline(None, 2)
+    few.set_rule(None, 70)
+    few.report_need(0, 10)
+    assert few.tokens == 70
+
+
+def test_a_group_that_starts_again_counts_again_and_with_its_last_need() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.remove(0)
+    cohort.remove(8)
+    cohort.add(0)
+    cohort.add(8)
+    cohort.report_minimum(0, None)
+    cohort.report_minimum(9, None)
+    assert cohort.tokens is None, "group 8 may be short"
+    cohort.report_need(0, 30)
+    cohort.report_need(8, 10)
+    assert cohort.tokens == 30
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["need", "minimum", "none", "remove", "add"]), st.integers(0, 9), st.integers(1, 60)),
+        max_size=60,
+    ),
+    st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
+    st.sampled_from([None, 4]),
+)
+def test_what_is_known_follows_from_the_reports(
+    reports: list[tuple[str, int, int]], quantile: float, recent: int | None
+) -> None:
+    rule = Deadline(quantile, recent=recent)
+    cohort = CohortDeadline(rule, 10)
+    needs: dict[int, int] = {}
+    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)
+    for what, group, tokens in reports:
+        counts = group in needs or group in minimums
+        if what == "need" and counts:
+            cohort.report_need(group, tokens)
+            needs[group] = tokens
+            minimums.pop(group, None)
+        elif what in ("minimum", "none") and counts:
+            minimum = tokens if what == "minimum" else None
+            cohort.report_minimum(group, minimum)
+            minimums |= {} if group in needs else {group: minimum}
+        elif what == "remove" and counts:
+            cohort.remove(group)
+            minimums.pop(group, None)
+        elif what == "add" and not counts:
+            cohort.add(group)
+            minimums[group] = 0
+        expected = rule.of_cohort(needs.values(), minimums.values())
+        assert cohort.tokens == expected
+        if expected is not None:
+            assert cohort.waits_beyond is None
+            return
+        others = rule.without_others(needs.values(), len(minimums))
+        assert cohort.waits_beyond == (None if others is None else rule.bound_of(others))
+
+
+def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
+    assert [place_of_need(8, candidates, 12.0) for candidates in (8, 9, 12, 16)] == [6, 6, 8, 8]
+    assert place_of_need(1, 1, 12.0) == 1
+
+
+def test_a_deadline_is_awaited_while_what_groups_report_may_determine_it() -> None:
+    deadline = CohortDeadline(None, 10)
+    assert not deadline.is_awaited
+    deadline.set_rule(Deadline())
+    assert deadline.is_awaited
+    for group in range(10):
+        deadline.report_need(group, 5)
+    assert not deadline.is_awaited
+
+
+def test_groups_that_have_reported_count_without_being_there() -> None:
+    deadline = CohortDeadline(Deadline(), 10)
+    deadline.report_need(1, 5)
+    deadline.remove(1)
+    deadline.remove(2)
+    assert deadline.count_without([1, 3, 4]) == 7
+
+
+# --- recent lengths ----------------------------------------------------------
+
+
+RULE = Deadline()
+
+
+def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
+    needs = RecentCompletionLengths()
+    for tokens in range(1, MIN_GROUPS):
+        needs.add(tokens)
+    assert needs.deadline(Deadline()) is None
+    needs.add(MIN_GROUPS)
+    assert needs.deadline(Deadline(quantile=1.0)) == MIN_GROUPS
+    for _ in range(WINDOW):
+        needs.add(7)
+    assert needs.deadline(Deadline(quantile=1.0)) == 7, "older ones are forgotten"
+    assert RecentCompletionLengths(needs.state).deadline(Deadline()) == 7
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ([10] * 8 + [40] * 8 + [0], 40),
+        ([10] * 6 + [0] * 2, 10),
+        ([10] * 6 + [0] * 3, None),
+        ([10] * 12 + [0] * 8, 20),
+        ([10] * 12 + [0] * 30, 40),
+        ([0] * 50 + [10] * 7, None),
+    ],
+)
+def test_groups_that_were_cut_count_as_longer_and_if_many_were_the_deadline_is_later(
+    lengths: list[int], tokens: int | None
+) -> None:
+    assert RecentCompletionLengths(lengths).deadline(RULE) == tokens
+
+
+def test_if_hardly_any_group_is_complete_before_its_bound_all_show_their_lengths_again() -> None:
+    recent = RecentCompletionLengths([10] * WINDOW)
+    bounds = []
+    while (tokens := recent.deadline(RULE)) is not None:
+        bounds.append(RULE.bound_of(tokens))
+        recent.add(0)
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == 80
+    assert len(bounds) == WINDOW - MIN_GROUPS + 1
+
+
+def test_what_groups_needed_is_known_without_those_that_were_cut() -> None:
+    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(stretch=2.0)) == 40
+    assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(RULE) is None

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import LongestTail
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,

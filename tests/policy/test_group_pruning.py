@@ -21,10 +21,9 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.group import Group
-from darts_server.policy.group_weights import sampled_from, selection_weights
-from darts_server.policy.selection.rules import SelectionRule, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, SampledTail
+from darts_server.policy.group import Group, sampled_from, selection_weights
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import SelectionRule, Shortest
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,

@@ -18,10 +18,9 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.group import Group
-from darts_server.policy.group_weights import selection_weights
-from darts_server.policy.selection.rules import InOrder, SelectionRule, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.group import Group, selection_weights
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import InOrder, LongestTail, SelectionRule, Shortest
 from darts_server.types import DiscardReason, FinishReason, Outcome
 
 LOAD = DiscardReason.LOAD

@@ -6,7 +6,7 @@ import pytest
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, Finished, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import InOrder, Shortest
+from darts_server.policy.selection import InOrder, Shortest
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 STOP = FinishReason.STOP

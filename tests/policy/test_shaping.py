@@ -1,14 +1,17 @@
-"""What a named policy makes of one prompt."""
+"""The rules and numbers of a shaping, and of the policies that have names."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.selection.rules import SelectionRule, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
-from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, LongestTail, SampledSurvivors, SelectionRule, Shortest
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
+from darts_server.settings.fields import Policy
 
 
 @pytest.mark.parametrize(("redundancy", "size", "candidates"), [(1.0, 8, 8), (1.5, 8, 12), (1.5, 3, 5), (1.25, 1, 1)])
@@ -98,3 +101,101 @@ def test_a_size_other_than_shortest_plus_longest_is_refused() -> None:
 def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="raise n, or lower --num-longest"):
         Shaping(num_longest=2).selection_rule(2)
+
+
+# --- named policies ----------------------------------------------------------
+
+
+BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
+POLICIES = build_policies(BASE, Deadline(), Pruning())
+SEVERE = Pruning(keep_ratio=0.25)
+
+
+def test_each_policy_of_the_settings_has_a_shaping() -> None:
+    assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
+    assert {name for name in POLICIES if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
+
+
+def test_without_pruning_no_policy_prunes() -> None:
+    assert build_policies(BASE, Deadline()) == {name: made for name, made in POLICIES.items() if not made.prunes}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "saturated"),
+    [
+        ("uniform", SampledTail(7, 1), SampledTail(7, 1)),
+        ("darts", SampledTail(7, 1), Shortest(8)),
+        ("darts_cut", CutTail(7, 1), CutTail(7, 1)),
+        ("cap", CutTail(6, 2, 6), CutTail(6, 2, 6)),
+        ("arrol", SampledSurvivors(8), SampledSurvivors(8)),
+        ("darts+arrol", SampledTail(7, 1), Shortest(8)),
+    ],
+)
+def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:
+    assert POLICIES[name].selection_rule(8) == rule
+    assert POLICIES[name].selection_rule(8, POLICIES[name].is_saturated(8, 16)) == saturated
+
+
+@pytest.mark.parametrize(
+    ("keep_ratio", "size", "candidates"), [(0.5, 8, 16), (0.25, 8, 32), (0.75, 8, 11), (0.3, 3, 10)]
+)
+def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: float, size: int, candidates: int) -> None:
+    arrol = build_policies(BASE, Deadline(), Pruning(keep_ratio=keep_ratio))["arrol"]
+    assert arrol.candidates(size) == candidates
+    assert not arrol.uses_cohort
+    assert arrol.bounds(size)[1] >= candidates
+
+
+@pytest.mark.parametrize(("redundancy", "place"), [(1.0, 8), (1.25, 7), (1.5, 6), (1.6, 5), (2.0, 4), (16.0, 1)])
+def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redundancy: float, place: int) -> None:
+    cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.CV_LOG), Deadline())["cap"]
+    assert cap.candidates(8) == cap.selection_rule(8).size == 8
+    assert cap.selection_rule(8).completion_place == cap.completion_place(8) == place
+    assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
+
+
+def test_arrol_ignores_tails_and_budgets() -> None:
+    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.CV_LOG)
+    arrol = build_policies(base, Deadline(), SEVERE)["arrol"]
+    assert arrol.selection_rule(8) == SampledSurvivors(8)
+    assert not arrol.uses_cohort
+
+
+def test_darts_with_arrol_is_darts_with_pruning() -> None:
+    base = replace(BASE, tail=Tail.LONGEST)
+    both = build_policies(base, Deadline(), SEVERE)
+    assert both["darts+arrol"] == replace(both["darts"], pruning=SEVERE)
+
+
+@pytest.mark.parametrize(("refill", "most"), [(False, 0), (True, 24)])
+def test_refill_goes_up_to_the_maximum_redundancy(refill: bool, most: int) -> None:
+    policies = build_policies(replace(BASE, max_redundancy=3.0), Deadline(), Pruning(), refill)
+    assert policies["arrol"].max_candidates(8) == policies["darts+arrol"].max_candidates(8) == most
+    assert policies["darts"].max_candidates(8) == 0
+
+
+def test_a_keep_ratio_of_one_scores_without_pruning() -> None:
+    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
+    assert kept.selection_rule(8) == SampledSurvivors(8)
+    assert kept.candidates(8) == 8
+
+
+def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
+    sparing = Pruning(keep_ratio=0.9)
+    policies = build_policies(replace(BASE, max_redundancy=1.0), Deadline(), sparing)
+    with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 4 / 0.9 comes to no more .* raise n") as arrol:
+        policies["arrol"].selection_rule(4)
+    with pytest.raises(InvalidRequest, match="raise --max-redundancy, which is 1") as both:
+        policies["darts+arrol"].selection_rule(4)
+    assert arrol.value.field == both.value.field == "n"
+    assert policies["arrol"].selection_rule(8) == SampledSurvivors(8)
+
+
+def test_arrol_returns_all_survivors_where_callers_take_groups_of_any_size() -> None:
+    assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol"]
+
+
+def test_all_survivors_are_returned_under_either_policy() -> None:
+    for name in ("arrol", "darts+arrol"):
+        assert replace(POLICIES[name], return_survivors=True).selection_rule(8) == AllSurvivors(8)
+    assert AllSurvivors(8).num_shortest == 8

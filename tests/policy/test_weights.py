@@ -10,11 +10,9 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
-from darts_server.policy.group import Group
-from darts_server.policy.group_weights import sampled_from, selection_weights, tail_share
-from darts_server.policy.selection.rules import InOrder, SelectionRule, Shortest
-from darts_server.policy.selection.survivors import AllSurvivors, SampledSurvivors
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, SelectionRule, Shortest
 from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 

@@ -6,7 +6,7 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
-from darts_server.policy.allocation.brownout import Brownout
+from darts_server.policy.allocation import Brownout
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Planner

@@ -7,9 +7,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.selection.tail_rules import CutTail
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.sampled_tail import CutTail
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.policy.oracle import Fate, bounded, chosen, cut_lengths

@@ -10,7 +10,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import QUANTILE, Deadline
-from darts_server.policy.selection.tail_rules import CutTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, CohortRecord, GroupRecord
 from darts_server.rollout.plan import Planner

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import StateDamaged
-from darts_server.policies import AUTO
 from darts_server.policy.auto.options import AutoLimits, build_auto
-from darts_server.policy.deadline import LAST_BIN, Deadline
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline_losses import LAST_BIN
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
@@ -25,7 +25,7 @@ from darts_server.rollout.saved_state import PARSERS, check_document
 from darts_server.rollout.spec import GroupSpec
 from darts_server.store import Store
 from darts_server.store.archive import pack
-from darts_server.types import RequestOptions
+from darts_server.types import AUTO, RequestOptions
 from tests.rollout.helpers import Documents, Recorder, collect
 
 POLICIES = {

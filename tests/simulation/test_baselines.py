@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.simulation.batch import Batch
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.simulation.baselines import rollout_bound, shortest_lengths

@@ -7,7 +7,7 @@ from benchmarks.gpu.bench import Bench, gather_within
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.steplog import monotone
 from benchmarks.gpu.tables import Table
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 TITLE = "Seconds of a decode step (PTL)"
 GROWTH = 2.2

@@ -14,8 +14,7 @@ from darts_server.ingress.replicas.fleet import Fleet
 from darts_server.ingress.replicas.member import Member
 from darts_server.ingress.replicas.replica import Outgoing, ReplicaFailure
 from darts_server.ingress.replicas.whole import fetch
-from darts_server.policy.cohort_deadline import CohortDeadline
-from darts_server.policy.deadline import MIN_GROUPS, Deadline
+from darts_server.policy.deadline import MIN_GROUPS, CohortDeadline, Deadline
 from darts_server.rollout.allocation.shared import SharedDeadline
 from darts_server.types import MaxLost
 

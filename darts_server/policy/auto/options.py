@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.shaping import BudgetKind, Shaping, build_policies
 
 OFF = "off"
 RULES = ("uniform", "darts", "cut", "cap", "limit")

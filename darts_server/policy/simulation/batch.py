@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.allocation.optimum import allocate_by_std, allocate_evenly
+from darts_server.policy.allocation import allocate_by_std, allocate_evenly
 from darts_server.policy.deadline import MIN_GROUPS, Deadline
-from darts_server.policy.selection.rules import InOrder, SelectionRule
+from darts_server.policy.selection import InOrder, SelectionRule
 from darts_server.policy.shaping import Shaping
 
 Ints = NDArray[np.int64]

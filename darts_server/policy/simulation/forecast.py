@@ -7,6 +7,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.policy.deadline import MIN_GROUPS
+from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import simulate
@@ -15,6 +17,8 @@ Floats = NDArray[np.float64]
 
 MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 8, 256
 """A batch is sampled so often that there are this many groups: a few large batches, more small ones."""
+SIMULATED = 4096
+"""Candidates by which seconds are predicted: small batches several times over, large ones as a scale model."""
 LONGEST = 1 << 24
 """Tokens at which lengths end where no limit is known."""
 
@@ -137,3 +141,23 @@ def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast
             )
         )
     return Forecast(*(float(value) for value in np.mean(found, axis=0)))
+
+
+def predict_seconds(
+    mean_candidates: float,
+    shaping: Shaping,
+    size: int,
+    expectation: Expectation,
+    machine: Machine,
+    rng: np.random.Generator,
+) -> float:
+    """Predict the seconds of a rollout of groups of ``size`` with so many candidates per prompt, without pruning.
+
+    A large batch is forecast by a scale model: some of its prompts, on a machine of which each place stands for
+    several.
+    """
+    most = shaping.bounds(size)[1]
+    some = expectation.thinned(max(SIMULATED // most, MIN_GROUPS))  # with fewer groups there would be no deadline
+    batches = some.sample(most, rng, max(SIMULATED // (most * some.groups), 1))
+    plan = Plan.of(shaping.by_length(size), size, some.stds, mean_candidates)
+    return forecast(plan, batches, machine.scaled(expectation.groups / some.groups)).seconds

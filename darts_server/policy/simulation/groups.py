@@ -10,9 +10,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.cohort_deadline import place_of_need
-from darts_server.policy.selection.rules import InOrder, SelectionRule
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
+from darts_server.policy.deadline import place_of_need
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import InOrder, LongestTail, SelectionRule
 from darts_server.policy.simulation.batch import Batch, Plan
 
 Floats = NDArray[np.float64]

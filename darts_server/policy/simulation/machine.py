@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 
 Floats = NDArray[np.float64]
 BLOCK_SIZE = 16
@@ -18,7 +18,7 @@ class StepTime:
 
     ``per_context_token``: seconds for each token in the KV cache of the running sequences, which every step reads.
     ``per_prefill_token``: seconds for each token that is prefilled in the step. ``per_start``: seconds for each
-    sequence that is admitted in the step, whatever its prompt, also after a preemption; see `policy.latency.starts`.
+    sequence that is admitted in the step, whatever its prompt, also after a preemption; see `latency.start_seconds`.
 
     Raises:
         ValueError: a number is negative or not finite.

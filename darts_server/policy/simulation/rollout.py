@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.cohort_deadline import CohortDeadline
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import CohortDeadline, Deadline
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.engines import TOLERANCE, Clocks
 from darts_server.policy.simulation.groups import Ends, Groups, Known

@@ -10,9 +10,14 @@ import numpy as np
 
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.observers import GroupObserver
-from darts_server.policy.allocation.brownout import reduce_candidates, share_left
-from darts_server.policy.allocation.optimum import allocate_by_std, allocate_evenly
-from darts_server.policy.allocation.shadow_price import ShadowPrice, ShadowPriceState
+from darts_server.policy.allocation import (
+    ShadowPrice,
+    ShadowPriceState,
+    allocate_by_std,
+    allocate_evenly,
+    reduce_candidates,
+    share_left,
+)
 from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.deadline import Deadline

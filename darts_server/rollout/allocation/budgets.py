@@ -6,9 +6,9 @@ from statistics import fmean
 import numpy as np
 
 from darts_server.engine.port import RequestTokens
-from darts_server.policy.budget import cv_log_mean, predict_seconds
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.shaping import BudgetKind, Shaping
-from darts_server.policy.simulation.forecast import Expectation
+from darts_server.policy.simulation.forecast import Expectation, predict_seconds
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts
 from darts_server.rollout.learned.statistics import Dataset

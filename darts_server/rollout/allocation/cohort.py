@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 from darts_server.engine.port import RunningCandidate
 from darts_server.exceptions import Conflict
-from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import CohortDeadline, Deadline, place_of_need
 from darts_server.policy.group import Group
-from darts_server.policy.selection.rules import SelectionRule
+from darts_server.policy.selection import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord
 from darts_server.rollout.allocation.shared import CohortPart, CohortReports, SharedDeadline

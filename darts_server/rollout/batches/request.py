@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
-from darts_server.policies import OFF
 from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.spec import OnAbort
-from darts_server.types import PromptSpec, RequestOptions
+from darts_server.types import OFF, PromptSpec, RequestOptions
 
 NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""

@@ -2,8 +2,7 @@
 
 from dataclasses import asdict
 
-from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.latency.model import LatencyModel, LatencyState
+from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from darts_server.exceptions import StateError
-from darts_server.policy.lengths.estimate import Observation
-from darts_server.policy.lengths.stats import PromptStats, make_prompt_key, update_stats
+from darts_server.policy.lengths import Observation, PromptStats, make_prompt_key, update_stats
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Document, DocumentStore, UnusableLog, parse_document
 from darts_server.types import FinishReason, Outcome

@@ -5,10 +5,8 @@ from typing import Any
 
 from darts_server.observers import GroupObserver
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
-from darts_server.policy.lengths.estimate import LengthEstimate, estimate_lengths
-from darts_server.policy.lengths.profile import LengthProfile, ProfileState
-from darts_server.policy.lengths.ratios import ratios_to_mean
-from darts_server.policy.lengths.stats import DatasetStats, PromptStats
+from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
+from darts_server.policy.lengths import DatasetStats, LengthEstimate, PromptStats, estimate_lengths
 from darts_server.records import GroupRecord
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from darts_server.observers import GroupObserver
-from darts_server.policy.lengths.estimate import complete_sample
+from darts_server.policy.lengths import complete_sample
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.prompts import observations
 from darts_server.types import Outcome

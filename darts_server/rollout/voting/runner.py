@@ -14,10 +14,9 @@ from typing import Generic, Literal
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
 from darts_server.observers import VoteObserver
-from darts_server.policies import OFF
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection.rules import InOrder
+from darts_server.policy.selection import InOrder
 from darts_server.policy.voting import (
     Extractor,
     Tally,
@@ -34,7 +33,7 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
-from darts_server.types import DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome
+from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome
 
 POLICY = "vote"
 """Under this name the groups of votes are recorded. They are not shaped."""

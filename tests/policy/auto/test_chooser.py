@@ -23,7 +23,7 @@ from darts_server.policy.auto.chooser import (
 from darts_server.policy.auto.options import RULES, UNSHAPED, Auto, AutoLimits, Option, build_auto, rule_of
 from darts_server.policy.auto.state import AutoState, MeasuredErrors
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import Expectation, Forecast
 from darts_server.policy.simulation.machine import Machine, StepTime

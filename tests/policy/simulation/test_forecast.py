@@ -6,7 +6,7 @@ import pytest
 
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.forecast import (

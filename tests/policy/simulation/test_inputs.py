@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, Plan

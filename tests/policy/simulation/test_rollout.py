@@ -6,7 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.engines import place_groups
 from darts_server.policy.simulation.machine import Machine, StepTime

@@ -5,13 +5,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from darts_server.policy.cohort_deadline import CohortDeadline, place_of_need
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline import CohortDeadline, Deadline, place_of_need
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.named_policies import build_policies
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.types import FinishReason

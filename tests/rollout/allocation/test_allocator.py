@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from darts_server.policy.allocation.brownout import reduce_candidates
+from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator

@@ -12,7 +12,6 @@ import pytest
 from darts_server.engine.port import UNKNOWN_TOKENS
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
-from darts_server.policies import AUTO
 from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose, hindsight
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
@@ -23,7 +22,7 @@ from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
+from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.engine.port import RequestTokens
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.budgets import Budgets

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
-from darts_server.policy.allocation.shadow_price import ShadowPriceState
+from darts_server.policy.allocation import ShadowPriceState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import PART_BYTES, Blob, BlobStore, Scalar, StoredValues

@@ -12,9 +12,8 @@ from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Scored
-from darts_server.policy.named_policies import build_policies
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.request import BatchRequest

@@ -13,14 +13,18 @@ kinds of engine, was off by 5 % and 17 %, since some engines' curves bend the ot
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression, median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
-from darts_server.policy.latency.curve import LatencyCurve
-from darts_server.policy.latency.starts import MAX_STARTS, Start, start_seconds
 from darts_server.policy.pruning.calibration import fit_isotonic
+
+Floats = NDArray[np.float64]
 
 BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
@@ -42,6 +46,92 @@ SECONDS = (1e-9, 1e6)
 """Range of a step's seconds, so that neither sums nor logarithms of them leave the range of floats."""
 DIGITS = 5
 """Of seconds that are kept: the noise is far larger, and the state is a third of the size."""
+MAX_STARTS = 128
+"""Steps with starts that are kept. A batch has a few to some dozen, more where sequences start one by one."""
+MIN_STARTS = 12
+"""Steps with starts before the cost is known: if one in five is hit by other work, the median of so many rarely is."""
+MAX_WEIGHT = 0.125
+"""Of all starts, as which those of one step count at most."""
+
+Start = tuple[int, int, float]
+"""A step: how many sequences got a token in it, for how many of these it was the first, and its seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCurve:
+    """PTL(b): seconds of one decode step while b sequences run, linear between the points (``batches``, ``seconds``).
+
+    Below the first point it is constant; beyond the last it rises by ``per_sequence`` seconds a sequence. Plain fields:
+    ``LatencyCurve(**json)`` restores it.
+
+    Raises:
+        ValueError: there is no point, the batches do not increase, or the curve falls somewhere or is not positive.
+    """
+
+    batches: tuple[float, ...]
+    seconds: tuple[float, ...]
+    per_sequence: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batches", tuple(self.batches))  # JSON has lists only
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        if not self.batches or len(self.batches) != len(self.seconds):
+            raise ValueError("batches and seconds must be equally many, and at least one")
+        for name, values in (("batches", self.batches), ("seconds", self.seconds)):
+            if not all(math.isfinite(x) and x > 0 for x in values):
+                raise ValueError(f"{name} must be finite and above 0, got {values}")
+        if not all(one < two for one, two in pairwise(self.batches)):
+            raise ValueError(f"batches must increase, got {self.batches}")
+        if not all(one <= two for one, two in pairwise(self.seconds)):
+            raise ValueError(f"seconds must not decrease, got {self.seconds}")
+        if not (math.isfinite(self.per_sequence) and self.per_sequence >= 0):
+            raise ValueError(f"per_sequence must be finite and at least 0, got {self.per_sequence}")
+
+    def scaled(self, weight: float, slower: float = 1.0) -> "LatencyCurve":
+        """Return the curve for sequences of which each stands for ``weight``, with steps ``slower`` times as long."""
+        batches, seconds = (batch / weight for batch in self.batches), (slower * second for second in self.seconds)
+        return LatencyCurve(tuple(batches), tuple(seconds), slower * weight * self.per_sequence)
+
+    def step_seconds(self, batch: float) -> float:
+        """Return the seconds of one decode step while ``batch`` sequences run."""
+        return float(self.step_seconds_array(np.asarray(batch, dtype=np.float64)))
+
+    def step_seconds_array(self, batches: Floats) -> Floats:
+        """Return the seconds of one decode step for each of ``batches``, an array of any shape."""
+        beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
+        return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
+
+
+def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
+    """Return the seconds by which each sequence that starts lengthens its step; ``None`` before `MIN_STARTS` steps.
+
+    A step in which sequences get their first token takes longer than one that only decodes as many: they are prefilled,
+    and the API process hands them to the engine one after the other. On a real engine 64 to 128 sequences that were
+    submitted together got their first tokens within two to four steps, which took the longer the more started in them;
+    and about as much was added for each where one took the place of another. So the cost is a number of seconds for
+    each, by which it lengthens the step in which it starts, as a prefill does. It is not a delay that passes beside the
+    decoding of others.
+
+    The decode curve is learned from other steps, and is known here. What a step takes beyond it is then due to the n
+    sequences that start in it, and the cost is the slope of a line through the origin. Least absolute deviations fit
+    it, which is the median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest
+    stall. So would a median if the step that stalled had most of the starts, as after a pause in which requests
+    arrived; therefore no step has more than `MAX_WEIGHT` of all weight. The whole duration of batches would need no
+    steps, but it cannot tell this cost from an error of the curve, as batches with more sequences also decode more.
+
+    It is one number: what prefills take is in it as an average over those that start. Where prompts are long, the first
+    sequence of a prompt costs more than the others, which find it in the prefix cache. A prefill that is split over
+    several steps counts only as far as the last of them, and the first step of an engine that was idle does not count,
+    since nothing says when it began.
+    """
+    if len(steps) < MIN_STARTS:
+        return None
+    most = MAX_WEIGHT * sum(started for _, started, _ in steps)
+    costs = sorted(
+        ((seconds - curve.step_seconds(batch)) / started, min(started, most)) for batch, started, seconds in steps
+    )
+    passed = list(accumulate(weight for _, weight in costs))
+    return max(0.0, costs[bisect_left(passed, passed[-1] / 2)][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +212,10 @@ class LatencyModel:
             ValueError: ``batch`` is below 1 or ``seconds`` not above 0, or one of them is not finite, or ``started`` is
                 not from 0 to ``batch``.
         """
-        index = _bin_index(_checked_batch(batch))
-        _checked_seconds(seconds)
+        if not (math.isfinite(batch) and batch >= 1):
+            raise ValueError(f"batch must be finite and at least 1, got {batch}")
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"seconds must be finite and above 0, got {seconds}")
         if not 0 <= started <= batch:
             raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
         seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
@@ -131,6 +223,7 @@ class LatencyModel:
         if started:
             self._starts.append((batch, started, seconds))
             return
+        index = _bin_index(batch)
         known = self._bins.get(index)
         if known is None:
             known = self._bins[index] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
@@ -150,17 +243,16 @@ class LatencyModel:
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds by which each sequence that starts lengthens its step, see `starts`; ``None`` while not known."""
+        """`start_seconds` of the steps so far; ``None`` while not known."""
         self._fit_new()
         return self._start_seconds
 
     def _fit_new(self) -> None:
         """Fit both if a step was recorded since."""
-        if self._is_fitted:
-            return
-        self._curve = self._fit()
-        self._start_seconds = None if self._curve is None else start_seconds(tuple(self._starts), self._curve)
-        self._is_fitted = True
+        if not self._is_fitted:
+            self._curve = self._fit()
+            self._start_seconds = None if self._curve is None else start_seconds(self._starts, self._curve)
+            self._is_fitted = True
 
     def _fit(self) -> LatencyCurve | None:
         bins = [b for b in self._bins.values() if len(b.seconds) >= MIN_STEPS]
@@ -210,14 +302,3 @@ def _bin_index(batch: int) -> int:
 def _slope(batches: Sequence[float], seconds: Sequence[float], bound: float) -> float:
     """Return the seconds a sequence adds, by least squares, in [0, ``bound``]."""
     return min(max(float(linear_regression(batches, seconds).slope), 0.0), bound)
-
-
-def _checked_batch(batch: int) -> int:
-    if not (math.isfinite(batch) and batch >= 1):
-        raise ValueError(f"batch must be finite and at least 1, got {batch}")
-    return batch
-
-
-def _checked_seconds(seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"seconds must be finite and above 0, got {seconds}")

@@ -1,16 +1,70 @@
-"""What is certain about groups whose tail is sampled, by the tail draws of its candidates."""
+"""Selection rules whose tail is sampled, by random numbers that are drawn before anything runs; also with a deadline.
+
+The deadline D of a group is that of its cohort, but at least the length of its own M-th shortest valid candidate: a
+prompt that needs long answers has the time for them. While the cohort has no deadline the group has none. A bound may
+be set with the deadline: then every candidate is cut there, as if it were the length limit.
+"""
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.selection.assessment import Assessment, discard
-from darts_server.policy.selection.shortest_places import ShortestPlaces, own_deadline, with_bound
-from darts_server.policy.selection.standings import Standings
-from darts_server.types import DiscardReason
+from darts_server.policy.selection import (
+    Assessment,
+    SelectionRule,
+    ShortestPlaces,
+    Standings,
+    remove_sorted,
+    split_by_validity,
+)
+from darts_server.types import DiscardReason, SelectedAs
 
 Draw = tuple[float, int]
 """(tail draw, index)"""
+
+
+class SampledTail(SelectionRule):
+    """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
+
+    The random numbers are drawn before anything runs: once the K shortest are certain, so is who wins among the rest,
+    and the others can be stopped. Drawn later, they would favour candidates that finish early. It also makes the group
+    a function of lengths and seed alone.
+
+    A sampled candidate stays in the group however it ends. Replacing one that hits the length limit would hide from the
+    trainer that running on earns nothing. If fewer than K are valid, their places are sampled from the rest too. So
+    each of the rest has the same probability to be returned, in every case.
+    """
+
+    __slots__ = ()
+
+    def select(self, finished: Sequence[Candidate], deadline: int | None = None) -> dict[int, SelectedAs]:
+        valid, invalid = split_by_validity(finished)
+        short = valid[: self.num_shortest]
+        truncated = SelectedAs.FILL if len(short) < self.num_shortest else SelectedAs.LONG_TRUNCATED
+        rest = sorted((*valid[self.num_shortest :], *invalid), key=lambda c: c.tail_draw)
+        return {
+            **{c.index: SelectedAs.SHORT for c in short},
+            **{c.index: SelectedAs.LONG if c.valid or c.cut else truncated for c in rest[: self.size - len(short)]},
+        }
+
+    @property
+    def samples_rest(self) -> bool:
+        return True
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        if any(c.survival < 1 for c in candidates):
+            return None  # whether one could be spared depends on who was stopped, and so on tail draws
+        selected = [c for c in candidates if c.selected_as is not None]
+        short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
+        sampled, rest = len(selected) - short, len(candidates) - short
+        if rest and not sampled:  # the tail has no places
+            return None
+        return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
+
+    def begin(self, deliver_early: bool) -> Assessment:
+        return SampledTailAssessment(self.num_shortest, self.num_longest, deliver_early)
 
 
 class SampledTailAssessment(Assessment):
@@ -58,7 +112,7 @@ class SampledTailAssessment(Assessment):
         draw = self.candidates.pop(index).tail_draw, index
         self._lower.remove(index)
         for draws in (self._rest, self._pending, self._passed):
-            discard(draws, draw)
+            remove_sorted(draws, draw)
 
     def _find_passed(self, candidate: Candidate) -> None:
         """Note who has passed: ``candidate`` by its own length, others because the threshold came down."""
@@ -82,7 +136,7 @@ class SampledTailAssessment(Assessment):
             self._num_certain += 1
             self._settled.add(index)
             for draws in (self._rest, self._pending):
-                discard(draws, (self.candidates[index].tail_draw, index))
+                remove_sorted(draws, (self.candidates[index].tail_draw, index))
         while self._num_certain and not self.places.is_certain(self._num_certain - 1):
             self._num_certain -= 1
             index = valid[self._num_certain][1]
@@ -149,7 +203,7 @@ class SampledTailAssessment(Assessment):
         within = bisect_right(self._pending, (self.last_draw, inf))
         winners = [draw for draw in self._pending[:within] if self.is_settled(self.candidates[draw[1]])]
         for draw in winners:
-            discard(self._pending, draw)
+            remove_sorted(self._pending, draw)
         settled, self._settled = self._settled, set()
         return [*settled, *(index for _, index in winners)]
 
@@ -192,7 +246,7 @@ class LowerDraws:
             self._lower.add(candidate)
 
     def remove(self, index: int) -> None:
-        discard(self._by_draw, (self._candidates.pop(index).tail_draw, index))
+        remove_sorted(self._by_draw, (self._candidates.pop(index).tail_draw, index))
         self._lower.remove(index)
 
     def below(self, limit: float) -> Standings:
@@ -204,6 +258,27 @@ class LowerDraws:
             self._lower.remove(index)
         self._limit = limit
         return self._lower
+
+
+@dataclass(frozen=True, slots=True)
+class CutTail(SampledTail):
+    """Select the K shortest and L sampled from the rest, of these only the first D tokens. An extension of ours.
+
+    It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
+    Candidates that lost the tail run until they pass the M-th shortest rather than the K-th, since the deadline is at
+    least the M-th shortest length, which must be known.
+
+    ``last_needed``: whose length the deadline is at least, if not the M-th shortest's.
+    """
+
+    last_needed: int | None = None
+
+    @property
+    def completion_place(self) -> int:
+        return self.size if self.last_needed is None else self.last_needed
+
+    def begin(self, deliver_early: bool) -> Assessment:
+        return CutTailAssessment(self.num_shortest, self.num_longest, deliver_early, self.completion_place)
 
 
 class CutTailAssessment(SampledTailAssessment):
@@ -221,8 +296,17 @@ class CutTailAssessment(SampledTailAssessment):
 
     @property
     def _own_deadline(self) -> int | None:
-        """The group's deadline once it is final; ``None`` before."""
-        return None if self.passing.num_contenders else own_deadline(self.deadline, self.bound, self.passing)
+        """The group's deadline once it is final; ``None`` before.
+
+        Without enough valid candidates it is the bound; ``None`` without one.
+        """
+        if self.deadline is None or self.passing.num_contenders:
+            return None
+        last = self.standings.nth_shortest(self.passing.places)
+        if last is None:
+            return self.bound
+        own = max(self.deadline, last)
+        return own if self.bound is None else min(own, self.bound)
 
     def is_settled(self, winner: Candidate) -> bool:
         may_be_cut = self.deadline is not None and winner.tokens > self.deadline and self.passing.num_contenders
@@ -246,4 +330,7 @@ class CutTailAssessment(SampledTailAssessment):
             return {index: own for tokens, index in self.standings.running if tokens <= own}
         # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
         checks = {**self.passing.checks(at_every_place=False), **super().check_at()}
-        return checks if self.deadline is None else with_bound(checks, self.bound, self.standings.running)
+        bound = None if self.deadline is None else self.bound
+        if bound is None:
+            return checks
+        return {index: min(bound, checks.get(index, bound)) for _, index in self.standings.running}

@@ -1,9 +1,12 @@
-"""Length estimates: plain where nothing was stopped, and not biased short where something was."""
+"""Mean and spread of lengths of which many were stopped, and the statistics that are kept of them."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.lengths.estimate import LengthEstimate, Observation, complete_sample, estimate_lengths
+from darts_server.policy.lengths import (
+    WINDOW_STEPS,
+    DatasetStats,
+    FittedShape,
+    LengthEstimate,
+    Observation,
+    PromptStats,
+    complete_sample,
+    estimate_lengths,
+    make_prompt_key,
+    update_stats,
+)
 
 Lengths = NDArray[np.float64]
 Stopping = Callable[[Lengths, np.random.Generator], list[Observation]]
@@ -264,3 +278,91 @@ def test_a_completed_sample_has_every_candidates_weight_and_makes_stopped_ones_l
 def test_a_sample_of_only_finished_or_only_censored_ones_is_unchanged(censored: bool) -> None:
     observations = [Observation(tokens, censored=censored) for tokens in (3, 5)]
     assert complete_sample(observations) == [(1.0, 3.0), (1.0, 5.0)]
+
+
+# --- fitted shape ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [100, 300, 1_000, 10_000, 1_000_000])
+def test_a_candidate_in_the_far_tail_is_expected_to_finish_within_the_mean_wait(tokens: int) -> None:
+    """Beyond 30 standard deviations, where the normal's density and survival both underflow, too."""
+    first, second = FittedShape(mean=2.0, std=0.1, wait=5.0).moments_beyond(tokens)
+    assert tokens < first <= tokens + 5
+    assert first**2 <= second <= (tokens + 5) ** 2 + 5**2
+
+
+def test_one_candidate_far_beyond_all_others_widens_the_shape() -> None:
+    narrow, wide = FittedShape.fit([10] * 5, []), FittedShape.fit([10] * 5, [100_000])
+    assert narrow.std < wide.std < math.inf
+    assert narrow.mean < wide.mean < math.inf
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mean_ema": math.nan}, {"std_ema": -1.0}, {"groups": math.inf}, {"candidates": "8"}]
+)
+def test_statistics_that_are_not_finite_numbers_are_rejected(wrong: dict[str, Any]) -> None:
+    right = {"std_ema": 1.0, "mean_ema": 2.0, "groups": 3, "candidates": 8, "weight_version": None}
+    with pytest.raises(ValueError, match=r"must be a (whole )?number in"):
+        PromptStats(**(right | wrong))
+
+
+# --- stats -------------------------------------------------------------------
+
+
+def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
+    first = update_stats(None, ended(10, 20), 1)
+    assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
+    second = update_stats(first, ended(30, 30, 30), 4)
+    assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4)
+    assert update_stats(first, ended(30, 30, 30), None, alpha=1) == PromptStats(0, 30, 2, 5, None)
+
+
+def test_a_group_of_one_does_not_change_the_std() -> None:
+    first = update_stats(None, ended(10), 1)
+    assert first.std_ema is None
+    second = update_stats(first, ended(10, 20), 1)
+    assert second.std_ema == pytest.approx(math.sqrt(50))
+    assert update_stats(second, ended(99), 1).std_ema == second.std_ema
+
+
+@pytest.mark.parametrize("alpha", [0, -0.1, 1.1, math.nan])
+def test_alpha_out_of_range_is_refused(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
+        update_stats(None, ended(1, 2), 0, alpha)
+
+
+def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> None:
+    stats = DatasetStats()
+    assert (stats.std, stats.mean) == (None, None)
+    for number in range(15):
+        stats = stats.with_step(
+            [LengthEstimate(number, number), LengthEstimate(number + 2, number + 4), LengthEstimate(number + 1, None)]
+        )
+    assert WINDOW_STEPS == 10
+    assert stats.std == pytest.approx(statistics.fmean(range(5 + 2, 15 + 2)))
+    assert stats.mean == 15
+    assert stats.steps == 15
+
+
+def test_a_step_without_stds_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
+    stats = DatasetStats().with_step([LengthEstimate(10, 3)])
+    assert stats.with_step([]) is stats
+    assert stats.with_step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)
+
+
+def test_statistics_survive_json() -> None:
+    prompt = update_stats(None, ended(10, 20) + stopped(20), 3)
+    dataset = DatasetStats().with_step([LengthEstimate(10, 3)]).with_step([LengthEstimate(11, 4.5)])
+    assert PromptStats(**json.loads(json.dumps(asdict(prompt)))) == prompt
+    assert DatasetStats(**json.loads(json.dumps(asdict(dataset)))) == dataset
+
+
+def test_a_key_is_the_same_in_every_process() -> None:
+    assert make_prompt_key([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
+    assert make_prompt_key((1, 2, 3)) == make_prompt_key(np.array([1, 2, 3], dtype=np.int32).tolist())
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
+def test_different_tokens_have_different_keys(one: list[int], other: list[int]) -> None:
+    assert (make_prompt_key(one) == make_prompt_key(other)) == (one == other)
+    assert len(make_prompt_key(one)) == 24

@@ -1,21 +1,28 @@
-"""The selection rules alone: what they select, how they label it, and what they hold for certain."""
+"""The selection rules alone: what they select, how they label it, and what they hold for certain.
 
-from collections.abc import Sequence
-from dataclasses import replace
+What a group keeps of its candidates from event to event is what its rule says of all of them at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import Candidate, State
-from darts_server.policy.selection.rules import InOrder, Shortest
-from darts_server.policy.selection.tail_rules import CutTail, LongestTail, SampledTail
-from darts_server.types import DiscardReason, FinishReason, SelectedAs
-from tests.policy.cases import CUT_TAILS, RULES, WITHOUT_DEADLINE
+from darts_server.policy.events import Deliver, Finished, Lost, Progress, Start, Started
+from darts_server.policy.group import Group
+from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, SelectionRule, Shortest
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
+from tests.policy.cases import CUT_TAILS, RULES, WITH_FAILURES, WITHOUT_DEADLINE, Case, cases
 from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, futures, possible
-from tests.policy.selection.certain import Verdict, assess
+from tests.policy.scored import ScoredCase, scored
+from tests.policy.world import World
 
 cheap = settings(max_examples=3 * settings().max_examples)
 thoroughly = settings(max_examples=6 * settings().max_examples)
@@ -33,6 +40,46 @@ def ended(index: int, tokens: int, *, valid: bool = True, tail_draw: float = 0.5
 
 def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
     return Candidate(index, tail_draw=tail_draw, state=State.RUNNING, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is certain now, whatever the running candidates do, as long as they do not fail.
+
+    ``settled``: finished candidates that belong to the group. ``hopeless``: running candidates that cannot belong to it
+    any more, and why. ``cuts``: candidates, running or finished, of which only the first tokens belong to it, and how
+    many. ``check_at``: running candidate -> token count at which this verdict may change; progress before that changes
+    nothing.
+    """
+
+    settled: frozenset[int]
+    hopeless: Mapping[int, DiscardReason] = field(default_factory=dict)
+    cuts: Mapping[int, int] = field(default_factory=dict)
+    check_at: Mapping[int, int] = field(default_factory=dict)
+
+
+def assess(
+    rule: SelectionRule,
+    running: Sequence[Candidate],
+    finished: Sequence[Candidate],
+    deliver_early: bool,
+    deadline: int | None = None,
+    bound: int | None = None,
+) -> Verdict:
+    assessment = rule.begin(deliver_early)
+    assessment.deadline, assessment.bound = deadline, bound
+    for candidate in (*running, *finished):
+        assessment.add(candidate)
+    hopeless = assessment.hopeless()
+    for index in hopeless:
+        assessment.remove(index)
+    waits = len(hopeless) < len(running)
+    return Verdict(
+        settled=frozenset(assessment.newly_settled() if waits else rule.select(finished, deadline)),
+        hopeless=hopeless,
+        cuts=assessment.cuts(),
+        check_at=assessment.check_at(),
+    )
 
 
 # --- choosing ---------------------------------------------------------------
@@ -127,6 +174,25 @@ def test_the_rule_gives_the_reason_of_a_discarded_candidate(
 ) -> None:
     assert rule.discard_reason(ended(0, 3)) is valid
     assert rule.discard_reason(ended(0, 3, valid=False)) is truncated
+
+
+# --- survivors of pruning ---------------------------------------------------
+
+
+def test_all_survivors_are_selected_and_none_is_settled_before_the_last() -> None:
+    finished = [ended(0, 5), ended(1, 5), ended(2, 5, valid=False)]
+    everyone = dict.fromkeys(range(3), SelectedAs.SURVIVOR)
+    assert AllSurvivors(2).select(finished) == everyone
+    assert assess(AllSurvivors(2), [], finished, deliver_early=True).settled == everyone.keys()
+    going = running(3, 3)
+    assert not assess(AllSurvivors(2), [going], finished, deliver_early=True).settled
+
+
+def test_sampled_survivors_are_those_of_the_lowest_draws() -> None:
+    finished = [ended(0, 5, tail_draw=0.9), ended(1, 5, tail_draw=0.1), ended(2, 5, valid=False, tail_draw=0.2)]
+    assert SampledSurvivors(2).select(finished) == {1: SelectedAs.SURVIVOR, 2: SelectedAs.SURVIVOR}
+    assert SampledSurvivors(2).discard_reason(ended(0, 5)) is DiscardReason.MIDDLE
+    assert SampledSurvivors(2).num_shortest == 2
 
 
 # --- being certain ----------------------------------------------------------
@@ -308,3 +374,46 @@ def test_no_verdict_changes_before_its_check(
 def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
     settled = verdict.settled if early else len(verdict.settled) == rule.size
     return settled, verdict.hopeless, verdict.cuts
+
+
+# --- kept up to date --------------------------------------------------------
+
+
+@cheap
+@given(cases(WITH_FAILURES, most=40, max_length=20, max_spare=6, cut=True))
+def test_an_assessment_kept_up_to_date_equals_a_new_one(case: Case) -> None:
+    assert_kept(case.world(), case.early)
+
+
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_spare=3), refill=True))
+def test_also_of_candidates_that_are_pruned_and_replaced(case: ScoredCase) -> None:
+    assert_kept(case.world(), case.case.early)
+
+
+def assert_kept(world: World, early: bool) -> None:
+    group = world.group
+    for _ in world.moments():
+        if not group.is_open or group.outcome is not None:
+            continue
+        alive = [c for c in group.candidates if c.alive]
+        running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
+        verdict = assess(world.rule, running, finished, early, group.deadline, group.bound)
+        assert not verdict.hopeless, "not stopped yet"
+        assert group.check_at == verdict.check_at
+        assert not early or verdict.settled <= world.delivered.keys(), "not delivered yet"
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("rule", [SampledTail(1, 2), CutTail(1, 2)], ids=lambda rule: type(rule).__name__)
+def test_a_certain_candidate_is_not_settled_again_when_new_ones_can_come_before_it(
+    rule: SampledTail | CutTail, early: bool
+) -> None:
+    group = Group(rng=np.random.default_rng(0), max_replacements=2, deliver_early=early)
+    group.open(rule, 3)
+    group.handle(*(Started(i) for i in range(3)), Progress(1, 5), Progress(2, 5))
+    assert group.handle(Finished(0, 3, FinishReason.STOP)) == [Deliver(0)] * early
+    assert group.handle(Lost(1)) == [Start((3,))]
+    assert group.handle(Started(3), Finished(3, 2, FinishReason.STOP)) == [Deliver(3)] * early
+    group.handle(Finished(2, 7, FinishReason.STOP))
+    assert group.outcome is Outcome.COMPLETED
+    assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]

@@ -1,21 +1,17 @@
-"""The mean number of candidates by the public code's formula, and the seconds that are predicted for one."""
+"""The seconds that are predicted for a mean number of candidates."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.budget import cv_log_mean, predict_seconds
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency.curve import LatencyCurve
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.batch import Plan
-from darts_server.policy.simulation.forecast import Expectation, forecast
+from darts_server.policy.simulation.forecast import Expectation, forecast, predict_seconds
 from darts_server.policy.simulation.machine import Machine, StepTime
 
 Floats = NDArray[np.float64]
@@ -45,37 +41,6 @@ def policy(longest: int = 1, most: float = HIGH / SIZE) -> Shaping:
 
 def predicted(shaping: Shaping, mean: float = 12, size: int = SIZE) -> float:
     return predict_seconds(mean, shaping, size, prompts(32, WIDE), Machine(StepTime(GPU), **UNLIMITED), rng())
-
-
-# --- the public code's closed form ------------------------------------------
-
-
-def test_cv_log_is_the_formula_of_the_public_code() -> None:
-    assert cv_log_mean(0, 300, 8) == 8
-    assert cv_log_mean(60, 300, 8) == 8  # 5 std / mean = 1
-    assert cv_log_mean(75, 300, 8) == pytest.approx(8 * (1 + 1.5 * math.log(1.25)))
-    assert cv_log_mean(300, 300, 8) == 14
-
-
-@given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.integers(1, 64))
-def test_cv_log_is_clipped(std: float, mean: float, size: int) -> None:
-    open_form = size * (1 + 1.5 * math.log(5 * std / mean))
-    assert cv_log_mean(std, mean, size) == pytest.approx(min(max(open_form, size), 1.75 * size))
-
-
-def test_cv_log_refuses_values_out_of_range() -> None:
-    for std in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="std must be finite and at least 0"):
-            cv_log_mean(std, 300, 8)
-    for mean in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="mean must be finite and above 0"):
-            cv_log_mean(10, mean, 8)
-    with pytest.raises(ValueError, match="size must be at least 1"):
-        cv_log_mean(10, 300, 0)
-    assert cv_log_mean(1e308, 1e-308, 8) == 14
-
-
-# --- seconds -------------------------------------------------------
 
 
 def test_what_prunes_is_forecast_as_its_choice_by_length() -> None:

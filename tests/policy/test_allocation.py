@@ -1,0 +1,424 @@
+"""Candidates of prompts: in a cohort, one at a time, and under load."""
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from darts_server.policy.allocation import (
+    WINDOW,
+    Brownout,
+    ShadowPrice,
+    ShadowPriceState,
+    allocate,
+    allocate_by_std,
+    allocate_evenly,
+    cv_log_mean,
+    reduce_candidates,
+    share_left,
+    weights_from_stds,
+)
+
+LOW, HIGH, TARGET = 8, 16, 12.0
+SMALL_WEIGHTS = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+WEIGHTS = st.lists(
+    st.integers(0, 3).map(float) | st.floats(0, 100) | st.floats(0, allow_infinity=False), min_size=1, max_size=40
+)
+BOUNDS = st.tuples(st.integers(1, 12), st.integers(0, 12)).map(lambda b: (b[0], b[0] + b[1]))
+
+
+def cost(weights: Sequence[int], counts: Sequence[int]) -> Fraction:
+    return sum((Fraction(w, m) for w, m in zip(weights, counts, strict=True)), Fraction(0))
+
+
+def continuous(weights: Sequence[float], budget: float, low: int, high: int) -> list[float]:
+    """clip(sqrt(w / mu), low, high) with the sum at ``budget``, by bisection of the scale."""
+    roots = np.sqrt(weights)
+    few, many = 0.0, high / float(roots.min())
+    for _ in range(200):
+        scale = (few + many) / 2
+        few, many = (few, scale) if np.clip(scale * roots, low, high).sum() > budget else (scale, many)
+    return [float(x) for x in np.clip(few * roots, low, high)]
+
+
+# --- the batch optimum ------------------------------------------------------
+
+
+@given(SMALL_WEIGHTS, st.integers(1, 3), st.integers(0, 4), st.data())
+def test_no_other_way_to_share_the_budget_is_better(
+    weights: list[int], low: int, more: int, data: st.DataObject
+) -> None:
+    high = low + more
+    budget = data.draw(st.integers(low * len(weights), high * len(weights)))
+    ways = itertools.product(range(low, high + 1), repeat=len(weights))
+    counts = allocate(weights, budget, low, high)
+    assert sum(counts) == budget
+    assert cost(weights, counts) == min(cost(weights, way) for way in ways if sum(way) == budget)
+
+
+@given(WEIGHTS, st.integers(-5, 1000), BOUNDS)
+def test_the_budget_is_met_exactly_or_clipped_to_the_bounds(
+    weights: list[float], budget: int, bounds: tuple[int, int]
+) -> None:
+    low, high = bounds
+    counts = allocate(weights, budget, low, high)
+    assert sum(counts) == min(max(budget, low * len(weights)), high * len(weights))
+    assert all(low <= m <= high for m in counts)
+
+
+@given(WEIGHTS, st.integers(0, 1000), BOUNDS)
+def test_a_larger_weight_never_gets_fewer(weights: list[float], budget: int, bounds: tuple[int, int]) -> None:
+    counts = allocate(weights, budget, *bounds)
+    for (w, m), (v, k) in itertools.combinations(zip(weights, counts, strict=True), 2):
+        assert w <= v or m >= k
+        assert w >= v or m <= k
+        assert w != v or m - k in (0, 1)  # equal weights share evenly, the earlier first
+
+
+@given(WEIGHTS, st.integers(0, 1000), BOUNDS, st.integers(-30, 30))
+def test_the_unit_of_the_weights_does_not_matter(
+    weights: list[float], budget: int, bounds: tuple[int, int], power: int
+) -> None:
+    scaled = [math.ldexp(w, power) if 1e-200 < w < 1e200 else 0.0 for w in weights]
+    kept = [w if 1e-200 < w < 1e200 else 0.0 for w in weights]
+    assert allocate(scaled, budget, *bounds) == allocate(kept, budget, *bounds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_large_batch_is_within_rounding_of_the_continuous_optimum(seed: int, share: float) -> None:
+    weights = np.random.default_rng(seed).lognormal(3, 1, 5000)
+    budget = round(len(weights) * (LOW + share * (HIGH - LOW)))
+    counts = np.array(allocate(weights.tolist(), budget, LOW, HIGH))
+    ideal = np.array(continuous(weights.tolist(), budget, LOW, HIGH))
+    assert counts.sum() == budget
+    assert np.abs(counts - ideal).max() < 1
+    rounded = np.floor(ideal)  # the continuous optimum, rounded to the budget in some way
+    rounded[np.argsort(rounded - ideal)[: budget - int(rounded.sum())]] += 1
+    assert (weights / ideal).sum() * (1 - 1e-9) <= (weights / counts).sum() <= (weights / rounded).sum()
+
+
+def test_a_large_batch_equals_the_greedy_allocation_candidate_by_candidate() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 500, 300).tolist()  # with ties
+    counts = [LOW] * len(weights)
+    for _ in range(700):
+        best = max(range(len(weights)), key=lambda i: gain(weights[i], counts[i]) if counts[i] < HIGH else -1)
+        counts[best] += 1
+    allotted = allocate(weights, 700 + LOW * len(weights), LOW, HIGH)
+    assert cost(weights, allotted) == cost(weights, counts)
+
+
+def gain(weight: int, m: int) -> Fraction:
+    return Fraction(weight, m * (m + 1))
+
+
+def test_equal_weights_share_evenly_and_the_earlier_come_first() -> None:
+    assert allocate([3.0] * 4, 38, LOW, HIGH) == [10, 10, 9, 9]
+    assert allocate([0.0] * 4, 38, LOW, HIGH) == [10, 10, 9, 9]
+    assert allocate([1.0] * 5000, 5000 * 12 + 7, LOW, HIGH) == [13] * 7 + [12] * 4993
+
+
+def test_weights_of_zero_get_more_only_when_the_others_are_full() -> None:
+    assert allocate([0.0, 1e-9, 0.0, 5.0], 4 * LOW + 10, LOW, HIGH) == [8, 10, 8, 16]
+    assert allocate([0.0, 1e-9, 0.0, 5.0], 4 * LOW + 17, LOW, HIGH) == [9, 16, 8, 16]
+    assert allocate([1e-300, 1e-290, 5.0], 3 * LOW + 9, LOW, HIGH) == [8, 9, 16]
+
+
+def test_an_empty_batch_gets_nothing() -> None:
+    assert allocate([], 0, LOW, HIGH) == []
+    assert allocate_by_std([], budget=12, low=LOW, high=HIGH) == []
+
+
+def test_a_hundred_thousand_prompts_take_less_than_a_second() -> None:
+    weights = np.random.default_rng(0).lognormal(3, 1, 100_000).tolist()
+    for batch in (weights, [1.0] * len(weights)):
+        began = time.process_time()
+        allocate(batch, 12 * len(batch), LOW, HIGH)
+        assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, 3)])
+def test_bounds_in_the_wrong_order_are_refused(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="1 <= low <= high"):
+        allocate([1.0], 4, low, high)
+    with pytest.raises(ValueError, match="1 <= low <= high"):
+        ShadowPrice(4, low, high)
+
+
+@pytest.mark.parametrize("nonsense", [-0.1, math.nan, math.inf])
+def test_weights_and_stds_out_of_range_are_refused(nonsense: float) -> None:
+    with pytest.raises(ValueError, match="weights must be finite and at least 0"):
+        allocate([1.0, nonsense], 20, LOW, HIGH)
+    with pytest.raises(ValueError, match="stds must be finite and at least 0"):
+        weights_from_stds([1.0, nonsense])
+    with pytest.raises(ValueError, match="stds must be finite and at least 0"):
+        allocate_by_std([None, nonsense], budget=20, low=LOW, high=HIGH)
+    with pytest.raises(ValueError, match="std must be finite and at least 0"):
+        ShadowPrice(TARGET, LOW, HIGH).candidates(nonsense)
+    with pytest.raises(ValueError, match="recent must be a number in"):
+        ShadowPriceState((1.0, nonsense))
+
+
+# --- from stds to candidates ------------------------------------------------
+
+
+def test_weights_are_the_papers() -> None:
+    assert weights_from_stds([10.0, 30.0, 20.0]) == [1 / 20, 21 / 20, 11 / 20]
+    assert weights_from_stds([4.0, 4.0]) == [1.0, 1.0]
+    assert weights_from_stds([0.0, 5e-324]) == [1.0, 1.0]
+    assert weights_from_stds([]) == []
+
+
+def test_a_wider_prompt_gets_more_candidates() -> None:
+    assert allocate_by_std([5.0, 100.0, 30.0], budget=36, low=LOW, high=HIGH) == [8, 16, 12]
+
+
+def test_a_prompt_without_std_takes_the_mean_of_the_known_ones() -> None:
+    stds = [5.0, None, 100.0, None, 30.0]
+    filled = [5.0, 45.0, 100.0, 45.0, 30.0]
+    assert allocate_by_std(stds, budget=60, low=LOW, high=HIGH) == allocate(weights_from_stds(filled), 60, LOW, HIGH)
+
+
+def test_without_any_known_std_all_share_evenly() -> None:
+    assert allocate_by_std([None] * 3, budget=31, low=LOW, high=HIGH) == [11, 10, 10]
+
+
+@given(st.floats(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=5))
+def test_an_even_share_has_its_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
+    carried, counts = 0.0, list[int]()
+    for groups in cohorts:
+        some, carried = allocate_evenly(mean, groups, carried)
+        counts += some
+    assert max(counts) - min(counts) <= 1
+    assert abs(sum(counts) - mean * sum(cohorts)) <= 0.5 + 1e-9
+
+
+# --- shadow price ------------------------------------------------------------
+
+
+RNG = np.random.default_rng(0)
+
+
+STATIONARY = RNG.lognormal(4, 1, 4000).tolist()
+
+
+DRIFTING = (RNG.lognormal(4, 0.7, 4000) * np.exp(np.linspace(3, -3, 4000))).tolist()
+
+
+STREAMS = [
+    pytest.param(STATIONARY, id="stationary"),
+    pytest.param(DRIFTING, id="drifting down"),
+    pytest.param(DRIFTING[::-1], id="drifting up"),
+    pytest.param(sorted(STATIONARY), id="sorted"),
+    pytest.param(sorted(STATIONARY, reverse=True), id="sorted, widest first"),
+    pytest.param(sorted(STATIONARY)[::2] + sorted(STATIONARY, reverse=True)[::2], id="up and down"),
+    pytest.param(([0.0] * 500 + [1000.0] * 500) * 2, id="blocks"),
+    pytest.param([0.0, 1000.0] * 1000, id="by turns"),
+    pytest.param([7.0] * 2000, id="constant"),
+    pytest.param([float(10 ** (i / 100)) for i in range(2000)], id="exploding"),
+    pytest.param([std if i % 3 else None for i, std in enumerate(STATIONARY)], id="a third unseen"),
+    pytest.param([None] * 2000, id="all unseen"),
+]
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("target", [8, 8.3, 15.5])
+def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:
+    price = ShadowPrice(target, LOW, HIGH)
+    counts = [price.candidates(std) for std in stream]
+    assert statistics.fmean(counts) == pytest.approx(target, rel=0.02)
+    assert all(LOW <= m <= HIGH for m in counts)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("target", [8.3, 12, 15.5])
+def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
+    price = ShadowPrice(target, LOW, HIGH)
+    counts = [price.candidates(std) for std in STATIONARY]
+    for begin in range(WINDOW, len(counts), WINDOW):
+        assert statistics.fmean(counts[begin : begin + WINDOW]) == pytest.approx(target, rel=0.05)
+
+
+def test_a_request_gets_what_the_batch_would_give() -> None:
+    price = ShadowPrice(TARGET, LOW, HIGH)
+    singles = [price.candidates(std) for std in STATIONARY]
+    last = STATIONARY[-WINDOW:]
+    batch = allocate_by_std(last, budget=round(TARGET * WINDOW), low=LOW, high=HIGH)
+    apart = [abs(m - k) for m, k in zip(singles[-WINDOW:], batch, strict=True)]
+    assert max(apart) <= 3
+    assert statistics.fmean(apart) < 1
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30), st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_wider_prompt_gets_no_fewer_except_for_its_own_effect_on_the_price(
+    before: list[float], one: float, two: float
+) -> None:
+    counts = []
+    for std in sorted([one, two]):
+        price = ShadowPrice(TARGET, LOW, HIGH)
+        for known in before:
+            price.candidates(known)
+        counts.append(price.candidates(std))
+    assert counts[0] <= counts[1] + 1
+
+
+def test_a_request_without_std_is_allocated_like_an_average_one() -> None:
+    price = ShadowPrice(TARGET, LOW, HIGH, ShadowPriceState(recent=(10.0, 50.0)))
+    known = ShadowPrice(TARGET, LOW, HIGH, ShadowPriceState(recent=(10.0, 50.0)))
+    assert price.candidates(None) == known.candidates(30.0)
+    assert price.state.recent == (10.0, 50.0)
+
+
+def test_the_state_survives_json_and_continues_unchanged() -> None:
+    price = ShadowPrice(TARGET, LOW, HIGH)
+    for std in STATIONARY[:300]:
+        price.candidates(std)
+    restored = ShadowPriceState(**json.loads(json.dumps(asdict(price.state))))
+    assert restored == price.state
+    twin = ShadowPrice(TARGET, LOW, HIGH, restored)
+    assert [twin.candidates(s) for s in STATIONARY[300:500]] == [price.candidates(s) for s in STATIONARY[300:500]]
+
+
+def test_the_target_can_change_between_requests() -> None:
+    price = ShadowPrice(10, LOW, HIGH)
+    for std in STATIONARY[:2000]:
+        price.candidates(std)
+    price = ShadowPrice(14, LOW, HIGH, price.state)
+    assert statistics.fmean(price.candidates(std) for std in STATIONARY[2000:]) == pytest.approx(14, rel=0.02)
+
+
+@pytest.mark.parametrize("target", [7.9, 16.1, math.nan])
+def test_a_target_outside_the_bounds_is_refused(target: float) -> None:
+    with pytest.raises(ValueError, match=r"target must be in \[8, 16\]"):
+        ShadowPrice(target, LOW, HIGH)
+
+
+def test_a_state_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="debt must be a number in"):
+        ShadowPriceState(debt=math.nan)
+    with pytest.raises(ValueError, match="carry must be a number in"):
+        ShadowPriceState(carry=0.5)
+
+
+# --- brownout ----------------------------------------------------------------
+
+
+START, END = 100, 300
+queues = st.lists(st.integers(0, 500), max_size=30)
+
+
+def line(waiting: int, start: float = START) -> float:
+    return min(max((END - (START - start) - waiting) / (END - START), 0), 1)
+
+
+@given(queues)
+def test_redundancy_is_full_while_no_more_than_start_wait(waiting: list[int]) -> None:
+    brownout = Brownout(START, END)
+    assert {brownout.update(min(each, START)) for each in waiting} <= {1.0}
+
+
+@given(queues)
+def test_the_scale_stays_between_its_falling_and_its_rising_line(waiting: list[int]) -> None:
+    brownout = Brownout(START, END)
+    for each in waiting:
+        assert line(each, start=START / 2) <= brownout.update(each) <= line(each)
+
+
+@given(queues)
+def test_the_scale_changes_no_more_than_its_lines_require(waiting: list[int]) -> None:
+    brownout = Brownout(START, END)
+    for each in waiting:
+        before = brownout.scale
+        after = brownout.update(each)
+        assert after in (before, line(each), line(each, start=START / 2))
+        assert before == after or not line(each, start=START / 2) <= before <= line(each)
+
+
+def test_redundancy_falls_linearly_and_is_full_again_when_half_of_start_wait() -> None:
+    brownout = Brownout(START, END)
+    assert [brownout.update(waiting) for waiting in (100, 200, 300, 900)] == [1, 0.5, 0, 0]
+    assert [brownout.update(waiting) for waiting in (300, 250, 150, 50)] == [0, 0, 0.5, 1]
+
+
+def test_small_changes_of_the_queue_do_not_make_the_scale_flicker() -> None:
+    brownout = Brownout(START, END)
+    assert {brownout.update(waiting) for waiting in (200, 190, 200, 160, 199)} == {0.5}
+
+
+@pytest.mark.parametrize("end", [START, 50, 0])
+def test_an_end_at_the_start_switches_brownout_off(end: int) -> None:
+    brownout = Brownout(START, end)
+    assert [brownout.update(waiting) for waiting in (0, 100, 10_000)] == [1, 1, 1]
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.floats(0, 1))
+def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: int, extra: int, scale: float) -> None:
+    assert size <= reduce_candidates(size + extra, size, scale) <= size + extra
+
+
+def test_full_half_and_no_redundancy() -> None:
+    assert [reduce_candidates(12, 8, scale) for scale in (1.0, 0.5, 0.0)] == [12, 10, 8]
+
+
+def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
+    assert [Brownout.for_queue(400, 50, 0.5).update(waiting) for waiting in (200, 300)] == [1, 0.5]
+    assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
+    assert Brownout.for_queue(400, 50, 1).update(10_000) == 1
+    assert Brownout.for_queue(400, 500, 0).update(10_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("capacity", "unfinished", "own", "share"),
+    [
+        (None, 1000, 0, 1.0),
+        (100, 100, 10, 1.0),  # nothing queues
+        (100, 300, 300, 1.0),  # only its own queue
+        (100, 130, 100, 0.7),
+        (100, 300, 200, 0.0),
+        (100, 300, 50, 0.0),
+        (100, 101, 102, 1.0),  # one of its own has just ended in the engine
+    ],
+)
+def test_a_batch_has_the_share_of_the_engine_that_others_do_not_fill(
+    capacity: int | None, unfinished: int, own: int, share: float
+) -> None:
+    assert share_left(capacity, unfinished, own) == pytest.approx(share)
+
+
+# --- the mean ---------------------------------------------------------------
+
+
+def test_cv_log_is_the_formula_of_the_public_code() -> None:
+    assert cv_log_mean(0, 300, 8) == 8
+    assert cv_log_mean(60, 300, 8) == 8  # 5 std / mean = 1
+    assert cv_log_mean(75, 300, 8) == pytest.approx(8 * (1 + 1.5 * math.log(1.25)))
+    assert cv_log_mean(300, 300, 8) == 14
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.integers(1, 64))
+def test_cv_log_is_clipped(std: float, mean: float, size: int) -> None:
+    open_form = size * (1 + 1.5 * math.log(5 * std / mean))
+    assert cv_log_mean(std, mean, size) == pytest.approx(min(max(open_form, size), 1.75 * size))
+
+
+def test_cv_log_refuses_values_out_of_range() -> None:
+    for std in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="std must be finite and at least 0"):
+            cv_log_mean(std, 300, 8)
+    for mean in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="mean must be finite and above 0"):
+            cv_log_mean(10, mean, 8)
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        cv_log_mean(10, 300, 0)
+    assert cv_log_mean(1e308, 1e-308, 8) == 14

@@ -1,0 +1,422 @@
+"""The time of a step by batch size, and by the number of sequences that start in it."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from darts_server.policy.latency import (
+    MAX_STARTS,
+    MAX_WEIGHT,
+    MIN_STARTS,
+    MIN_STEPS,
+    STEPS_PER_BIN,
+    LatencyCurve,
+    LatencyModel,
+    LatencyState,
+    Start,
+    start_seconds,
+)
+
+FLAT = LatencyCurve((1.0,), (0.02,))
+
+
+PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)
+
+
+BENT = LatencyCurve((1.0, 4.0, 8.0), (0.02, 0.02, 0.04), 0.005)
+
+
+def test_the_curve_is_linear_between_its_points_and_extrapolated_beyond_them() -> None:
+    assert [BENT.step_seconds(b) for b in (0.3, 1, 2, 4, 6, 8, 10)] == pytest.approx(
+        [0.02, 0.02, 0.02, 0.02, 0.03, 0.04, 0.05]
+    )
+
+
+def test_an_array_gives_the_values_of_its_elements() -> None:
+    batches = np.asarray([[0.5, 3.0, 5.0], [7.5, 8.0, 900.0]])
+    expected = [[BENT.step_seconds(b) for b in row] for row in batches.tolist()]
+    assert BENT.step_seconds_array(batches).tolist() == expected
+
+
+@pytest.mark.parametrize("curve", [FLAT, PROPORTIONAL, BENT])
+@pytest.mark.parametrize("weight", [0.2, 1.0, 5.0])
+def test_in_a_scale_model_each_sequence_stands_for_several(curve: LatencyCurve, weight: float) -> None:
+    for batch in (0.3, 1, 3, 4, 7, 8, 30):
+        assert curve.scaled(weight).step_seconds(batch / weight) == pytest.approx(curve.step_seconds(batch))
+
+
+def test_a_curve_survives_json() -> None:
+    assert LatencyCurve(**json.loads(json.dumps(asdict(BENT)))) == BENT
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "per_sequence", "message"),
+    [
+        ((), (), 0.0, "equally many, and at least one"),
+        ((1.0, 2.0), (0.1,), 0.0, "equally many, and at least one"),
+        ((0.0,), (0.1,), 0.0, "batches must be finite and above 0"),
+        ((1.0,), (0.0,), 0.0, "seconds must be finite and above 0"),
+        ((1.0,), (math.nan,), 0.0, "seconds must be finite and above 0"),
+        ((2.0, 2.0), (0.1, 0.2), 0.0, "batches must increase"),
+        ((1.0, 2.0), (0.2, 0.1), 0.0, "seconds must not decrease"),
+        ((1.0,), (0.1,), -0.1, "per_sequence must be finite and at least 0"),
+        ((1.0,), (0.1,), math.inf, "per_sequence must be finite and at least 0"),
+    ],
+)
+def test_a_curve_out_of_range_is_refused(
+    batches: tuple[float, ...], seconds: tuple[float, ...], per_sequence: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LatencyCurve(batches, seconds, per_sequence)
+
+
+# --- model -------------------------------------------------------------------
+
+
+Engine = Callable[[float], float]
+
+SIZES = [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256]
+
+
+# --- learning it ------------------------------------------------------------
+
+
+def gpu(batch: float) -> float:
+    return max(0.02, 0.02 * batch / 100)
+
+
+def cpu(batch: float) -> float:
+    return 0.001 + 0.004 * batch
+
+
+def experts(batch: float) -> float:
+    """A mixture of experts: more are needed at first, then all are."""
+    return 0.01 + 0.01 * (1 - math.exp(-batch / 20)) + 0.00006 * batch
+
+
+ENGINES = [gpu, cpu, experts]
+UNSEEN: NDArray[np.float64] = np.unique(np.geomspace(1, 256, 150).round())
+
+
+STALLS = (1.5, 2.0, 5.0, 100.0)
+"""How much longer a contaminated step lasts. Only the shortest is usual, and counts in the mean of usual steps."""
+
+
+def taught(
+    model: LatencyModel,
+    engine: Engine,
+    steps: int,
+    sizes: Sequence[int] = SIZES,
+    noise: float = 0.05,
+    contaminated: float = 0.0,
+) -> LatencyModel:
+    """After ``steps`` of each size, in any order; of the contaminated ones some last up to a hundred times as long."""
+    rng = np.random.default_rng(len(sizes))
+    for batch in rng.permuted(np.repeat(sizes, steps)).tolist():
+        stall = float(rng.choice(STALLS)) if rng.random() < contaminated else 1.0
+        model.observe(batch, engine(batch) * stall * float(np.exp(noise * rng.standard_normal())))
+    return model
+
+
+def known(model: LatencyModel) -> LatencyCurve:
+    assert model.curve is not None
+    return model.curve
+
+
+def error(model: LatencyModel, engine: Engine, batches: Sequence[float] = tuple(UNSEEN)) -> float:
+    """The largest relative one."""
+    curve = known(model)
+    return max(abs(curve.step_seconds(b) / engine(b) - 1) for b in batches)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("contaminated", [0.0, 0.2])
+def test_the_curve_is_within_a_tenth_at_sizes_never_seen(engine: Engine, contaminated: float) -> None:
+    with_short_stalls = 1 + contaminated / len(STALLS) * (STALLS[0] - 1)
+    model = taught(LatencyModel(), engine, 60, contaminated=contaminated)
+    assert error(model, lambda b: with_short_stalls * engine(b)) < 0.1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_sizes_are_learned_as_well_as_few(engine: Engine) -> None:
+    every = list(range(1, 257))
+    assert error(taught(LatencyModel(), engine, 40, every, contaminated=0.2), engine) < 0.1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_beyond_the_largest_size_the_slope_continues(engine: Engine) -> None:
+    assert error(taught(LatencyModel(), engine, 60), engine, [300, 512, 1024]) < 0.15
+
+
+@pytest.mark.parametrize(("engine", "sizes"), [(cpu, [16, 32, 64]), (gpu, [16, 32, 64]), (cpu, [40, 80])])
+def test_below_the_smallest_size_the_slope_continues(engine: Engine, sizes: list[int]) -> None:
+    model = taught(LatencyModel(), engine, 60, sizes, noise=0.0)
+    assert error(model, engine, [4, 8, 12, 100]) < 0.1
+    assert known(model).step_seconds(1) > 0
+
+
+def test_steps_that_vary_count_by_their_mean() -> None:
+    model, rng = LatencyModel(), np.random.default_rng(0)
+    for batch in rng.permuted(np.repeat(SIZES, 60)).tolist():
+        model.observe(batch, cpu(batch) * float(rng.choice([0.8, 1.0, 1.5])))
+    assert error(model, lambda b: 1.1 * cpu(b)) < 0.07  # the median would be a tenth too low
+
+
+def test_stalls_hardly_move_the_curve() -> None:
+    model = taught(LatencyModel(), cpu, 60)
+    before = known(model).step_seconds_array(UNSEEN)
+    for batch in SIZES:
+        for _ in range(3):
+            model.observe(batch, 100 * cpu(batch))
+    assert known(model).step_seconds_array(UNSEEN) == pytest.approx(before, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_an_engine_that_became_slower_or_faster_is_believed_soon(factor: float) -> None:
+    model = taught(LatencyModel(), gpu, 200)
+    model = taught(model, lambda b: factor * gpu(b), 50)
+    assert error(model, lambda b: factor * gpu(b)) < 0.1
+
+
+def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() -> None:
+    model = taught(LatencyModel(), gpu, 60)
+    model = taught(model, lambda b: 10 * gpu(b), 600, sizes=SIZES[:6])
+    assert error(model, lambda b: 10 * gpu(b), SIZES[:6]) < 0.1
+    assert known(model).step_seconds(256) >= known(model).step_seconds(8)
+
+
+def test_there_is_no_curve_before_two_sizes_are_known() -> None:
+    model = LatencyModel()
+    assert model.curve is None
+    for batch in (8, 15):  # too near to each other
+        for _ in range(MIN_STEPS):
+            model.observe(batch, 0.1)
+    for _ in range(MIN_STEPS - 1):
+        model.observe(16, 0.2)
+        assert model.curve is None
+    model.observe(16, 0.2)
+    assert known(model).step_seconds(16) == pytest.approx(0.2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-6, 1e3)), min_size=2, max_size=12))
+def test_the_curve_never_falls_and_is_always_positive(seen: list[tuple[int, float]]) -> None:
+    model = LatencyModel()
+    for batch, seconds in seen:
+        for _ in range(MIN_STEPS):
+            model.observe(batch, seconds)
+    if model.curve is not None:
+        values = model.curve.step_seconds_array(np.geomspace(0.5, 20_000, 300))
+        assert (np.diff(values) >= -1e-12 * values[1:]).all()
+        assert values[0] > 0
+        assert np.isfinite(values).all()
+
+
+def test_the_state_survives_json_and_continues_unchanged() -> None:
+    model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
+    restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
+    assert restored == model.state
+    twin = LatencyModel(restored)
+    assert twin.curve == model.curve
+    assert taught(twin, gpu, 5).curve == taught(model, gpu, 5).curve
+
+
+def test_the_state_stays_small() -> None:
+    model = taught(LatencyModel(), cpu, 2 * STEPS_PER_BIN, sizes=range(1, 1025, 3))
+    assert len(json.dumps(asdict(model.state))) < 50_000
+    assert max(len(steps) for steps in model.state.seconds) == STEPS_PER_BIN
+
+
+def test_an_empty_state_has_no_curve() -> None:
+    assert LatencyModel(LatencyState()).curve is None
+    assert LatencyModel().state == LatencyState()
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "ages", "message"),
+    [
+        (((1,),), ((0.1, 0.2),), (0,), "equally many"),
+        (((1,),), ((0.1,),), (), "equally many"),
+        (((),), ((),), (0,), "batches must be at least one, and of one bin"),
+        (((1, 9),), ((0.1, 0.2),), (0,), "batches must be at least one, and of one bin"),
+        (((0,),), ((0.1,),), (0,), "batches must be a whole number in"),
+        (((1,),), ((-0.1,),), (0,), "seconds must be a number in"),
+        (((1,),), ((0.1,),), (-1,), "ages must be a whole number in"),
+        (((8,), (9,)), ((0.1,), (0.1,)), (0, 0), "one entry for each bin"),
+    ],
+)
+def test_a_state_out_of_range_is_refused(
+    batches: tuple[tuple[int, ...], ...], seconds: tuple[tuple[float, ...], ...], ages: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LatencyState(batches, seconds, ages)
+
+
+@pytest.mark.parametrize("batch", [0, -3, math.inf, math.nan])
+def test_a_batch_out_of_range_is_refused(batch: int) -> None:
+    with pytest.raises(ValueError, match="batch must be finite and at least 1"):
+        LatencyModel().observe(batch, 0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.1, math.inf, math.nan])
+def test_seconds_out_of_range_are_refused(seconds: float) -> None:
+    model = LatencyModel()
+    with pytest.raises(ValueError, match="seconds must be finite and above 0"):
+        model.observe(3, seconds)
+    assert model.state == LatencyState()
+
+
+# --- starts ------------------------------------------------------------------
+
+
+CURVE = LatencyCurve((1.0, 100.0), (0.01, 0.03), 0.0002)
+COST = 0.003
+
+
+def steps(count: int, noise: float = 0.05, stalls: float = 0.0, cost: float = COST) -> list[Start]:
+    """Steps as of batches that start at once, and of candidates that take the place of others."""
+    rng = np.random.default_rng(count)
+    made = []
+    for _ in range(count):
+        started = int(rng.choice([1, 2, 5, 20, 60]))
+        batch = started + int(rng.integers(1, 60))
+        seconds = CURVE.step_seconds(batch) * float(np.exp(noise * rng.standard_normal())) + cost * started
+        made.append((batch, started, seconds + 5.0 * (rng.random() < stalls)))
+    return made
+
+
+def starts_taught(model: LatencyModel) -> LatencyModel:
+    for batch in (1, 2, 4, 8, 16, 32, 64, 100, 128):
+        for _ in range(20):
+            model.observe(batch, CURVE.step_seconds(batch))
+    return model
+
+
+@pytest.mark.parametrize("stalls", [0.0, 0.2])
+def test_the_cost_is_found_among_noise_and_stalls(stalls: float) -> None:
+    assert start_seconds(steps(100, stalls=stalls), CURVE) == pytest.approx(COST, rel=0.05)
+
+
+def test_it_is_the_same_by_many_small_steps_as_by_a_few_large_ones() -> None:
+    small = [(100, 1, CURVE.step_seconds(100) + COST)] * 60
+    large = [(100, 100, CURVE.step_seconds(100) + 100 * COST)] * MIN_STARTS
+    assert start_seconds(small, CURVE) == pytest.approx(start_seconds(large, CURVE))
+
+
+def test_a_step_counts_by_those_that_start_in_it() -> None:
+    few = [(100, 1, CURVE.step_seconds(100) + 2 * COST)] * 50
+    many = [(100, 60, CURVE.step_seconds(100) + 60 * COST)] * 5
+    assert start_seconds(few + many, CURVE) == pytest.approx(COST)
+    assert start_seconds(few, CURVE) == pytest.approx(2 * COST)
+
+
+def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None:
+    usual = [(20, 1, CURVE.step_seconds(20) + COST)] * 127
+    after_a_pause = (128, 128, 20.0)
+    assert start_seconds([*usual, after_a_pause], CURVE) == pytest.approx(COST)
+    few = [*usual[:11], *[(60, 40, CURVE.step_seconds(60) + 40 * COST)] * 2]
+    assert start_seconds([*few, after_a_pause], CURVE) == pytest.approx(COST)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.0, 1.0)), min_size=MIN_STARTS, max_size=30))
+def test_no_other_cost_has_a_smaller_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
+    made = [(started + 1, started, seconds) for started, seconds in seen]
+
+    most = MAX_WEIGHT * sum(n for _, n, _ in made)
+
+    def deviations(cost: float) -> float:
+        """Each times its n, but for those that count less."""
+        return sum(abs((s - CURVE.step_seconds(batch)) / n - cost) * min(n, most) for batch, n, s in made)
+
+    found = start_seconds(made, CURVE)
+    assert found is not None
+    # Of a sum that bends at these points only, one is the smallest; a negative cost is none.
+    bends = [max(0.0, (s - CURVE.step_seconds(batch)) / n) for batch, n, s in made]
+    assert deviations(found) <= min(map(deviations, bends)) + 1e-9
+
+
+def test_starts_that_take_no_longer_than_decoding_cost_nothing() -> None:
+    assert start_seconds([(50, 10, 0.5 * CURVE.step_seconds(50))] * MIN_STARTS, CURVE) == 0.0
+
+
+def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None:
+    model = LatencyModel()
+    for step in [(40, 20, CURVE.step_seconds(40) + 20 * COST)] * (MIN_STARTS - 1):
+        model.observe(step[0], step[2], step[1])
+    assert model.start_seconds is None
+    starts_taught(model)
+    assert model.start_seconds is None
+    model.observe(40, CURVE.step_seconds(40) + 20 * COST, 20)
+    assert model.start_seconds == pytest.approx(COST, rel=0.1)
+    assert LatencyModel(LatencyState(starts=((40, 20, 0.1),) * MIN_STARTS)).start_seconds is None
+
+
+def test_steps_with_starts_are_no_part_of_the_curve() -> None:
+    model = starts_taught(LatencyModel())
+    before = model.curve
+    for batch, started, seconds in steps(200):
+        model.observe(batch, seconds, started)
+    assert model.curve == before
+    assert model.start_seconds == pytest.approx(COST, rel=0.1)
+
+
+def test_an_engine_whose_starts_became_dearer_is_believed() -> None:
+    model = starts_taught(LatencyModel())
+    for cost in (COST, 4 * COST):
+        for batch, started, seconds in steps(MAX_STARTS, cost=cost):
+            model.observe(batch, seconds, started)
+    assert model.start_seconds == pytest.approx(4 * COST, rel=0.1)
+
+
+def test_the_state_survives_json_and_is_bounded() -> None:
+    model = starts_taught(LatencyModel())
+    for batch, started, seconds in steps(2 * MAX_STARTS):
+        model.observe(batch, seconds, started)
+    restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
+    assert restored == model.state
+    assert len(restored.starts) == MAX_STARTS
+    assert LatencyModel(restored).start_seconds == model.start_seconds
+
+
+def test_a_state_from_before_starts_were_learned_can_be_used() -> None:
+    state = asdict(starts_taught(LatencyModel()).state)
+    del state["starts"]
+    model = LatencyModel(LatencyState(**state))
+    assert model.curve is not None
+    assert model.start_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ((3, 0, 0.1), "starts must be a whole number in"),
+        ((3, 4, 0.1), "starts must be a whole number in"),
+        ((3, 1.0, 0.1), "starts must be a whole number in"),
+        ((3, 1, 0.0), "starts must be a number in"),
+        ((3, 1, float("nan")), "starts must be a number in"),
+        ((3, 1), "not enough values"),
+    ],
+)
+def test_a_state_out_of_range_is_refused_of_starts(start: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LatencyState(starts=(start,))
+
+
+def test_a_state_with_too_many_starts_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"starts must have at most {MAX_STARTS} values"):
+        LatencyState(starts=((2, 1, 0.1),) * (MAX_STARTS + 1))
+
+
+@pytest.mark.parametrize("started", [-1, 4])
+def test_more_starts_than_sequences_are_refused(started: int) -> None:
+    model = LatencyModel()
+    with pytest.raises(ValueError, match="started must be from 0 to the batch, 3"):
+        model.observe(3, 0.1, started)
+    assert model.state == LatencyState()
