@@ -50,7 +50,8 @@ def test_a_logged_error_and_a_started_candidate_that_never_ends_are_found() -> N
         stack.metrics._started.labels("scripted").inc()
 
     soaked = soak(200, ROUNDS, spoil=spoil)
-    assert len(soaked.violations) == 2
-    assert any("candidates were started" in each for each in soaked.violations)
-    assert "logged: group g failed" in soaked.violations
+    first, *others = soaked.violations
+    assert first == "logged: group g failed"
+    assert others
+    assert all("candidates were started" in each for each in others)
     assert not soaked.survived

@@ -177,7 +177,7 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
 ) -> None:
     few_at_a_time = ("--max-num-seqs", "2")  # no group completes before the engine is killed
     with serve(DARTS, tmp_path / "log", *few_at_a_time) as server:
-        async with httpx.AsyncClient(timeout=240) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             requests = [send(client, "/v1/completions", LONG | {"stream": bool(i % 2)})[0] for i in range(8)]
             await asyncio.to_thread(wait_started, server, 12 * 8)
             for child in engine_processes(server):
