@@ -84,7 +84,7 @@ CALLERS, ROUNDS, MIN_ROUNDS = 96, 50, 6
 TIMEOUT_SECONDS, DRAIN_SECONDS, CLEANUP_SECONDS = 600.0, 600.0, 1.0
 """For an answer, for what still runs after a round, and for what the server does after the last group; on the loop's
 clock, as all times here."""
-UPDATE_SECONDS, MAX_REWARD_DELAY, MAX_CANCEL_DELAY = 0.3, 4.0, 0.8
+UPDATE_SECONDS, MAX_REWARD_DELAY, MAX_CANCEL_DELAY = 0.3, 4.0, 0.3
 TRAIN_EVERY, TRAIN_STEPS = 256, 4
 QUICK = HeadSettings(hidden=16, batch_size=32, capacity=512, half_life=256.0, min_labels=64, learning_rate=1e-2)
 GROWTH_LIMITS = {"blocks": 0.01, "objects": 0.1, "own objects": 0.1, "rss": 0.02, "files": 0.0, "tasks": 0.0}
