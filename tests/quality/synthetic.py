@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings
+
+torch.set_num_threads(1)  # cores are shared, and these networks are small
 
 WIDTH = 16
 QUICK = HeadSettings(hidden=16, batch_size=32, capacity=512, half_life=256.0, min_labels=32, learning_rate=1e-2)
