@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.gpu.policies import PLAIN
 from benchmarks.gpu.tables import Table
 
-BLUE, ORANGE, GREY, PALE = "#0072B2", "#D55E00", "#555555", "#C9C9C9"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 COLUMNS = 3
 SMALL = 9
 
