@@ -227,17 +227,14 @@ def make_rooms(
         may_call=access.may_call,
     )
     searches = ThreadPoolExecutor(1, "vote-answers")
-    closing.callback(searches.shutdown, cancel_futures=True)
+    closing.callback(searches.shutdown, cancel_futures=True)  # waits for a search, for 3 seconds at most
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
 
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
-    return Rooms(
-        *(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control),
-        dialect_controls,
-    )
+    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
 
 
 def extend(

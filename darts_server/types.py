@@ -1,9 +1,10 @@
-"""Types that all rooms share: how candidates, groups and other things end, and the values that requests are made of."""
+"""Types that all rooms share: names of policies, how candidates, groups and other things end, values of requests."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 OFF = "off"
 AUTO = "auto"
@@ -99,6 +100,10 @@ class TurnKind(StrEnum):
     """Temperature 0: all trajectories of a group would be the same."""
     SCORING = "scoring"
     """One token, or log-probs of the prompt."""
+
+
+VoteWeights = Literal["majority", "rank", "log_odds"]
+"""How votes are weighted, by name."""
 
 
 class VoteOutcome(StrEnum):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
-from darts_server.policy.pruning.calibration import fit_isotonic
+from darts_server.policy.isotonic import fit_isotonic
 
 Floats = NDArray[np.float64]
 

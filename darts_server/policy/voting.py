@@ -32,6 +32,7 @@ from typing import Any
 import re2
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.types import VoteWeights
 
 # --- answers ----------------------------------------------------------------
 
@@ -249,14 +250,14 @@ class LogOddsWeighting:
 Weighting = MajorityWeighting | RankWeighting | LogOddsWeighting
 
 
-def create_weighting(weights: str, pattern: str | Sequence[str]) -> Weighting:
+def create_weighting(weights: VoteWeights, pattern: str | Sequence[str]) -> Weighting:
     """Create a weighting by its name. If the pattern lists the possible answers, all but one of them are wrong."""
     match weights:
         case "majority":
             return MajorityWeighting()
         case "rank":
             return RankWeighting()
-        case _:
+        case "log_odds":
             return LogOddsWeighting() if isinstance(pattern, str) else LogOddsWeighting(max(1, len(pattern) - 1))
 
 

@@ -71,7 +71,15 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._group = spec.new_group()
         self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
         self.runner = CandidateRunner(
-            *(context, spec, self._group, self.recorder, on_start, self._feed, self._handle_bug, carried, order)
+            context,
+            spec,
+            self._group,
+            self.recorder,
+            on_start=on_start,
+            on_events=self._feed,
+            on_error=self._handle_bug,
+            carried=carried,
+            order=order,
         )
         self._membership = CohortMembership(self, self._group)
         self._reducible: Allocation | None = None  # while some of its candidates may be given up

@@ -12,8 +12,8 @@ from darts_server.http.requests import while_connected
 from darts_server.http.resources.rollouts_models import Messages
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
-from darts_server.rollout.voting.runner import Score, VoteRequest, VoteResult, VoteRunner, Weights
-from darts_server.types import PromptSpec
+from darts_server.rollout.voting.runner import Score, VoteRequest, VoteResult, VoteRunner
+from darts_server.types import PromptSpec, VoteWeights
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Enough for a prompt of a million tokens."""
@@ -70,7 +70,7 @@ class VoteIn(Body):
         description='How the answer is found: a regular expression with one group, "boxed" for LaTeX\'s \\boxed{}, '
         "or the possible answers."
     )
-    weights: Weights = Field("majority", description="How votes are weighted.")
+    weights: VoteWeights = Field("majority", description="How votes are weighted.")
     score: Score | None = Field(
         None, description='What weights are computed from: the quality head, or log-probs. Not used by "majority".'
     )

@@ -21,7 +21,6 @@ import numpy as np
 from darts_server.policy.auto.options import (
     CUTTING,
     DEFER,
-    OFF,
     UNSHAPED,
     Auto,
     AutoLimits,
@@ -43,6 +42,7 @@ from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.batch import Plan
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.simulation.machine import Machine
+from darts_server.types import OFF
 
 MIN_OFF = 1
 """Batches of ``off`` that are forecast and measured before anything else is chosen."""

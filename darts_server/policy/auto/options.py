@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import BudgetKind, Shaping, build_policies
+from darts_server.types import OFF
 
-OFF = "off"
 RULES = ("uniform", "darts", "cut", "cap", "limit")
 """What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt;
 ``limit`` is `OFF` with a smaller length limit, the same for all trajectories of a batch."""

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 
-from darts_server.policy.auto.options import CUTTING, OFF, AutoLimits, Option, measured_name, rule_of
+from darts_server.policy.auto.options import CUTTING, AutoLimits, Option, measured_name, rule_of
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import Forecast
+from darts_server.types import OFF
 
 EDGE = 0.1
 """By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on

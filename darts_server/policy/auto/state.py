@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 
 from darts_server.policy.auto.errors import Errors
-from darts_server.policy.auto.options import OFF
 from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
+from darts_server.types import OFF
 
 TRAINED = 32
 """Batches of which the seconds of training are kept."""

@@ -26,7 +26,6 @@ def calibration_error(
     probabilities: Sequence[float] | Floats,
     targets: Sequence[float] | Floats,
     weights: Sequence[float] | Floats | None = None,
-    bins: int = RELIABILITY_BINS,
 ) -> float | None:
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
 
@@ -37,7 +36,8 @@ def calibration_error(
     """
     q, y, w = _checked(probabilities, targets, weights)
     mass = float(w.sum())
-    gaps = np.bincount(np.minimum((q * bins).astype(np.int64), bins - 1), weights=w * (q - y))
+    bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+    gaps = np.bincount(bins, weights=w * (q - y))
     return float(np.abs(gaps).sum()) / mass if mass else None
 
 

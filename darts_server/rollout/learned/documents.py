@@ -177,7 +177,7 @@ class BlobStore:
         if manifest is None:
             return None
         data = b""
-        with suppress(KeyError, ValueError):  # of a part that was made up
+        with suppress(KeyError, ValueError):  # a part is damaged: the digest tells
             parts = self._parts(key, manifest.slot, manifest.parts)
             data = b"".join(b64decode(str(part["data"]), validate=True) for _, part in parts)
         if hashlib.sha256(data).hexdigest() != manifest.digest:

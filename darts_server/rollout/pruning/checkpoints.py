@@ -27,10 +27,9 @@ MAX_CURVES = 16
 
 
 class SavedBlob:
-    """A blob that is saved here, until a restore of the store replaces it; then it is to be loaded.
+    """Tracks whether a restored state has replaced a blob since it was saved or loaded.
 
-    Raises:
-        StateError: the store cannot be read or written at present.
+    All methods raise StateError if the store cannot be read or written at present.
     """
 
     def __init__(self, blobs: BlobStore, key: str) -> None:
@@ -39,7 +38,7 @@ class SavedBlob:
         self._digest: str | None = None
 
     def is_replaced(self) -> bool:
-        """Whether the blob in the store is neither from here nor loaded already."""
+        """Whether the stored blob differs from the one that was saved or loaded last."""
         return self._blobs.digest(self._key) != self._digest
 
     def load(self) -> Blob | None:
@@ -128,7 +127,7 @@ class DetectionPoint:
 
 
 class HeadCheckpoint:
-    """Saves the newest state of a head. Any thread may call any method; none waits for a write of another one."""
+    """Saves the newest state of a head. Any thread may call any method; `reload` never waits for a write."""
 
     def __init__(self, blobs: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._saved = SavedBlob(blobs, HEAD_KEY)

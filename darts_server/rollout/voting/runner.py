@@ -33,7 +33,7 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
-from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome
+from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome, VoteWeights
 
 POLICY = "vote"
 """Under this name the groups of votes are recorded. They are not shaped."""
@@ -45,11 +45,10 @@ MAX_DECISION_CHECKS = 64
 TEXT_CHARS = 16_384
 """Characters that are searched, from the end of a text. An answer before them is not found."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A pattern that is linear in the text takes some milliseconds for the longest text, and
-one that is quadratic in it 0.2 seconds. A single match cannot be ended, but is bounded by `TEXT_CHARS` and by the
-largest pattern: the worst takes 3 seconds, in which RE2 leaves the interpreter to others."""
+"""Processor time for one text. A pattern that is linear in the text takes some milliseconds for the longest text. A
+match of RE2 cannot be ended, but is bounded by `TEXT_CHARS` and by the largest pattern: the worst takes 3 seconds, in
+which the event loop is served. Between matches, and in a search for boxes or choices, it is served within 30 ms."""
 
-Weights = Literal["majority", "rank", "log_odds"]
 Score = Literal["head", "logprob", "lowest_logprob"]
 
 
@@ -64,7 +63,7 @@ class VoteRequest:
     prompt: PromptSpec
     n: int
     pattern: str | Sequence[str]
-    weights: Weights = "majority"
+    weights: VoteWeights = "majority"
     score: Score | None = None
     sampling: Mapping[str, object] = field(default_factory=dict)
 

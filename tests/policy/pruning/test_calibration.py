@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.pruning.calibration import (
     DEFAULT_PRIOR,
     MAX_WEIGHT,
@@ -19,7 +20,6 @@ from darts_server.policy.pruning.calibration import (
     CalibrationStatus,
     Calibrator,
     Label,
-    fit_isotonic,
     inverse_propensity_weights,
     label_from_reward,
 )

@@ -36,11 +36,10 @@ from darts_server.rollout.voting.runner import (
     VoteRequest,
     VoteResult,
     VoteRunner,
-    Weights,
     find_answer,
 )
 from darts_server.store import Store
-from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome
+from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome, VoteWeights
 from tests.rollout.helpers import AtOnce, Documents, Harness, Texts
 
 pytestmark = pytest.mark.anyio
@@ -409,7 +408,7 @@ async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
 # --- whatever happens -------------------------------------------------------
 
 SCORES: tuple[Score, ...] = ("logprob", "lowest_logprob", "head")
-WEIGHTINGS: list[tuple[Weights, Score | None]] = [
+WEIGHTINGS: list[tuple[VoteWeights, Score | None]] = [
     ("majority", None),
     *(("rank", score) for score in SCORES),
     *(("log_odds", score) for score in SCORES),
@@ -447,7 +446,7 @@ async def collect_all(
 
 @given(electorates(), st.sampled_from(WEIGHTINGS), st.booleans())
 def test_a_vote_that_ends_early_has_the_winner_of_all_its_candidates(
-    electorate: list[Voter], weighting: tuple[Weights, Score | None], has_choices: bool
+    electorate: list[Voter], weighting: tuple[VoteWeights, Score | None], has_choices: bool
 ) -> None:
     weights, score = weighting
     pattern: str | list[str] = ["a", "b", "c"] if has_choices else "#(.*)"
