@@ -29,6 +29,7 @@ this one."""
 
 MAX_NAME_CHARS = 100
 """Of an unknown field in an error message."""
+PARTS = "strings, arrays and objects"
 MAX_JSON_PARTS = 600_000
 """Strings, arrays and objects in a JSON body: 100,000 rewards by id have 500,002. They are what parsing is slow for, up
 to a microsecond and some 100 bytes each; a number takes a tenth of that."""
@@ -225,24 +226,37 @@ def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
     """Split a JSON object: return it with ``[]`` in one field, and each object of the list in that field.
 
     ``None`` if there is no such list, or it has something else in it. msgspec creates no values for what it skips, but
-    keeps the interpreter meanwhile, twice: for 70 ms each if 64 MB are token ids, 200 ms if they are escapes alone.
+    keeps the interpreter meanwhile, four times: 70 ms each if 64 MB are token ids, 200 ms if they are escapes alone.
 
     Raises:
-        TooLarge: more than `MAX_JSON_PARTS`.
+        InvalidRequest: it is no JSON.
+        TooLarge: more than `MAX_JSON_PARTS`, or more than `MAX_PARTS_AT_ONCE` beside the list.
     """
-    parts = 0
-    for text in _outside_strings(body):
-        if (parts := parts + _count_parts(text)) > MAX_JSON_PARTS:
-            raise TooLarge(
-                "body", f"must have at most {MAX_JSON_PARTS} strings, arrays and objects; send less per request"
-            )
+    if (parts := sum(map(_count_parts, _outside_strings(body)))) > MAX_JSON_PARTS:
+        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} {PARTS}; send less per request")
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        objects = msgspec.json.decode(fields[field], type=list[dict[str, msgspec.Raw]])
-    except (KeyError, ValueError, RecursionError):
+        whole = msgspec.json.decode(body, type=_with_list(field))
+        listed = bytes(whole.items)
+        msgspec.json.decode(listed, type=list[_AnyObject])  # so that there are as many as parts at most
+        objects = msgspec.json.decode(listed, type=list[msgspec.Raw])
+        if parts - sum(map(_count_parts, _outside_strings(listed))) > MAX_PARTS_AT_ONCE:  # each name is one below
+            raise _too_much(MAX_PARTS_AT_ONCE, PARTS)
+        beside = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | {field: msgspec.Raw(b"[]")}
+    except (msgspec.ValidationError, RecursionError):
         return None
-    fields[field] = msgspec.Raw(b"[]")
-    return msgspec.json.encode(fields), [msgspec.json.encode(each) for each in objects]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is no JSON: {error}") from None
+    return msgspec.json.encode(beside), list(map(bytes, objects))
+
+
+class _AnyObject(msgspec.Struct, gc=False):
+    """Any JSON object; its fields are skipped."""
+
+
+@cache
+def _with_list(field: str) -> Any:
+    """Return the type of a JSON object with a field, as ``items``; its other fields are skipped."""
+    return msgspec.defstruct("_WithList", [("items", msgspec.Raw)], rename={"items": field})
 
 
 @cache
@@ -291,16 +305,17 @@ def _check_at_once(text: bytes) -> None:
             raise InvalidRequest("body", f"has a number of more than {MAX_DIGITS} digits; send it as a string")
         parts, values, unquoted = parts + _count_parts(outside), values + outside.count(b","), unquoted + len(outside)
         for count, most, what in (
-            (parts, MAX_PARTS_AT_ONCE, "strings, arrays and objects"),
+            (parts, MAX_PARTS_AT_ONCE, PARTS),
             (values, MAX_VALUES_AT_ONCE, "numbers"),
             (unquoted, MAX_UNQUOTED_AT_ONCE, "bytes outside strings"),
         ):
             if count > most:
-                raise TooLarge(
-                    "body",
-                    f"must have at most {most} {what} in one prompt or reward, or in all fields beside a list of these "
-                    "alone; send less",
-                )
+                raise _too_much(most, what)
+
+
+def _too_much(most: int, what: str) -> TooLarge:
+    where = "in one prompt or reward, or in all fields beside a list of these alone"
+    return TooLarge("body", f"must have at most {most} {what} {where}; send less")
 
 
 def _count_parts(outside: bytes) -> int:

@@ -79,14 +79,6 @@ def _group(value: str) -> dict[str, str | int]:
     return options
 
 
-def _text(value: str) -> str:
-    """Decode a header's value: HTTP servers decode it as Latin-1, but most clients send UTF-8."""
-    try:
-        return value.encode("latin-1").decode().strip()
-    except UnicodeError:
-        return value.strip()
-
-
 def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
     """Merge options from header and model alias with those in ``vllm_xargs``.
 

@@ -17,10 +17,10 @@ _WEIGHT = re.compile(r";\s*q\s*=\s*(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)", 
 
 
 def choose_media_type(headers: Headers, offers: Sequence[str]) -> str | None:
-    """Return the offer that a request's ``Accept`` header prefers, the first of equal ones; ``None`` without one.
+    """Return the offer that a request's ``Accept`` header prefers, the first of equal ones.
 
-    Without the header it accepts everything. Of the ranges that an offer is in, the narrowest counts (RFC 9110,
-    12.5.1).
+    ``None`` if it accepts none of them; without the header it accepts all. Of the ranges that an offer is in, the
+    narrowest counts (RFC 9110, 12.5.1).
     """
     lines = headers.getlist("accept")
     if not any(line.strip() for line in lines):

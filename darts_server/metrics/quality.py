@@ -61,7 +61,7 @@ class QualityMetrics(Collectors, PruningObserver):
     def trained(self, steps: int, seconds: float, divergences: int) -> None:
         """Add the growth of the trainer process's totals to the counters. Any thread may call this."""
         totals = steps, seconds, divergences
-        # A total that fell is of a new process, whose totals began at 0.
+        # A total that fell is of a new head, whose totals began at 0.
         restarted = any(now < last for now, last in zip(totals, self._last_totals, strict=True))
         before = (0, 0.0, 0) if restarted else self._last_totals
         self._last_totals = totals

@@ -187,7 +187,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         what = "Candidates stopped because they could not change the result of a vote."
         self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
 
-        # Read from `_read_deadlines` on.
+        # Set by `_read_deadlines`, once a policy has a deadline.
         what = "Share of correct answers that the policy's deadlines discard, where rewards were reported."
         self._lost_share = self._gauge("darts_deadline_lost_share", what, "policy")
         what = "Share of the groups with correct answers that lose all of them to the policy's deadlines."

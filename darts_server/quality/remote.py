@@ -28,9 +28,10 @@ MAX_DEATHS = 3
 """Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
 DEATH_SECONDS = 3600.0
 GRACE_SECONDS = 5.0
-"""To finish a training in, which takes a second."""
+"""For the end of a training, which takes a second."""
 ANSWER_SECONDS = 300.0
-"""After them the process hangs. A training takes a second, but importing torch from a slow disk may take minutes."""
+"""Without an answer for so long the process counts as hanging. A training takes a second, but importing torch from a
+slow disk may take minutes."""
 
 
 class RemoteHead:
@@ -191,8 +192,8 @@ class RemoteHead:
                 self._train(ours, process)
             except (EOFError, OSError):
                 pass  # it has died; the supervisor counts that
-            except Exception as error:  # unpickling may raise anything
-                logger.error("a report of the quality head's trainer cannot be read: %r", error)
+            except Exception:  # unpickling may raise anything, and the callback has bugs of its own
+                logger.exception("a report of the quality head's trainer could not be handled")
             finally:
                 process.kill()  # it has nothing to save: all that is kept was in its reports
                 process.wait()

@@ -94,8 +94,9 @@ class Database:
 
         It uses a connection of its own. SQLite's log cannot shrink while it is open.
         """
-        self._refuse_replaced()
-        with translate_errors(self._path), closing(connect(self._path, "ro")) as connection:
+        with translate_errors(self._path), ExitStack() as opened:
+            self._refuse_replaced()
+            connection = opened.enter_context(closing(connect(self._path, "ro")))
             where, arguments = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
             yield _verified(self._path, connection.execute(f"{_SELECT} {where} ORDER BY kind, key", arguments))
 
@@ -104,19 +105,35 @@ class Database:
         with translate_errors(self._path):
             return int(self._reader.execute("SELECT generation FROM restores").fetchone()[0])
 
-    def write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
+    def write(self, rows: Iterable[Row], generation: int | None) -> bool:
         """Add or overwrite rows, all at once; they are on the disk when this returns.
 
-        ``replace``: they replace everything, as one more generation.
+        Unless this is another ``generation`` by now: then nothing is written, and it returns ``False``.
         """
-        self._refuse_replaced()
+        with self._transaction():
+            current = self._writer.execute("SELECT generation FROM restores").fetchone()[0]
+            if generation not in (None, current):
+                return False
+            self._upsert(rows)
+        return True
+
+    def replace(self, rows: Iterable[Row]) -> None:
+        """Replace everything by these rows, all at once, as the next generation."""
+        with self._transaction():
+            self._writer.execute("DELETE FROM documents")
+            self._writer.execute("UPDATE restores SET generation = generation + 1")
+            self._upsert(rows)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
         with translate_errors(self._path), self._writer:  # commits, or rolls back
+            self._refuse_replaced()
             self._writer.execute("BEGIN IMMEDIATE")
             refuse_foreign(self._path, self._writer, APPLICATION_ID, VERSION)  # another server may have migrated it
-            if replace:
-                self._writer.execute("DELETE FROM documents")
-                self._writer.execute("UPDATE restores SET generation = generation + 1")
-            self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
+            yield
+
+    def _upsert(self, rows: Iterable[Row]) -> None:
+        self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
 
     def close(self) -> None:
         self._connections.close()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -66,6 +66,7 @@ class Store(AbstractContextManager["Store"]):
         self._lock = threading.Lock()  # of all below, and of reading from the file
         self._write_lock = threading.Lock()  # one write or restore at a time; taken before the other lock
         self._pending = _Texts(OrderedDict)  # to be written; without a file, all there is
+        self._pending_since: int | None = None  # the generation that the first of them belongs to; None if unknown
         self._in_flight = _Texts(OrderedDict)  # being written
         self._cache: dict[Name, str | None] = {}  # of reads, up to a point in time
         self._cached_until = 0.0
@@ -88,6 +89,10 @@ class Store(AbstractContextManager["Store"]):
         name, text = check_name(kind, key), archive.encode(document)
         with self._lock:
             self._refuse_closed()
+            if self._database is not None and not any(self._pending.values()):
+                self._pending_since = None
+                with suppress(StateError):  # a file that cannot be read must not fail a put
+                    self._pending_since = self._database.generation()
             self._add(self._pending, (*name, text))
             self._cache.pop(name, None)
 
@@ -137,8 +142,8 @@ class Store(AbstractContextManager["Store"]):
     def restore(self, data: bytes, limit: int = LIMIT_BYTES, keep: Collection[str] = ()) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
 
-        Documents that are put before it returns are lost too. ``limit``: bytes that the data may have when
-        decompressed. ``keep``: kinds of documents that stay as they are here.
+        Documents that are put before it returns are lost too, here and in other processes. ``limit``: bytes that the
+        data may have when decompressed. ``keep``: kinds of documents that stay as they are here.
 
         Raises:
             StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
@@ -158,7 +163,7 @@ class Store(AbstractContextManager["Store"]):
                     for row in rows:
                         self._add(restored, row)
                 else:
-                    self._database.write(rows, replace=True)
+                    self._database.replace(rows)
             except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
                 raise StateError(str(error)) from error
             with self._lock:
@@ -249,16 +254,21 @@ class Store(AbstractContextManager["Store"]):
                 if self._database is None or not any(self._pending.values()):
                     return
                 writing = self._in_flight = self._pending
+                since = self._pending_since
                 rows = [(kind, key, text) for kind, texts in writing.items() for key, text in texts.items()]
                 self._pending = _Texts(OrderedDict)
             try:
-                self._database.write(rows)
+                is_current = self._database.write(rows, since)
             except BaseException:
                 with self._lock:
                     for kind, newer in self._pending.items():
                         writing[kind].update(newer)
-                    self._pending = writing
+                    self._pending, self._pending_since = writing, since
                 raise
+            else:
+                if not is_current:  # another process has replaced everything: what was learned before that is gone
+                    with self._lock:
+                        self._pending, self._cache = _Texts(OrderedDict), {}
             finally:
                 with self._lock:
                     self._in_flight = _Texts(OrderedDict)

@@ -1,6 +1,7 @@
 import json
 import re
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -308,7 +309,23 @@ def test_what_is_no_list_of_objects_is_not_split(value: Any) -> None:
 
 @given(st.binary(max_size=30), st.sampled_from([b"", b'{"items":[', b'{"items":[{}', b'{"\xff":1,"items":[{}]}']))
 def test_any_bytes_are_read_to_their_end(text: bytes, before: bytes) -> None:
-    split_objects(before + text, "items")
+    with suppress(InvalidRequest):
+        split_objects(before + text, "items")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1 2"])
+def test_a_large_body_that_is_no_json_is_not_refused_as_too_large(number: str) -> None:
+    rewards = b",".join([b'{"trajectory_id":"a","reward":0}'] * 30_000)
+    text = b'{"rewards":[' + rewards + b',{"trajectory_id":"a","reward":%s}]}' % number.encode()
+    with pytest.raises(InvalidRequest, match=r"^body: is no JSON: .*\(byte 9\d+\)$"):
+        parsed(RewardsIn, text, "rewards")
+
+
+@pytest.mark.parametrize("place", ['{"items":[{%s}]}', '{"items":[{}],%s}'])
+def test_names_are_counted_before_they_become_objects(place: str) -> None:
+    names = ",".join(f'"{number}":1' for number in range(MAX_PARTS_AT_ONCE + 1))
+    with pytest.raises(TooLarge, match="at most 50000 strings"):
+        parsed(Items, (place % names).encode(), "items")
 
 
 @pytest.mark.parametrize("inner", ["x" * 200_000, '\\"' * 70_000, "x" * 65_500 + '"\\' * 50 + "[" * 10])
@@ -325,8 +342,8 @@ def test_the_length_of_a_list_that_is_read_in_slices_is_limited() -> None:
     assert refused.value.field.startswith("rewards")
 
 
-@pytest.mark.parametrize("many", [b"1," * MAX_VALUES_AT_ONCE + b"1,1", b" , " * (MAX_VALUES_AT_ONCE + 1)])
-def test_numbers_that_are_parsed_at_once_are_limited(many: bytes) -> None:
+def test_numbers_that_are_parsed_at_once_are_limited() -> None:
+    many = b"1," * MAX_VALUES_AT_ONCE + b"1,1"
     with pytest.raises(TooLarge, match="at most 1048576 numbers"):
         parsed(VoteIn, b'{"n":2,"pattern":"boxed","prompt":[' + many + b"]}")
     with pytest.raises(TooLarge, match="at most 1048576 numbers"):

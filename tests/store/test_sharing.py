@@ -48,15 +48,34 @@ def test_a_document_of_another_process_is_seen_when_the_cache_expires(tmp_path: 
         assert two.get("prompt", "a") == {"n": 2}
 
 
-def test_a_restore_by_another_process_is_seen(tmp_path: Path) -> None:
+def test_a_restore_by_another_process_drops_earlier_puts_and_keeps_later_ones(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two, Store() as saved:
         saved.put("prompt", "saved", {"n": 1})
         two.put("prompt", "before", {"n": 2})
-        two.flush()
+        assert two.get("prompt", "saved") is None
         one.restore(saved.export())
+        two.flush()
+        assert two.get("prompt", "saved") == {"n": 1}
+        assert list(saved_documents(two, "prompt")) == ["saved"]
+        one.restore(saved.export())  # two has nothing waiting now
         two.put("prompt", "after", {"n": 3})
         two.flush()
-        assert list(saved_documents(one, "prompt")) == list(saved_documents(two, "prompt")) == ["after", "saved"]
+        assert list(saved_documents(one, "prompt")) == ["after", "saved"]
+
+
+def test_puts_that_could_not_be_written_before_a_restore_are_dropped_too(tmp_path: Path) -> None:
+    with Store(tmp_path) as one, Store(tmp_path) as two, Store() as saved:
+        saved.put("prompt", "saved", {"n": 1})
+        with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+            other.execute("PRAGMA user_version = 2")
+            two.put("prompt", "before", {"n": 2})
+            with pytest.raises(StateError):
+                two.flush()
+            two.put("prompt", "later", {"n": 3})
+            other.execute("PRAGMA user_version = 1")
+        one.restore(saved.export())
+        two.flush()
+        assert list(saved_documents(two, "prompt")) == ["saved"]
 
 
 def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def read_batch(body: bytes) -> Batch | None:
 
     Raises:
         InvalidRequest: it has a field that ingresses add.
-        TooLarge: it has too many parts for any replica.
+        TooLarge: it has more than 600,000 strings, arrays and objects.
     """
     head, prompts = split_objects(body, "prompts") or (b"", [])
     if not 2 <= len(prompts) <= MAX_PROMPTS:
