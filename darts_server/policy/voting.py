@@ -252,13 +252,11 @@ Weighting = MajorityWeighting | RankWeighting | LogOddsWeighting
 
 def create_weighting(weights: VoteWeights, pattern: str | Sequence[str]) -> Weighting:
     """Create a weighting by its name. If the pattern lists the possible answers, all but one of them are wrong."""
-    match weights:
-        case "majority":
-            return MajorityWeighting()
-        case "rank":
-            return RankWeighting()
-        case "log_odds":
-            return LogOddsWeighting() if isinstance(pattern, str) else LogOddsWeighting(max(1, len(pattern) - 1))
+    if weights == "majority":
+        return MajorityWeighting()
+    if weights == "rank":
+        return RankWeighting()
+    return LogOddsWeighting() if isinstance(pattern, str) else LogOddsWeighting(max(1, len(pattern) - 1))
 
 
 # --- counting ---------------------------------------------------------------
