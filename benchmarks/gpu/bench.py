@@ -32,6 +32,7 @@ from darts_server.types import OFF
 from darts_server.vllm.engine import VllmPort, VllmRollouts
 from darts_server.vllm.launch import RunningEngine, StepListener
 from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 
 LIMITS = Limits(1024)
 DRAIN_SECONDS = 20.0
@@ -47,19 +48,21 @@ class Bench:
         self.logprobs = logprobs
         self.llm: ShapingLLM
         self.port: VllmPort
+        self.renderer: VllmPromptRenderer
         self.log = StepLog()
         self.curve: LatencyCurve | None = None
         self._seed = seed
         self._stores: list[Store] = []
         self._running: RunningEngine
         self._unshaped: VllmRollouts
-        self._prompts: dict[int, Any] = {}
+        self._prompts: dict[tuple[int, int], Any] = {}
 
     # --- the engine ---------------------------------------------------------
 
     def attach(self, running: RunningEngine) -> None:
         """Log the engine's steps as long as it runs; shape nothing yet."""
         self.llm, self.port, self._running = running.llm, running.port, running
+        self.renderer = running.renderer
         self._unshaped = Rollouts(running.port, Planner({}, OFF, LIMITS), self._statistics(self.empty_store()))
         self.shape_nothing()
 
@@ -128,15 +131,16 @@ class Bench:
 
     # --- requests -----------------------------------------------------------
 
-    def prompt(self, number: int) -> Any:
+    def prompt(self, number: int, length: int | None = None) -> Any:
         """Return prompt ``number``: random tokens, in the form that vLLM's routes pass to ``generate()``."""
-        if number not in self._prompts:
+        key = number, length or self.sizes.prompt
+        if key not in self._prompts:
             rng = random.Random(self._seed * 1_000_003 + number)
-            tokens = [rng.randrange(UNKNOWN + 1, self.shape.vocabulary) for _ in range(self.sizes.prompt)]
+            tokens = rng.choices(range(UNKNOWN + 1, self.shape.vocabulary), k=key[1])
             parsed = parse_model_prompt(self.llm.model_config, {"prompt_token_ids": tokens})
             renderer = self.llm.renderer
-            (self._prompts[number],) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
-        return self._prompts[number]
+            (self._prompts[key],) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
+        return self._prompts[key]
 
     def params(self, max_tokens: int, n: int = 1, **extra: str) -> SamplingParams:
         """Make parameters of a request that does not stream and ends at ``max_tokens``; ``extra``: for shaping."""
@@ -150,10 +154,12 @@ class Bench:
             extra_args=dict(extra) or None,
         )
 
-    async def request(self, prompt: int, params: SamplingParams, name: str, *, plain: bool = False) -> RequestOutput:
+    async def request(
+        self, prompt: int, params: SamplingParams, name: str, *, plain: bool = False, length: int | None = None
+    ) -> RequestOutput:
         """Run a request and return its final output; ``plain``: by vLLM's own ``generate()``."""
         generate = super(ShapingLLM, self.llm).generate if plain else self.llm.generate
-        outputs = [output async for output in generate(self.prompt(prompt), params, name)]
+        outputs = [output async for output in generate(self.prompt(prompt, length), params, name)]
         return outputs[-1]
 
 

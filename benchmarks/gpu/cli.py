@@ -16,7 +16,7 @@ Measure whether shaped rollouts are faster than plain vLLM on this machine's GPU
 For each model it starts one engine (real architecture, random weights) and measures
   1. the seconds of a decode step by batch size, against what the card's bandwidth allows,
   2. whole rollouts: the same prompts and lengths under plain vLLM and under each policy,
-  3. the cost of our code: throughput with nothing shaped, CPU time per token, aborts, and polling running sequences,
+  3. the cost of our code: throughput with nothing shaped, CPU time per token, aborts and probes,
   4. weight updates, from a file and pushed, by phase.
 From the step times it predicts where shaping pays on this card. With few prompts the card waits for the longest
 trajectory; with many it is always busy. So rollouts of both kinds are measured, and the sizes between are predicted.

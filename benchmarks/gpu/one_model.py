@@ -20,9 +20,10 @@ from benchmarks.gpu.sizes import DRY, GPU
 from benchmarks.gpu.tables import Table
 from benchmarks.gpu.traces import CANDIDATES, Trace, load_or_sample
 
-SHARES = {"steps": 2.0, "costs": 2.0}
-FIRST_ROLLOUTS, MORE_ROLLOUTS = 5.0, 2.0
-"""Shares of the time for the first number of prompts, and for each further one. Unused time goes to the next parts."""
+SHARES = {"training": 10.0, "costs": 1.0}
+STEPS, FIRST_ROLLOUTS, MORE_ROLLOUTS = 2.0, 3.0, 1.5
+"""Shares of the time: for step times, and for the first number of prompts, and for each further one.
+Unused time goes to the next parts."""
 MAX_WEIGHTS_SHARE = 0.2
 """Share of the time that is reserved at most for weight updates, which run last."""
 
@@ -90,15 +91,16 @@ class Findings:
 async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> None:
     """Start the engine, and run every part, which fills its table."""
     from benchmarks.gpu.bench import Bench
-    from benchmarks.gpu.parts import costs, rollouts, steps, weights
+    from benchmarks.gpu.parts import costs, rollouts, steps, training, weights
     from benchmarks.gpu.start import start_engine
 
     sizes, shape = (DRY, TINY) if spec.dry else (GPU, SHAPES[spec.model])
-    shares, found.tables = dict(SHARES), {"steps": steps.table()}
+    shares, found.tables = {"steps": STEPS}, {"steps": steps.table()}
     for number, prompts in enumerate(spec.prompts):
         shares[f"rollouts-{prompts}"] = MORE_ROLLOUTS if number else FIRST_ROLLOUTS
         found.tables[f"rollouts-{prompts}"] = rollouts.table(prompts)
-    found.tables |= {"costs": costs.table(), "weights": weights.table()}
+    shares |= SHARES
+    found.tables |= {"training": training.table(spec.prompts[0]), "costs": costs.table(), "weights": weights.table()}
     start, folder = time.monotonic(), Path(spec.folder)
     async with start_engine(Bench(shape, sizes, spec.logprobs, spec.seed), folder, spec.flags) as bench:
         found.engine_seconds, found.capacity = time.monotonic() - start, bench.port.capacity
@@ -112,6 +114,8 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
                     part = steps.measure(bench, share, result, spec.bandwidth, CANDIDATES * max(spec.prompts))
                 case ["costs"]:
                     part = costs.measure(bench, share, result)
+                case ["training"]:
+                    part = training.measure(bench, share, result, trace, spec.prompts[0])
                 case ["weights"]:
                     part = weights.measure(bench, share, result, folder)
                 case [_, count]:

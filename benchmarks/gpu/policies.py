@@ -11,7 +11,7 @@ from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.lengths import Observation, PromptStats, update_stats
-from darts_server.policy.shaping import Shaping, Tail, build_policies
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay
 
@@ -19,20 +19,14 @@ SIZE = 8
 TAIL_SEED = 1
 PLAIN, OFF, AGAIN = "plain", "off", "plain again"
 UNSHAPED = (PLAIN, OFF, AGAIN)
-WAIT, LONGEST = "wait", "darts_longest"
 
-SHAPED: dict[str, Shaping] = {
-    **build_policies(Shaping(), Deadline(exploration=0.0)),
-    LONGEST: Shaping(adaptive=True, tail=Tail.LONGEST),
-    WAIT: Shaping(tail=Tail.LONGEST),
-}
-ESSENTIAL = ("uniform", "darts", "darts_cut")
+SHAPED: dict[str, Shaping] = build_policies(Shaping(), Deadline(exploration=0.0))
+ESSENTIAL = (OFF, "uniform", "cap")
 """Lengths are divided until these fit the time; the others get the remaining time."""
-ORDER = (*ESSENTIAL, WAIT, OFF, LONGEST)
+ORDER = (*ESSENTIAL, "darts_cut", "darts")
 MEANING = (
     f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` "
-    f"is the same through our code with nothing shaped. `{WAIT}` starts {Shaping().candidates(SIZE)} candidates, lets "
-    f"each run to its end and keeps the 7 shortest and the longest; `{LONGEST}` is `darts` with that tail."
+    "is the same through our code with nothing shaped."
 )
 
 

@@ -14,6 +14,7 @@ from benchmarks.gpu.traces import Trace
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.types import FinishReason
+from darts_server.vllm.prompt_request import PromptRequest
 
 
 @dataclass
@@ -70,8 +71,8 @@ async def _shaped(bench: Bench, policy: str, trace: Trace, limit: float) -> Outc
     for i, prompt in enumerate(trace.prompts):
         store.put(KIND, f"prompt-{i}", asdict(statistics(prompt, trace)))
 
-    def length(request_id: str, index: int) -> tuple[int, FinishReason]:
-        tokens = trace.prompts[prompt_number(request_id)].length(index)
+    def length(request: PromptRequest, index: int, resumed: bool) -> tuple[int, FinishReason]:
+        tokens = trace.prompts[prompt_number(request.request_id)].length(index)
         return tokens, trace.reason(tokens)
 
     bench.shape_with({policy: SHAPED[policy]}, store, length, [records])

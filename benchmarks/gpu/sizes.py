@@ -12,6 +12,7 @@ class Sizes:
         capacity: sequences that the engine runs at once.
         model_length: the maximum tokens of a sequence.
         batches: batch sizes to time, each for ``step_tokens`` tokens.
+        contexts: batch sizes to time with a longer prompt, of so many tokens.
         divisors: what lengths may be divided by to fit the time.
         load_prompts, load_tokens: of the load whose throughput is compared, in ``rounds`` rounds.
         aborts: aborts to time.
@@ -23,6 +24,7 @@ class Sizes:
     capacity: int
     model_length: int
     batches: tuple[int, ...]
+    contexts: tuple[tuple[int, int], ...]
     step_tokens: int
     divisors: tuple[int, ...]
     load_prompts: int
@@ -38,8 +40,9 @@ GPU = Sizes(
     capacity=2048,
     model_length=8448,
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    contexts=((64, 2048), (256, 1024)),
     step_tokens=96,
-    divisors=(1, 2, 4, 8, 16, 32),
+    divisors=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
     load_prompts=64,
     load_tokens=64,
     rounds=3,
@@ -52,6 +55,7 @@ DRY = Sizes(
     capacity=128,
     model_length=1024,
     batches=(1, 2, 4, 8, 16, 32, 64),
+    contexts=((4, 64),),
     step_tokens=24,
     divisors=(64,),
     load_prompts=4,

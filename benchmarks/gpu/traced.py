@@ -5,31 +5,17 @@ in the trace, and its finish reason is replaced by that of the trace.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
 from darts_server.engine.port import NOTHING, CandidateResult, Probe, RunningCandidate, TokenSlice
-from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmPort
 from darts_server.vllm.prompt_request import PromptRequest
 
-Lengths = Callable[[str, int], tuple[int, FinishReason]]
-"""Request id and candidate index -> length in tokens and finish reason."""
-
-
-@dataclass(frozen=True)
-class _Sized(PromptRequest):
-    """A request with the token limit of one candidate."""
-
-    max_tokens: int = 1
-
-    def params_of(self, index: int) -> SamplingParams:
-        params = super().params_of(index)
-        params.max_tokens = self.max_tokens
-        return params
+Lengths = Callable[[PromptRequest, int, bool], tuple[int, FinishReason]]
+"""Request, candidate index and whether it goes on from an earlier batch -> length in tokens and finish reason."""
 
 
 class TracedCandidate:
@@ -90,17 +76,17 @@ class TracedEngine:
     async def start(
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> TracedCandidate:
-        length, reason = self._lengths(request.request_id, index)
-        sized = _Sized(request.prompt, request.params, request.request_id, request.options, length)
-        return TracedCandidate(await self._port.start(sized, index, probe, order), reason)
+        length, reason = self._lengths(request, index, False)
+        return TracedCandidate(await self._port.start(_sized(request, length), index, probe, order), reason)
 
     def check_resumable(self, request: PromptRequest) -> None:
-        raise InvalidRequest("carry", "'resume' does not work with the lengths of a trace")
+        self._port.check_resumable(request)
 
     async def resume(
         self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0
     ) -> TracedCandidate:
-        raise NotImplementedError
+        length, reason = self._lengths(request, index, True)
+        return TracedCandidate(await self._port.resume(_sized(request, length), index, prefix, order), reason)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
         return self._port.aborted_output(request, prefix)
@@ -108,7 +94,7 @@ class TracedEngine:
     def finished_output(
         self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
     ) -> RequestOutput:
-        raise NotImplementedError
+        return self._port.finished_output(request, tokens, finish_reason, text)
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return self._port.truncate(request, output, tokens)
@@ -118,3 +104,10 @@ class TracedEngine:
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return self._port.token_ids(request, output)
+
+
+def _sized(request: PromptRequest, length: int) -> PromptRequest:
+    """Return the request with the token limit of one candidate."""
+    params = request.params.clone()
+    params.max_tokens = length
+    return replace(request, params=params)

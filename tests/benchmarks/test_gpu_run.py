@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.gpu import child, traces
 from benchmarks.gpu.budget import Budget
+from benchmarks.gpu.parts import training
 from benchmarks.gpu.plan import Plan, make_plan, order_policies
-from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, WAIT, replay_all
+from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, replay_all
 from darts_server.policy.latency import LatencyCurve
 
 pytestmark = pytest.mark.nightly
@@ -105,7 +106,7 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     (model,) = result["models"]
     assert model["error"] is None
     tables = model["tables"]
-    assert list(tables) == ["steps", "rollouts-8", "costs", "weights", "outlook"]
+    assert list(tables) == ["steps", "rollouts-8", "training", "costs", "weights", "outlook"]
     assert not any(table["failed"] for table in tables.values())
     assert all(row["step, ms"] > 0 and row["bound, ms"] > 0 for row in tables["steps"]["rows"])
     rows = {row["policy"]: row for row in tables["rollouts-8"]["rows"]}
@@ -115,11 +116,12 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
         assert row["generated"] == row["returned"] + row["wasted"]
         assert 0 <= row["idle"] <= 1
     assert rows[PLAIN]["generated"] == rows[OFF]["generated"] == rows[AGAIN]["generated"]
-    assert rows[WAIT]["generated"] == sum(sum(p.lengths[:12]) for p in dry_trace().prompts)
-    assert rows[WAIT]["returned"] < rows[PLAIN]["returned"]
     assert rows["uniform"]["returned"] == sum(group.returned for group in replay_all(SHAPED["uniform"], dry_trace()))
+    methods = {row["method"]: row for row in tables["training"]["rows"]}
+    assert set(methods) == set(training.METHODS)
+    assert methods["off"]["generated"] == methods["off"]["returned"]
     assert min(rows[PLAIN]["ratio to plain"], rows[AGAIN]["ratio to plain"]) == 1.0
-    assert len(tables["costs"]["rows"]) == 10
+    assert len(tables["costs"]["rows"]) == 11
     assert all(row["value"] > 0 for row in tables["costs"]["rows"])
     assert [(row["path"], row["updates"]) for row in tables["weights"]["rows"]] == [("from disk", 2), ("pushed", 2)]
     for row in tables["weights"]["rows"]:

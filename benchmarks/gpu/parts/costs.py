@@ -1,4 +1,4 @@
-"""Measure the cost of our code: throughput with nothing shaped, CPU time of the API process, aborts, and polling."""
+"""Measure the cost of our code: throughput with nothing shaped, CPU time of the API process, aborts, and probes."""
 
 import asyncio
 import time
@@ -11,7 +11,9 @@ from benchmarks.gpu.parts.full import FullEngine
 from benchmarks.gpu.policies import SHAPED, SIZE
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.tables import Table
+from darts_server.engine.port import HiddenState, Probe
 from darts_server.types import FinishReason
+from darts_server.vllm.prompt_request import PromptRequest
 
 TITLE = "Cost of shaping"
 MARGIN, EXTRA_SECONDS = 1.5, 0.5
@@ -29,8 +31,9 @@ async def measure(bench: Bench, budget: Budget, result: Table) -> None:
     rounds = bench.sizes.rounds
     for name, needs, part in (
         ("throughput", 2 * rounds * load_seconds(bench), throughput),
-        ("aborts and polls", full_seconds(bench), full_engine),
+        ("aborts", full_seconds(bench), full_engine),
         ("CPU time", 4 * load_seconds(bench), cpu_time),
+        ("probes", 2 * rounds * load_seconds(bench), probes),
     ):
         if budget.fits(needs):
             await part(bench, result, budget)
@@ -101,7 +104,7 @@ async def shaped(bench: Bench, name: str, limit: float) -> int:
     sizes, policy, records = bench.sizes, SHAPED["uniform"], Records()
     count = policy.candidates(SIZE)
 
-    def length(_: str, index: int) -> tuple[int, FinishReason]:
+    def length(_: PromptRequest, index: int, resumed: bool) -> tuple[int, FinishReason]:
         return max(1, sizes.load_tokens * (count + 2 * index) // (2 * count)), FinishReason.STOP
 
     bench.shape_with({"uniform": policy}, bench.empty_store(), length, [records])
@@ -111,20 +114,43 @@ async def shaped(bench: Bench, name: str, limit: float) -> int:
 
 
 async def full_engine(bench: Bench, result: Table, budget: Budget) -> None:
-    """Measure polls and aborts while the engine runs as many sequences as it can."""
+    """Measure aborts while the engine runs as many sequences as it can."""
     await bench.drain()
     engine, sequences = FullEngine(bench), f"{bench.sizes.capacity:,} sequences"
     try:
         async with asyncio.timeout(budget.remaining):
             await engine.fill()
-            polls = await engine.time_polls()
-            add_row(result, f"one poll of {sequences} in {engine.groups} groups", [1e6 * s for s in polls], "us")
             seconds, steps = await engine.time_aborts(bench.sizes.aborts)
             add_row(result, f"abort to a waiting request's first token, {sequences}", [1e3 * s for s in seconds], "ms")
             add_row(result, "the same", steps, "steps")
     finally:
         engine.empty()
         bench.shape_nothing()
+
+
+async def probes(bench: Bench, result: Table, budget: Budget) -> None:
+    """Run candidates with and without a probe that takes a hidden state and log-probs, in turns."""
+    if bench.port.probe_width is None:
+        result.note("Left out: probes, which do not work with this engine.")
+        return
+    sizes, states, times = bench.sizes, list[HiddenState](), dict[bool, list[float]]({True: [], False: []})
+    bench.shape_nothing()
+
+    async def run(number: int, name: str, probe: Probe | None) -> None:
+        request = PromptRequest(bench.prompt(number % sizes.load_prompts), bench.params(sizes.load_tokens), name)
+        await (await bench.port.start(request, 0, probe)).result()
+
+    for number in range(2 * sizes.rounds):
+        probed = number % 2 == number // 2 % 2
+        await bench.drain()
+        probe = Probe((sizes.load_tokens // 2,), states.append, logprobs=True) if probed else None
+        start = time.perf_counter()
+        async with asyncio.timeout(budget.remaining):
+            count = sizes.load_prompts * SIZE
+            await asyncio.gather(*(run(i, f"probes-{number}-{i}", probe) for i in range(count)))
+        times[probed].append(time.perf_counter() - start)
+    add_row(result, "time of probed candidates / of others", [a / b for a, b in zip(*times.values(), strict=True)], "")
+    add_row(result, "hidden states received of each probed candidate", [len(states) / (count * sizes.rounds)], "")
 
 
 # --- estimates --------------------------------------------------------------

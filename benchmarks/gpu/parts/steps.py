@@ -6,12 +6,14 @@ from itertools import pairwise
 from benchmarks.gpu.bench import Bench, gather_within
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.steplog import monotone
-from benchmarks.gpu.tables import Table
+from benchmarks.gpu.tables import Table, Value
 from darts_server.policy.latency import LatencyCurve
 
 TITLE = "Seconds of a decode step (PTL)"
 GROWTH = 2.2
 """How much longer a batch twice as large may take; its prompts grow more than its steps."""
+PREFILL_SECONDS = 4e-15
+"""Of a byte of weights and a token of a prompt, at a quarter of what a large card reaches."""
 ALWAYS_UP_TO = 512
 """Batches up to this size are always measured, larger ones only if rollouts need them."""
 FIRST_SECONDS = 3.0
@@ -21,6 +23,7 @@ FIRST_SECONDS = 3.0
 def table() -> Table:
     columns = {
         "sequences": ",d",
+        "tokens of each": ",.0f",
         "step, ms": ".3f",
         "bound, ms": ".3f",
         "step / bound": ".2f",
@@ -35,7 +38,7 @@ async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float,
     sizes = bench.sizes
     context = sizes.prompt + sizes.step_tokens / 2
     result.note(
-        f"Median of the steps in which exactly so many sequences decoded, with {context:.0f} tokens each on average. "
+        f"Median of the steps in which exactly so many sequences decoded. "
         f"The bound is the time to read the weights ({bench.shape.step_bytes(0, 0) / 1e9:.3g} GB) and the sequences' "
         f"KV cache ({bench.shape.kv_bytes / 1e3:.3g} kB a token) once, at the {bandwidth / 1e12:.3g} TB/s that this "
         "card copies with (read and written bytes)."
@@ -56,25 +59,36 @@ async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float,
             break
         points.append((batch, seconds))
         bench.curve = make_curve(points)
-        bound = bench.shape.step_bytes(batch, context) / bandwidth
-        result.rows.append(
-            {
-                "sequences": batch,
-                "step, ms": 1e3 * seconds,
-                "bound, ms": 1e3 * bound,
-                "step / bound": seconds / bound,
-                "tokens/s": batch / seconds,
-                "steps": steps,
-            }
-        )
+        result.rows.append(row(bench, batch, context, seconds, steps, bandwidth))
+    for batch, prompt in sizes.contexts:
+        if budget.fits(PREFILL_SECONDS * batch * prompt * bench.shape.weight_bytes):
+            seconds, steps, _ = await time_batch(bench, batch, budget.remaining, prompt)
+            if seconds is not None:
+                result.rows.append(row(bench, batch, prompt + sizes.step_tokens / 2, seconds, steps, bandwidth))
 
 
-async def time_batch(bench: Bench, batch: int, limit: float) -> tuple[float | None, int, float]:
+def row(bench: Bench, batch: int, context: float, seconds: float, steps: int, bandwidth: float) -> dict[str, Value]:
+    bound = bench.shape.step_bytes(batch, context) / bandwidth
+    return {
+        "sequences": batch,
+        "tokens of each": context,
+        "step, ms": 1e3 * seconds,
+        "bound, ms": 1e3 * bound,
+        "step / bound": seconds / bound,
+        "tokens/s": batch / seconds,
+        "steps": steps,
+    }
+
+
+async def time_batch(
+    bench: Bench, batch: int, limit: float, prompt: int | None = None
+) -> tuple[float | None, int, float]:
     """Return the median step of a batch, the number of its steps, and the seconds of the whole load."""
     start = time.perf_counter()
     await bench.drain()
     params = bench.params(bench.sizes.step_tokens)
-    await gather_within((bench.request(i, params, f"steps-{batch}-{i}") for i in range(batch)), limit)
+    requests = (bench.request(i, params, f"steps-{batch}-{prompt}-{i}", length=prompt) for i in range(batch))
+    await gather_within(requests, limit)
     end = time.perf_counter()
     seconds, count = bench.log.between(start, end).median_step(batch)
     return seconds, count, end - start
