@@ -94,6 +94,7 @@ def test_wrong_token_ids_are_refused_at_the_first(server: Server, route: str, bo
     assert peak_memory(server) - before < MAX_GROWTH_MIB
 
 
+@pytest.mark.nightly
 def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
     numbers = b",".join([b"1.5"] * 500_000)
     body = b'{"prompts": [{"text": "7a>", "metadata": {"a": [%b]}}], "group_size": 1, "sampling": {"max_tokens": 1}}'
@@ -111,6 +112,7 @@ def test_kept_metadata_takes_little_more_than_its_json(server: Server) -> None:
     assert process.memory_info().rss - before < 3 * 8 * len(numbers)
 
 
+@pytest.mark.nightly
 def test_carried_messages_take_little_more_than_their_json(server: Server) -> None:
     numbers = b",".join([b"1.5"] * 500_000)
     large = b'{"messages": [{"role": "user", "content": "%d>", "x": [%b]}], "metadata": {"large": 1}}'
@@ -128,6 +130,7 @@ def test_carried_messages_take_little_more_than_their_json(server: Server) -> No
     assert process.memory_info().rss - before < 4 * 12 * len(numbers)
 
 
+@pytest.mark.nightly
 def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_as_much_as_one(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     stream = b"GET /darts/v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"

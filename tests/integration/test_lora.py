@@ -159,6 +159,7 @@ def test_a_pushed_adapter_is_a_model_of_its_own_and_the_next_replaces_it(server:
     assert models == ["tiny", "tiny:raw", "ad", "ad:raw"]
 
 
+@pytest.mark.nightly
 def test_layers_ranks_scales_and_precisions_may_differ(server: Server) -> None:
     """Of fused layers an adapter may have one part only."""
     some = lora(3, "q_proj", "v_proj", "down_proj")
@@ -221,6 +222,7 @@ def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, stagin
     assert sorted(path.suffix for path in ours.iterdir()) == ["", "", ".lora"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_trainer_brings_adapters_by_its_own_route_and_the_next_replaces_it(
     server: Server, root: Path, dialect: str
@@ -258,6 +260,7 @@ def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, 
     assert lora_difference(server, merged(lora(14)), "theirs") < ROUNDING
 
 
+@pytest.mark.nightly
 def test_running_groups_complete_and_one_that_waits_for_a_removed_adapter_fails(server: Server) -> None:
     """Groups, pushes by each rule, and a removal at once: each caller gets a whole group, or an error with a reason."""
     assert push(server, lora(15), "busy").status_code == 200

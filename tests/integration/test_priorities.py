@@ -43,6 +43,7 @@ def answered_first(server: Server, *requests: dict[str, Any]) -> str:
     return min(times, key=lambda key: times[key])
 
 
+@pytest.mark.nightly
 def test_the_longest_expected_start_first_unless_their_callers_say_otherwise(serve: Serve, tmp_path: Path) -> None:
     flags = ("--scheduling-policy", "priority", "--max-num-seqs", str(CANDIDATES), "--redundancy", "1.5")
     with serve(DARTS, tmp_path / "log", *flags) as server:

@@ -62,6 +62,7 @@ def wait_for_status(server: Server, status: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.nightly
 def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     rng, flags = Random(7), (*FLAGS, "--state-dir", str(tmp_path / "state"))
     with serve(DARTS, tmp_path / "first.log", *flags) as server:

@@ -138,6 +138,7 @@ async def two_turns(client: httpx.AsyncClient, recorded: Mapping[str, Any], step
     return str(ids.pop())
 
 
+@pytest.mark.nightly
 async def test_two_steps_of_every_trainer_have_its_groups_under_the_weights_of_their_step(server: Server) -> None:
     versions, groups = list[int](), list[list[str]]()
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

@@ -24,7 +24,7 @@ from tests.ray.running import running
 
 pytest.importorskip("ray")
 REPLACE_SECONDS = 900.0
-pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(1800)]
 # A quarter of the gigabyte that engines of tests have: three of them beside other tests' servers filled 24 gigabytes to
 # 95 %, where Ray kills them.
 LITTLE_CACHE = ("--num-gpu-blocks-override", "512")

@@ -164,6 +164,7 @@ def check_same(group: dict[str, Any], uncut: dict[str, Any]) -> None:
         assert one["version_spans"] == [[0, one["length"]]]
 
 
+@pytest.mark.nightly
 def test_what_groups_have_generated_outlives_aborts_and_a_server_that_ends_in_order(
     serve: Serve, tmp_path: Path
 ) -> None:

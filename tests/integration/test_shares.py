@@ -12,7 +12,7 @@ import pytest
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 ONE, OTHER, ADMIN = "one-5f1d", "other-77ab", "admin-e31b"
 SHARE = 16
 AT_ONCE = 24

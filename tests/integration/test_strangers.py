@@ -48,6 +48,7 @@ def assert_serves(caller: httpx.Client) -> None:
     assert caller.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
+@pytest.mark.nightly
 def test_web_pages_of_strangers_read_nothing(caller: httpx.Client) -> None:
     for path in ("/health", "/metrics", "/v1/models", "/darts/v1/live"):
         with caller.stream("GET", path, headers=PAGE) as answer:

@@ -145,6 +145,7 @@ def test_a_reader_of_a_cancelled_batch_gets_an_error_event(server: Server, heade
         assert again.json()["cancelled"] is False
 
 
+@pytest.mark.nightly
 def test_a_batch_with_a_key_continues_without_its_client(server: Server) -> None:
     headers, cancelled = key(), server.metric("darts_groups_total", outcome="cancelled")
     with pytest.raises(httpx.ReadTimeout):

@@ -63,6 +63,7 @@ def test_each_step_samples_with_the_weights_of_the_step_before(server: Server, t
     assert (tmp_path / "training.png").is_file()
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, tmp_path: Path) -> None:
     log = tmp_path / "start" / "off-0.jsonl"
     interrupted = Run(client, TAIL_BATCHING, RECIPE, 0, MODEL, log)
@@ -88,6 +89,7 @@ def test_an_interrupted_run_continues_after_its_last_whole_step(client: Client, 
         Run(client, Method("uniform"), RECIPE, 0, MODEL, log)
 
 
+@pytest.mark.nightly
 def test_runs_are_evaluated_with_the_same_random_numbers(client: Client, tmp_path: Path) -> None:
     capped = Method("off", max_tokens=24, overlong=12)
     runs = [

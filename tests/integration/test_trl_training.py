@@ -89,6 +89,7 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_trained_alone_and_served_merged(own: Server, tmp_path: Path) -> None:
     trainer = make_trainer(own.url, "uniform", replace(RECIPE, steps=2), seed=1, out=tmp_path, lora=8)
     model: Any = trainer.model

@@ -135,6 +135,7 @@ def versions(answer: httpx.Response) -> set[int]:
     return {t[f"weight_version_{end}"] for t in group["trajectories"] for end in ("start", "end")}
 
 
+@pytest.mark.nightly
 def test_the_old_weights_are_restored_when_a_trainer_dies(server: Server, trainer: Trainer) -> None:
     """Must be the first test: the old weights can be restored as long as they are in files."""
     before = sample(server)
@@ -367,6 +368,7 @@ async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server:
         assert versions(await group) == {version}
 
 
+@pytest.mark.nightly
 def test_broken_weights_are_reported_when_no_file_has_the_old_ones(server: Server, trainer: Trainer) -> None:
     version = status(server)["version"]
     trainer.start()

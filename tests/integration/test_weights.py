@@ -356,6 +356,7 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
     check_served(server, put(server, ORIGINAL), ORIGINAL)
 
 
+@pytest.mark.nightly
 @pytest.mark.anyio
 async def test_weights_are_staged_beside_running_groups_switched_and_switched_back(server: Server) -> None:
     """The switch finishes groups as an update does, and the weights before come back under their version."""

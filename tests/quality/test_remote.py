@@ -111,6 +111,7 @@ def test_features_that_are_not_finite_are_not_sent(bad: float) -> None:
         head.learn(np.zeros(WIDTH), 512, 2.0)
 
 
+@pytest.mark.nightly
 def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() -> None:
     saved, task = trained_head(SyntheticTask()), SyntheticTask(seed=6)
     head = RemoteHead(WIDTH, QUICK, schedule=AFTER_64_LABELS)
@@ -125,6 +126,7 @@ def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() 
         head.close()
 
 
+@pytest.mark.nightly
 def test_a_restore_replaces_the_head_of_a_running_process() -> None:
     saved = trained_head(SyntheticTask(seed=1))
     with running_head() as head:
@@ -255,6 +257,7 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
     assert head.pid is None, "it was killed"
 
 
+@pytest.mark.nightly
 def test_the_process_ends_with_its_parent() -> None:
     code = (
         "import time\nfrom darts_server.quality.remote import RemoteHead\nhead = RemoteHead(16)\nhead.start()\n"

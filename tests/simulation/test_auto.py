@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.options import DEFER, RULES, AutoLimits, build_auto
+from darts_server.policy.auto.options import RESTART, RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.simulation.auto import LEARNING, AutoRun, run_auto
@@ -28,6 +28,7 @@ def seconds(option: str, candidates: Candidates, setting: Setting) -> float:
     return float(np.mean([step.seconds for step in run_policy(Policy(option, shaping), candidates, setting)]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("preset", "prompts", "knows_prompts"),
     [("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, True), ("tiny", 16, True), ("tiny", 16, False)],
@@ -72,7 +73,7 @@ def test_groups_that_are_deferred_teach_it_nothing() -> None:
 
 
 def test_it_ends_with_fewer_groups_where_that_takes_less_time_for_each() -> None:
-    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=(DEFER,)))
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=(RESTART,)))
     for preset, prompts, is_deferring in (("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, False)):
         run = AutoRun(auto, *(of := small(preset, prompts)))
         steps = [run.run(of[0].step_prompts(number), min_groups=3 * prompts // 4) for number in range(STEPS)]

@@ -236,6 +236,7 @@ def forecast_of(name: str) -> Forecast:
 CUT = "cut 2.0 at 0.8"
 
 
+@pytest.mark.nightly
 @pytest.mark.untraced
 @pytest.mark.parametrize("ratio", [1.1, 1.3])
 def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
@@ -250,6 +251,7 @@ def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.untraced
 def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
     limits = replace(ALL, most_lost=1.2 * forecast_of(CUT).lost)
@@ -266,6 +268,7 @@ def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
         assert np.mean(lost[first : first + 100]) < 1.05 * limits.most_lost
 
 
+@pytest.mark.nightly
 @pytest.mark.untraced
 def test_lengths_are_within_the_limit_on_average_as_measured_however_much_they_vary() -> None:
     usual = expected().sample(SIZE, np.random.default_rng(0))[0].lengths.mean()
@@ -446,6 +449,7 @@ def test_what_was_measured_the_longest_ago_is_explored_if_it_is_near(ratio: floa
     assert choice.reason.startswith("explored: ")
 
 
+@pytest.mark.nightly
 @pytest.mark.untraced
 def test_off_gets_its_turn_where_many_options_are_near_the_best() -> None:
     """Each is worth a batch now and then, and what was measured of it is forgotten after some."""
@@ -466,6 +470,7 @@ def test_what_is_slower_than_forecast_gives_way_to_another_option() -> None:
     assert rule_of(choices[-1].option.name) not in ("off", best)
 
 
+@pytest.mark.nightly
 def test_it_explores_no_more_than_its_share_and_tries_what_is_near_the_best() -> None:
     choices, state = run(60, limits=replace(ALL, allow=("cut",), exploration=0.1))
     explored = [choice for choice in choices if choice.explores]
