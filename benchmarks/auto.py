@@ -19,10 +19,10 @@ from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, bu
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import limit_of
-from darts_server.simulation.auto import LEARNING, AutoRun
+from darts_server.simulation.auto import AutoRun
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import Candidates, Setting, Step, run_step
+from darts_server.simulation.training import LEARNING, Candidates, Setting, Step, run_step
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")

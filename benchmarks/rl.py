@@ -40,7 +40,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.rl_methods import BASE, CARRY_OVER, OWN_SERVER, PRUNING, STARTS, every_name, methods
-from benchmarks.rl_picture import tradeoff
+from benchmarks.rl_picture import bars
 from benchmarks.rl_table import Runs, summary, tables
 from darts_client import Client
 from darts_server.demo.server import DARTS, MODEL, serving
@@ -244,9 +244,9 @@ def report(plan: Plan, out: Path) -> str:
     starts = {start: runs for start in plan.starts if (runs := read_runs(plan, start, out))[BASE]}
     if not starts:
         return f"no run in {out} is complete"
-    tradeoff(starts, out / "tradeoff.png")
+    bars(starts, out / "methods.png")
     of_starts = (tables(start, runs) for start, runs in starts.items())
-    return "\n\n".join([f"Picture: {out / 'tradeoff.png'}", *of_starts, summary(starts)])
+    return "\n\n".join([f"Picture: {out / 'methods.png'}", *of_starts, summary(starts)])
 
 
 def read_runs(plan: Plan, start: str, out: Path) -> Runs:

@@ -49,7 +49,8 @@ POLICIES: Mapping[str, Method] = {
     "cap, unguarded": Method({"name": "cap", **UNGUARDED}),
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
-    "auto": Method("auto"),
+    "auto": Method("auto", started=1.5, carry="resume"),
+    "auto, uniform and darts": Method({"name": "auto", "auto_allow": "uniform,darts"}),
 }
 LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",
@@ -68,7 +69,8 @@ CARRY_OVER: Mapping[str, Method] = {
 PRUNING = ("arrol", "darts+arrol")
 # Each has a server of its own: one whose quality head goes on learning between turns, or whose weights no other run
 # replaces meanwhile.
-OWN_SERVER = (*PRUNING, *(name for name, method in CARRY_OVER.items() if method.carry == "resume"))
+RESUMING = [name for name, method in {**POLICIES, **CARRY_OVER}.items() if method.carry == "resume"]
+OWN_SERVER = (*PRUNING, *RESUMING)
 
 
 def cap_name(cap: int) -> str:

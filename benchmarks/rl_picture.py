@@ -1,79 +1,59 @@
-"""Draw what was learned under each policy of `benchmarks.rl` against what it cost."""
+"""Draw what a training step takes and what is learned by each method of `benchmarks.rl` that one would choose from."""
 
-from collections.abc import Mapping
-from math import ceil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.rl_methods import BASE, caps
-from benchmarks.rl_table import Difference, Runs, final_rights, late_decode_steps
+from benchmarks.rl_table import Difference, Runs, final_rights, step_seconds
 
-# Colours that colour-blind readers can tell apart; shapes separate controls, policies and long rounds.
-COLOURS = {
-    "off": "#222222",
-    "off, overlong": "#A6761D",
-    "off, tail batching": "#E69F00",
-    "off, carry resume": "#117733",
-    "cap, carry resume": "#332288",
-    "uniform": "#56B4E9",
-    "uniform, unbiased": "#56B4E9",
-    "darts": "#0072B2",
-    "darts_cut": "#D55E00",
-    "auto": "#009E73",
-    "arrol": "#CC79A7",
-    "darts+arrol": "#CC79A7",
-    "cap": "#CC79A7",
-    "cap, unguarded": "#882255",
-}
-OTHER_COLOUR = "#999999"
-COSTS = (0.2, 0.3, 0.5, 0.7, 1.0)
+OURS, OTHERS = "#0072B2", "#BBBBBB"
+"""Okabe and Ito's blue; grey for what one has without us."""
 
 
-def tradeoff(starts: Mapping[str, Runs], path: Path) -> None:
-    """Draw a panel for each start: how right each policy's model is at the end, against what a step cost.
+def bars(starts: Mapping[str, Runs], path: Path) -> None:
+    """Draw a row for each method, a panel for each start: the time of a training step relative to `off` as a bar.
 
-    Cost is in decode steps of the engine in the last third of a run, where no policy is still learning about its
-    prompts: relative to `off`, in logarithms. Bars are standard errors, see `Difference`.
+    Beside it: how many more answers are right in the end, in points of 100, with the standard error, see `Difference`.
     """
-    columns = min(2, len(starts))
-    rows = ceil(len(starts) / columns)
-    figure = Figure(figsize=(5.6 * columns, 3.5 * rows + 0.9), dpi=100, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat[len(starts) :]:
-        panel.remove()
-    entries: dict[str, Any] = {}
-    for (start, runs), axes in zip(starts.items(), panels.flat, strict=False):
-        for policy in runs:
-            colour, marker = _marker(policy)
+    figure = Figure(figsize=(5.2 * len(starts) + 1.6, 2.6), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(starts), squeeze=False)[0]
+    for (start, runs), axes in zip(starts.items(), panels, strict=True):
+        rows = list(shown(start, runs))
+        times = [time_of(runs, policy) for _, policy in rows]
+        colours = [OURS if policy == "auto" else OTHERS for _, policy in rows]
+        drawn = axes.barh(range(len(rows)), times, color=colours, height=0.66)
+        axes.bar_label(drawn, [f"{time:.2f}" for time in times], padding=4, fontsize=10)
+        for row, (_, policy) in enumerate(rows):
             right = Difference.of(final_rights(runs, policy), final_rights(runs, BASE))
-            cost = late_decode_steps(runs, policy) / late_decode_steps(runs, BASE)
-            drawn = axes.errorbar(cost, right.mean, right.error, fmt=marker, color=colour, elinewidth=0.8, markersize=6)
-            entries.setdefault("fixed max_tokens" if policy in caps(start) else policy, drawn)
-            if policy in caps(start):
-                label = policy.rpartition(" ")[2]  # the limit in tokens
-                axes.annotate(label, (cost, right.mean), (4, 4), textcoords="offset points", fontsize=8, color=colour)
-        axes.axhline(0, color="#222222", linewidth=0.8)
-        seeds = len(runs[BASE])
-        axes.set(xscale="log", xlim=(0.17, 1.65), title=f"{start}, {seeds} seed{'s' * (seeds > 1)}")
-        axes.set_xticks(COSTS, [f"{cost:g}" for cost in COSTS], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.grid(color="#EEEEEE")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[-1]:
-        axes.set_xlabel("decode steps of a training step, off = 1")
-    for row in panels:
-        row[0].set_ylabel("right answers, minus off")
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, frameon=False)
+            share = np.mean(final_rights(runs, BASE))
+            text = f"{share:.0%} right" if policy == BASE else f"{100 * right.mean:+.1f} ± {100 * right.error:.1f}"
+            axes.text(1.32, row, text, va="center", fontsize=10)
+        axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=10)
+        axes.set(xlim=(0, 1.62), ylim=(len(rows) - 0.5, -0.5))
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(f"{start}: time of a training step, and right answers", loc="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _marker(policy: str) -> tuple[str, str]:
-    """Return colour and shape: those with long rounds are triangles, other controls squares."""
-    name = policy.removesuffix(", long rounds")
-    is_control = policy.startswith(BASE) and name == policy
-    shape = "^" if name != policy else "s" if is_control else "o"
-    return COLOURS.get(name, OTHER_COLOUR), shape
+def shown(start: str, runs: Runs) -> Iterator[tuple[str, str]]:
+    """Yield the label and the name of each method that is drawn, as far as it was run."""
+    yield "vLLM alone", BASE
+    limits = [policy for policy in runs if policy in caps(start)]
+    if limits:
+        best = max(limits, key=lambda policy: float(np.mean(final_rights(runs, policy))))
+        yield f"max_tokens {best.rpartition(' ')[2]}, best in hindsight", best
+    for label, policy in (("tail batching", f"{BASE}, tail batching"), ("darts-server, auto", "auto")):
+        if policy in runs:
+            yield label, policy
+
+
+def time_of(runs: Runs, policy: str) -> float:
+    """Return the seconds of a training step relative to `off`: the mean over seeds of ratios of medians over steps."""
+    return fmean(step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in runs[policy].items())

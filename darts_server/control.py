@@ -110,6 +110,7 @@ def make_planner(settings: Settings) -> Planner:
                 allow=tuple(filter(None, settings.auto_allow.split(","))),
                 most_lost=settings.most_lost,
                 most_bias=settings.most_bias,
+                most_stale=settings.most_stale,
                 tokens_price=settings.tokens_price,
                 exploration=settings.exploration,
             ),

@@ -150,6 +150,13 @@ class GroupRecord:
         return sum(c.tokens for c in self.selected)
 
     @property
+    def stale_tokens(self) -> int:
+        """Returned tokens of other weights than the newest that its candidates have run with."""
+        spans = [span for c in self.candidates for span in c.version_spans]
+        newest = max((version for version, _ in spans), default=0)
+        return sum(tokens for c in self.selected for version, tokens in c.version_spans if version != newest)
+
+    @property
     def mixed_versions(self) -> bool:
         """Whether the returned trajectories were generated with more than one weight version."""
         versions = {v for c in self.selected for v in (c.weight_version_start, c.weight_version_end)}
@@ -179,7 +186,7 @@ class CohortRecord:
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
     set. Seconds are measured from the start of the first group to the end of the last one;
     ``predicted_seconds`` is ``None`` without a prediction. Tokens are summed over all candidates, and over the returned
-    ones.
+    ones; ``stale_tokens``: those of the latter that other weights have generated than the last of their group.
 
     ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
     ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.
@@ -197,6 +204,7 @@ class CohortRecord:
     measured_seconds: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
+    stale_tokens: int = 0
     chosen: "ChosenOption | None" = None
     candidates: int = 0
     completed: int = 0
@@ -212,6 +220,7 @@ class CohortRecord:
         """Add a group that has ended."""
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
+        self.stale_tokens += group.stale_tokens
         given_up = sum(c.reason is DiscardReason.LOAD for c in group.candidates)
         self.candidates += len(group.candidates) - given_up
         self.reduced |= given_up > 0

@@ -30,6 +30,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "shadow:*": "use off, which records lengths: darts-server trace export writes them, and darts-server simulate "
         "says what a policy would do; or auto",
     },
+    "auto_allow": dict.fromkeys(("defer", "uniform,darts,defer"), "name restart in place of defer"),
     "budget": {"utility": "use the policy auto, or the budget fixed or cv_log"},
 }
 """Values of settings that stay. ``*`` stands for the rest of a value."""

@@ -9,24 +9,25 @@ from random import Random
 
 import httpx
 
-from darts_server.demo.problems import Problem, sample_problem
-from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Method, Run, Step, request_groups, table, verdict
+from darts_server.demo.problems import sample_problem
+from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, table, verdict
 from darts_server.demo.server import DARTS, serving
 
 DESCRIPTION = """\
-See what shaped groups save, in about a minute on two CPU cores: start a server with real vLLM on a tiny model that
-comes with the package, request the same batches raw and shaped, and compare their times, lengths and right answers.
+See what a rollout server saves, in about a minute on two CPU cores: start one with real vLLM on a tiny model that
+comes with the package, request the same prompts in four ways, and compare times, right answers and lengths.
 """
 
 EPILOG = """\
 The model (451,648 parameters) does arithmetic; the task has a verifier, so the table shows right answers too. Each step
 requests one batch as a trainer does: a group for every prompt, and the step takes as long as its slowest group. "raw"
-is plain sampling (--policy off); the policies start more candidates than are returned and stop the others early. "raw,
-max 64" is what anyone can have without a policy: plain sampling with a smaller max_tokens, which cuts answers off. All
-of them get the same prompts in turn, and every ratio in the table is against raw in the same run.
+is plain sampling (--policy off). "raw, max 64" is what anyone can have: a smaller max_tokens, which cuts answers off.
+"auto" starts half as many prompts more than a step needs, returns the first groups that are complete, and lets the
+others go on in the next step from what they have; the last step waits for all. Other policies start more candidates of
+a prompt than are returned, and stop or cut the slowest. All get the same prompts, in turns.
 
 examples:
-  darts-server demo                                the defaults: raw against uniform and darts_cut
+  darts-server demo                                the defaults
   darts-server demo --steps 30                     more batches: steadier figures
   darts-server demo --policies darts cap           other policies
   darts-server demo --caps 32 64 128               other limits to compare with; none: --caps
@@ -35,7 +36,8 @@ The folder --out has the picture (if matplotlib is installed) and the server's l
 a trainer of your own: darts-server serve --help
 """
 
-POLICIES = ("uniform", "darts_cut")
+POLICIES = ("auto", "darts_cut")
+AHEAD = 0.5  # prompts that auto starts ahead, over those of a step
 CAPS = (64,)  # of the fixed limits tried on this task, the best or next to it
 PROMPT_SEED = 8
 WARM_UP_PROMPTS = 4  # the engine's first requests take seconds, which no run should pay for
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; its server has been stopped")
-    report(raw, shaped, options.picture if can_draw else None)
+    report(raw, shaped, options.picture if can_draw and shaped else None)
     return 0
 
 
@@ -78,12 +80,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "darts-server demo", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--steps", type=int, default=8, metavar="N", help="batches under each policy (default: %(default)s)")
+    add("--steps", type=int, default=6, metavar="N", help="batches under each policy (default: %(default)s)")
     add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch, a group each (default: %(default)s)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
-    add(
-        "--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: uniform darts_cut)"
-    )
+    add("--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: auto darts_cut)")
     add(
         "--caps",
         nargs="*",
@@ -113,7 +113,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def methods(options: argparse.Namespace) -> dict[str, Method]:
     """Return what is compared, by name: raw, raw with each smaller ``max_tokens``, and the policies."""
     caps = {f"{RAW}, max {cap}": Method("off", cap) for cap in options.caps}
-    return {RAW: Method("off"), **caps, **{name: Method(name) for name in options.policies if name != RAW}}
+    policies = {name: Method(name, ahead=AHEAD if name == "auto" else 0.0) for name in options.policies if name != RAW}
+    return {RAW: Method("off"), **caps, **policies}
 
 
 def measure(url: str, options: argparse.Namespace) -> list[Run]:
@@ -126,17 +127,17 @@ def measure(url: str, options: argparse.Namespace) -> list[Run]:
     names = list(runs)
     steps: dict[str, list[Step]] = {name: [] for name in names}
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
-
-        def request(problems: Sequence[Problem], name: str) -> Step:
-            return request_groups(client, problems, options.group_size, runs[name])
-
-        for name in names:
-            request([sample_problem(rng) for _ in range(WARM_UP_PROMPTS)], name)
+        few = [sample_problem(rng) for _ in range(WARM_UP_PROMPTS)]
+        for method in runs.values():
+            Batches(few, len(few), options.group_size, method).request(client)
+        problems = [sample_problem(rng) for _ in range(options.steps * options.prompts)]
+        batches = {
+            name: Batches(problems, options.prompts, options.group_size, method) for name, method in runs.items()
+        }
         for number in range(options.steps):
-            problems = [sample_problem(rng) for _ in range(options.prompts)]
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                steps[name].append(request(problems, name))
+                steps[name].append(batches[name].request(client))
             times = ", ".join(f"{name} {steps[name][-1].seconds:.2f} s" for name in names)
             print(f"step {number + 1} of {options.steps}: {times}", flush=True)
     return [Run(name, steps[name]) for name in names]
@@ -147,9 +148,10 @@ def report(raw: Run, shaped: Sequence[Run], picture: Path | None) -> None:
     groups = sum(len(step.lengths) for step in raw.steps)
     print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, shaped)}\n")
     print("One run: figures vary from run to run, and times most of all if the machine does other work.")
-    print(*(verdict(raw, run) for run in shaped), sep="\n")
     if picture is not None:
         from darts_server.demo.picture import draw  # needs matplotlib, which is optional
 
-        draw([raw, *shaped], picture)
-        print(f"Picture: {picture}")
+        draw(raw, next((run for run in shaped if run.name == "auto"), shaped[-1]), picture)
+        print(f"Picture of one step: {picture}")
+    if shaped:
+        print(verdict(raw, shaped))

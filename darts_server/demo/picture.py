@@ -1,86 +1,48 @@
-"""Draw when groups arrive, step after step, and how long their trajectories are. It needs matplotlib."""
+"""Draw one step as lanes, under raw and under what it is compared with. It needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.lines import Line2D
 
 from darts_server.demo.runs import Run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
-GREY, SHADES = "#555555", ("#F7F7F7", "#E9E9E9")
-SUBTITLE = {"loc": "left", "fontsize": 10.5, "color": GREY}
-LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SHARES = (1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
-LANE = 1.35
-"""The height of a run with the gap below it, in units of its own height."""
+NEW, RESUMED, WAITING, GREY = "#0072B2", "#009E73", "#E69F00", "#555555"
+LEGEND = {
+    NEW: "a group, from its request to its end",
+    RESUMED: "goes on from what an earlier step has generated",
+    WAITING: "not waited for: goes on in the next step",
+}
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the runs, raw first, into a PNG file."""
-    figure = Figure(figsize=(9.6, 3.6 + 1.15 * len(runs)), dpi=140, layout="constrained")
-    times, tail = figure.subplots(2, 1, height_ratios=(1.15 * len(runs), 2.6))
-    figure.suptitle(_title(runs), fontsize=13, fontweight="bold")
-    _draw_times(times, runs)
-    _draw_tail(tail, runs)
-    for axes in (times, tail):
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+def draw(raw: Run, other: Run, path: Path) -> None:
+    """Draw the same step of both runs into a PNG file: the one whose time under raw is the median."""
+    number = sorted(range(len(raw.steps)), key=lambda step: raw.steps[step].seconds)[len(raw.steps) // 2]
+    longest = max(run.steps[number].seconds for run in (raw, other))
+    figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
+    for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
+        _draw_step(axes, run, number)
+        axes.set_xlim(0, 1.02 * longest)
+    axes.set_xlabel("seconds")
+    shown = LEGEND if other.steps[number].resumed else {NEW: LEGEND[NEW]}
+    handles = [Line2D([], [], color=colour, linewidth=2.5, label=label) for colour, label in shown.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _title(runs: Sequence[Run]) -> str:
-    step = runs[0].steps[0]
-    size = f"{len(step.lengths)} prompts x {len(step.lengths[0])} trajectories"
-    return f"Rollouts of the same {len(runs[0].steps)} steps, {size} each"
-
-
-def _draw_times(axes: Any, runs: Sequence[Run]) -> None:
-    """Draw a lane for each run: its steps from left to right, in each a line from the request to every group."""
-    raw = runs[0].seconds
-    for row, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
-        start, top = 0.0, row * LANE
-        for number, step in enumerate(run.steps):
-            axes.barh(top, step.seconds, left=start, height=1, align="edge", color=SHADES[number % 2])
-            heights = top + (np.arange(len(step.arrivals)) + 0.5) / len(step.arrivals)
-            axes.hlines(heights, start, [start + arrival for arrival in step.arrivals], color=colour, linewidth=1.6)
-            start += step.seconds
-        total = f"{run.seconds:.1f} s" if row == 0 else f"{run.seconds:.1f} s\n{run.seconds / raw:.2f} x raw"
-        axes.annotate(total, (start, top + 0.5), (8, 0), textcoords="offset points", va="center", **_bold(colour))
-    axes.set_yticks([row * LANE + 0.5 for row in range(len(runs))], [run.name for run in runs], fontsize=11)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(runs) * LANE - (LANE - 1) + 0.1, -0.1)
-    axes.set_xlim(0, max(run.seconds for run in runs) * 1.13)
-    axes.set_xlabel("seconds of rollouts, one step after another")
-    axes.set_title("Each line is a group, from request to arrival. A step ends with its last group.", **SUBTITLE)
-
-
-def _bold(colour: str) -> dict[str, Any]:
-    return {"color": colour, "fontweight": "bold", "fontsize": 11, "multialignment": "left"}
-
-
-def _draw_tail(axes: Any, runs: Sequence[Run]) -> None:
-    """Draw which share of the returned trajectories is at least so long."""
-    for run, colour in zip(runs, COLOURS, strict=False):
-        lengths, longest = np.array(run.lengths), max(run.lengths)
-        steps = np.arange(1, longest + 1)
-        shares = [float(np.mean(lengths >= step)) for step in steps]
-        label = f"{run.name}: mean {np.mean(lengths):.1f}, longest {longest}"
-        axes.step(steps, shares, where="pre", color=colour, linewidth=2.2, label=label)
-        axes.plot(longest, shares[-1], "o", color=colour)
-    axes.set(yscale="log", ylabel="share of trajectories", xlabel="length (generated tokens)")
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(2, LENGTHS[-1] * 1.1)
-    axes.xaxis.set_major_locator(FixedLocator(LENGTHS))
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_major_locator(FixedLocator(SHARES))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.1%}" if share < 0.01 else f"{share:.0%}")
-    axes.grid(axis="y", color="#DDDDDD")
-    axes.set_title("What comes back: share of the returned trajectories that have at least this length", **SUBTITLE)
-    axes.legend(frameon=False, loc="lower left")
+def _draw_step(axes: Any, run: Run, number: int) -> None:
+    step = run.steps[number]
+    resumed: Sequence[bool] = step.resumed or [False] * len(step.arrivals)
+    colours = [RESUMED if each else NEW for each in resumed] + [WAITING] * step.waiting
+    ends = [*step.arrivals, *[step.seconds] * step.waiting]
+    axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
+    axes.scatter([step.seconds] * step.waiting, range(len(step.arrivals), len(ends)), marker=">", color=WAITING, s=18)
+    axes.axvline(step.seconds, color=GREY, linewidth=1)
+    axes.set(ylim=(len(ends), -1), yticks=[])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    title = f"{run.name}: step {number + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
+    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")

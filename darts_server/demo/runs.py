@@ -1,11 +1,10 @@
-"""Request batches of groups over HTTP, time what arrives, and compare the runs in a table and a sentence for each."""
+"""Request batches of groups over HTTP, time what arrives, and compare the runs in a table and a sentence."""
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import httpx
@@ -21,10 +20,15 @@ TIMEOUT_SECONDS = 300.0  # a batch of the tiny model takes a few seconds, on a b
 
 @dataclass(frozen=True)
 class Method:
-    """How a run samples: ``policy``, a policy's name, and ``max_tokens`` of each trajectory."""
+    """How a run samples: ``policy``, a policy's name, and ``max_tokens`` of each trajectory.
+
+    ``ahead``: prompts that are started ahead of their step, as a share of those that a step needs. Those that are not
+    among the first to be complete go on in the next step.
+    """
 
     policy: str
     max_tokens: int = MAX_RESPONSE_TOKENS
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class Step:
         right: returned trajectories with the right answer.
         generated: tokens of all candidates, returned or not.
         seconds: from the request to the end of the answer.
+        resumed: whether each of these groups went on from what an earlier step had generated.
+        waiting: groups that go on in the next step.
+        truncated: returned trajectories that were cut off.
     """
 
     arrivals: Sequence[float]
@@ -44,39 +51,69 @@ class Step:
     right: int
     generated: int
     seconds: float
+    resumed: Sequence[bool] = ()
+    waiting: int = 0
+    truncated: int = 0
 
 
-def request_groups(client: httpx.Client, problems: Sequence[Problem], group_size: int, method: Method) -> Step:
-    """Request a group for each problem, all in one batch, and read them as they complete.
+class Batches:
+    """The batches of one run: each problem is in one step, or goes on until it is complete."""
 
-    Raises:
-        RuntimeError: the server refused the batch, or a group failed.
-    """
-    body = {
-        "prompts": [{"text": problem.prompt} for problem in problems],
-        "group_size": group_size,
-        "sampling": {"max_tokens": method.max_tokens, "temperature": 1.0},
-        "policy": {"name": method.policy},
-        "stream": "groups",
-    }
-    arrivals, lengths, right, usage = [], [], 0, {}
-    start = time.perf_counter()
-    with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
-        if response.is_error:
-            raise RuntimeError(f"the server answered {response.status_code}: {response.read().decode()}")
-        for event, data in events(response.iter_lines()):
-            if data.get("error"):
-                raise RuntimeError(f"the server answered: {data['error']['message']}")
-            if event == "group":
-                arrivals.append(time.perf_counter() - start)
-                lengths.append([trajectory["length"] for trajectory in data["trajectories"]])
-                right += sum(reward(problems[data["number"]], each["text"]) == 1 for each in data["trajectories"])
-            elif event == "done":
-                usage = data["usage"]
-    seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
-    if usage.get("returned") != returned:
-        raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
-    return Step(arrivals, lengths, right, usage["generated"], seconds)
+    def __init__(self, problems: Sequence[Problem], needed: int, group_size: int, method: Method) -> None:
+        self._problems = problems
+        self._needed = needed
+        self._group_size = group_size
+        self._method = method
+        self._begun = 0
+        self._waiting = 0
+
+    def request(self, client: httpx.Client) -> Step:
+        """Request the next step's groups, all in one batch, and read them as they complete.
+
+        Raises:
+            RuntimeError: the server refused the batch, or a group failed.
+        """
+        running = self._needed + round(self._method.ahead * self._needed)
+        new = range(self._begun, min(self._begun + running - self._waiting, len(self._problems)))
+        self._begun = new.stop
+        enough = self._needed if self._begun < len(self._problems) else None  # the last step waits for all
+        step = self._request(client, new, enough if self._waiting + len(new) > self._needed else None)
+        self._waiting = step.waiting
+        return step
+
+    def _request(self, client: httpx.Client, new: Sequence[int], enough: int | None) -> Step:
+        body: dict[str, Any] = {
+            "prompts": [{"text": self._problems[number].prompt, "metadata": {"number": number}} for number in new],
+            "group_size": self._group_size,
+            "sampling": {"max_tokens": self._method.max_tokens, "temperature": 1.0},
+            "policy": {"name": self._method.policy},
+            "stream": "groups",
+        }
+        if self._method.ahead:
+            body |= {"carry": "resume", "carried": True, "num_groups": enough}
+        arrivals, lengths, resumed, right, truncated, done = [], [], [], 0, 0, dict[str, Any]()
+        start = time.perf_counter()
+        with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
+            if response.is_error:
+                raise RuntimeError(f"the server answered {response.status_code}: {response.read().decode()}")
+            for event, data in events(response.iter_lines()):
+                if data.get("error"):
+                    raise RuntimeError(f"the server answered: {data['error']['message']}")
+                if event == "group":
+                    problem = self._problems[data["metadata"]["number"]]
+                    arrivals.append(time.perf_counter() - start)
+                    lengths.append([trajectory["length"] for trajectory in data["trajectories"]])
+                    resumed.append(data["number"] >= len(new))
+                    truncated += sum(each["finish_reason"] == "length" for each in data["trajectories"])
+                    right += sum(reward(problem, each["text"]) == 1 for each in data["trajectories"])
+                elif event == "done":
+                    done = data
+        seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
+        usage = done.get("usage", {})
+        if usage.get("returned") != returned:
+            raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
+        waiting = len(done.get("unfinished") or ())
+        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, waiting, truncated)
 
 
 def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,61 +152,55 @@ class Run:
         """Wall time of all steps."""
         return sum(step.seconds for step in self.steps)
 
+    @property
+    def right(self) -> float:
+        """Share of right answers among the returned trajectories."""
+        return sum(step.right for step in self.steps) / len(self.lengths)
+
+    @property
+    def cut(self) -> float:
+        """Share of the returned trajectories that have no end of their own."""
+        return sum(step.truncated for step in self.steps) / len(self.lengths)
+
 
 Row = tuple[str, Callable[[Run], float], str]
 """A name, its number for a run, and the format of that number."""
 
-ROWS: tuple[Row | None, ...] = (
-    ("wall time, all steps (s)", lambda run: run.seconds, ".2f"),
-    ("wall time, median step (s)", lambda run: median(step.seconds for step in run.steps), ".2f"),
-    None,
+ROWS: tuple[Row, ...] = (
+    ("seconds, all steps", lambda run: run.seconds, ".1f"),
+    ("right answers", lambda run: run.right, ".1%"),
+    ("longest answer (tokens)", lambda run: max(run.lengths), ".0f"),
     ("tokens generated", lambda run: run.generated, ",.0f"),
-    ("tokens returned", lambda run: sum(run.lengths), ",.0f"),
-    ("tokens discarded", lambda run: run.generated - sum(run.lengths), ",.0f"),
-    None,
-    ("length, mean (tokens)", lambda run: float(np.mean(run.lengths)), ".1f"),
-    ("length, 95th percentile", lambda run: float(np.percentile(run.lengths, 95)), ".0f"),
-    ("length, longest", lambda run: max(run.lengths), ".0f"),
-    (
-        "length, std within a group",
-        lambda run: float(np.mean([np.std(group) for step in run.steps for group in step.lengths])),
-        ".1f",
-    ),
-    None,
-    ("right answers", lambda run: sum(step.right for step in run.steps) / len(run.lengths), ".1%"),
 )
-"""``None`` is a rule between rows."""
 
 
-def table(raw: Run, shaped: Sequence[Run]) -> str:
-    """Put the runs side by side; each ratio is against raw in this very run."""
-    rows: list[list[str] | None] = [["", RAW, *(cell for run in shaped for cell in (run.name, "ratio"))], None]
-    for row in ROWS:
-        if row is None:
-            rows.append(None)
-            continue
-        name, number, form = row
-        before = number(raw)
-        cells = [name, format(before, form)]
-        for run in shaped:
-            cells += [format(number(run), form), f"{number(run) / before:.2f}" if before else "-"]
-        rows.append(cells)
-    first, *others = (max(map(len, column)) for column in zip(*filter(None, rows), strict=True))
-    rule = "  ".join("-" * width for width in (first, *others))
-    return "\n".join(
-        rule if row is None else "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows
-    )
+def table(raw: Run, others: Sequence[Run]) -> str:
+    """Put the runs side by side."""
+    runs = [raw, *others]
+    rows = [["", *(run.name for run in runs)]]
+    rows += [[name, *(format(number(run), form) for run in runs)] for name, number, form in ROWS]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def verdict(raw: Run, run: Run) -> str:
-    """Say in one sentence what shaping did to tokens and time.
+def verdict(raw: Run, others: Sequence[Run]) -> str:
+    """Say in one sentence what each run cost and kept, against raw in this very run."""
+    return f"Against raw: {'; '.join(_cost(raw, run) for run in others)}."
 
-    The pace is that of the median step against raw's same step: one step that other work on the machine slowed down
-    does not decide it.
-    """
-    ratio = median(mine.seconds / its.seconds for mine, its in zip(run.steps, raw.steps, strict=True))
-    pace = "about as fast as raw" if abs(ratio - 1) < CLEAR else "faster than raw" if ratio < 1 else "slower than raw"
-    return (
-        f"{run.name}: {run.generated / raw.generated:.2f} x the generated tokens for the same {len(run.lengths)} "
-        f"trajectories; a step took {ratio:.2f} x the time (median): {pace} here."
-    )
+
+def _cost(raw: Run, run: Run) -> str:
+    ratio, longest = run.seconds / raw.seconds, max(raw.lengths)
+    pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
+    points = 100 * (run.right - raw.right)
+    more = "more" if points > 0 else "fewer"
+    kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
+    cut = run.cut
+    what = f"cuts {cut:.0%} of the answers" if cut > raw.cut + 0.005 else ""
+    if not what and len(run.lengths) < len(raw.lengths):
+        what = "returns fewer"
+    if not what and np.mean(run.lengths) < 0.9 * np.mean(raw.lengths):
+        what = "returns the shorter ones"
+    if not what:
+        what = "throws nothing away" if run.generated <= 1.1 * raw.generated else "cuts nothing"
+    return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {longest})"

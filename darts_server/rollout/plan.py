@@ -86,8 +86,10 @@ class Planner:
         self._policies = policies if auto is None else {**policies, AUTO: UNSHAPED}
         self._auto = auto
 
-    def plan(self, n: int, options: RequestOptions) -> Plan | None:
+    def plan(self, n: int, options: RequestOptions, *, in_batch: bool = False) -> Plan | None:
         """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
+
+        ``in_batch``: whether it is one of a batch, where `auto` may do something without shaping groups.
 
         Raises:
             InvalidRequest: unknown policy, or a size that the policy or the limits do not allow.
@@ -99,7 +101,8 @@ class Planner:
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         self._check_size("n", n)
         size = self._size(n, options)
-        if name == OFF or size <= 1:
+        idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
+        if name == OFF or idle or size <= 1:
             return None
         if self.limits.group_size not in (None, size):
             raise InvalidRequest(

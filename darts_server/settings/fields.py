@@ -18,7 +18,7 @@ Runtime = Annotated[T, RUNTIME]
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
 
-RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|defer)")
+RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|restart|resume)")
 """What the policy auto may choose, separated by commas."""
 
 LogFormat = Literal["console", "json"]
@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
 
     policy: Runtime[Policy] = Field(
-        "uniform",
+        "auto",
         description=f"How groups are shaped. {' '.join(f'{name}: {about}.' for name, about in POLICIES.items())}",
     )
     redundancy: Runtime[float] = Field(
@@ -146,12 +146,20 @@ class Settings(BaseSettings):
         "protects prompts that need much longer answers than others.",
     )
     auto_allow: Runtime[str] = Field(
-        "uniform,darts,defer",
+        "resume",
         pattern=RULES,
-        description="auto: what it may do besides off, separated by commas: uniform, darts, cut (darts_cut with the "
-        "same number of candidates for every prompt), cap, limit (off with a smaller max_tokens, found from the "
-        "lengths), defer (end a batch that has min_groups before all of its groups are complete). cut, cap and limit "
-        "return truncated trajectories.",
+        description="auto: what it may do besides off, separated by commas. resume (choose how many prompts of a batch "
+        'with "carry": "resume" run) changes no distribution. uniform, darts, cut (darts_cut with the same number of '
+        "candidates for every prompt), cap and limit (off with a smaller max_tokens, found from the lengths) do, and "
+        "restart (end a batch that has min_groups before all of its groups are complete) makes lengths shorter. cut, "
+        "cap and limit return truncated trajectories.",
+    )
+    most_stale: Runtime[float] = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="auto: maximum share of returned tokens that older weights have generated, on average over batches "
+        'with "carry": "resume".',
     )
     most_lost: Runtime[float] = Field(
         0.2,
@@ -251,7 +259,7 @@ class Settings(BaseSettings):
         "start again.",
     )
     max_staleness: int = Field(
-        1,
+        4,
         ge=0,
         le=1_000_000,
         description="Weight versions after which tokens that were carried over are dropped, and their prompt starts "

@@ -22,10 +22,8 @@ from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
 from darts_server.policy.lengths import Observation, estimate_lengths
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.simulation.policies import Policy
-from darts_server.simulation.training import Candidates, Prompt, Setting, Step, run_step
+from darts_server.simulation.training import LEARNING, Candidates, Prompt, Setting, Step, run_step
 
-LEARNING = 20
-"""Batches before those that are measured."""
 RATIOS = 4096
 """Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 

@@ -1,4 +1,4 @@
-"""Baselines that are no policies: they need to know the lengths, mix weight versions, or cannot be reached.
+"""Baselines that are no policies: they need to know the lengths, or cannot be reached.
 
 The last of them is a lower bound on the time of a rollout that returns M whole trajectories of each prompt.
 
@@ -36,18 +36,14 @@ import numpy as np
 from darts_server.policy.simulation.batch import Batch, Ints, Plan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import simulate
-from darts_server.simulation.training import Candidates, Setting, Step, Summary, run_partial, summarise, trained_tokens
+from darts_server.simulation.training import Candidates, Setting, Step, Summary, summarise, trained_tokens
 
 LOST_SHARES = (0.02, 0.1)
-PARTIAL_START = 1.25
-"""Prompts that partial rollouts start, over those that they return."""
 
 
 def baselines(off: Sequence[Step], candidates: Candidates, setting: Setting) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
     found = [_fixed_limit(off, share, setting) for share in LOST_SHARES]
-    partial = run_partial(PARTIAL_START, candidates, setting)
-    found.append(summarise(f"partial rollout, {PARTIAL_START:g} N", partial, setting.size))
     if setting.machine.replicas > 1:
         found.append(_one_step_off(off, setting))
     found.append(_bound(off, candidates, setting))

@@ -15,7 +15,17 @@ from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
-from darts_server.simulation.training import Candidates, Setting, Step, Summary, relative_to, run_policy, summarise
+from darts_server.simulation.training import (
+    LEARNING,
+    MAX_STALENESS,
+    Candidates,
+    Setting,
+    Step,
+    Summary,
+    relative_to,
+    run_policy,
+    summarise,
+)
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 from darts_server.types import OFF
 
@@ -31,11 +41,13 @@ dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how,
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
-quantile and bound (of the deadline), start (prompts that are started, over those that are returned), rounds (all, or
-long: prompts that are left over wait until they fill a step), order (given, or long: prompts with the longest earlier
-groups first). Of auto: allow (some of uniform, darts, cut, cap and limit,
-joined by +), lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price and --exploration of
-the server, max_redundancy and longest. It learns for 20 batches before those that are measured.
+quantile and bound (of the deadline), start (prompts that are started, over those that are returned), carry (restart,
+or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds (all, or
+long: they wait until they fill a step), order (given, or long: those first that were left over, then those with the
+longest earlier groups). Of auto: start (default 1.5: what it may start) and stale (--most-stale of the server); or
+allow (some of uniform, darts, cut, cap and limit, joined by +), lost, bias, price and exploration, which are
+--most-lost, --most-bias, --tokens-price and --exploration of the server, max_redundancy and longest. It learns for
+{LEARNING} batches before those that are measured.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}

@@ -13,8 +13,9 @@ from darts_server.removed import value_remedy
 from darts_server.types import AUTO, OFF
 
 NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
-AUTO_OPTIONS = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
-DEFERRING = ("start", "rounds", "order")
+AUTO_OPTIONS = ("start", "stale")
+AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
+DEFERRING = ("start", "carry", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
 DEFAULT = (
     "uniform",
@@ -27,9 +28,11 @@ DEFAULT = (
     "darts_cut,adaptive=no,quantile=0.8",
     "cap",
     "off,order=long",
-    "off,start=1.25",
+    "off,start=1.5",
     "off,start=1.25,rounds=long",
-    "darts_cut,start=1.25",
+    "off,start=1.5,carry=resume",
+    "cap,start=1.5,carry=resume",
+    "auto",
     "auto,allow=uniform+darts+cut+cap+limit",
 )
 
@@ -38,7 +41,9 @@ DEFAULT = (
 class Policy:
     """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned.
 
-    ``long_rounds``: prompts that are not complete wait until they fill a step of their own, which waits for them all.
+    ``resumes``: prompts that are not complete go on from what they have; otherwise they start again. ``long_rounds``:
+    they wait until they fill a step of their own, which waits for them all. ``most_stale``: share of tokens of older
+    weights up to which `auto` starts more prompts, at most ``start``; ``None`` for always as many.
     ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first. ``auto``:
     what is chosen from for each batch, in place of one ``shaping``.
     """
@@ -46,9 +51,11 @@ class Policy:
     name: str
     shaping: Shaping | None = None
     start: float = 1.0
+    resumes: bool = False
     long_rounds: bool = False
     long_first: bool = False
     auto: Auto | None = None
+    most_stale: float | None = None
 
     @property
     def cycle(self) -> int:
@@ -86,22 +93,26 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
-    known = AUTO_OPTIONS if name == AUTO else OPTIONS
+    known = OPTIONS if name != AUTO else AUTO_RULES if "allow" in options else (*AUTO_OPTIONS, "allow")
     for option in options:
         if option not in known:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
     number = partial(_number, text, options)
+    if name == AUTO and "allow" not in options:  # by default it changes no distribution
+        most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
+        return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
     if name == AUTO:
         return Policy(text, auto=_parse_auto(text, options, size))
     start = number("start", 1.0, 1.0, 4.0)
+    resumes = _choice(text, options, "carry", ("restart", "resume")) == "resume"
     long_rounds = _choice(text, options, "rounds", ("all", "long")) == "long"
     if long_rounds and start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
     long_first = _choice(text, options, "order", ("given", "long")) == "long"
     if name == OFF:
         if set(options) - set(DEFERRING):
-            raise InvalidSetting(f"--policies: {text}: off has no option but start, rounds and order")
-        return Policy(text, None, start, long_rounds, long_first)
+            raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
+        return Policy(text, None, start, resumes, long_rounds, long_first)
     redundancy = number("redundancy", 1.5, 1.0, 8.0)
     longest = number("longest", 1, 0, size - 1)
     base = Shaping(
@@ -114,14 +125,14 @@ def parse_policy(text: str, size: int) -> Policy:
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
-    return Policy(text, shaping, start, long_rounds, long_first)
+    return Policy(text, shaping, start, resumes, long_rounds, long_first)
 
 
 def _parse_auto(text: str, options: Mapping[str, str], size: int) -> Auto:
     number = partial(_number, text, options)
-    allow = tuple(options["allow"].split("+")) if "allow" in options else AutoLimits().allow
+    allow = tuple(options["allow"].split("+"))
     for rule in allow:
-        if "allow" in options and rule not in RULES:  # nothing is deferred here
+        if rule not in RULES:  # nothing is deferred here
             raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
     limits = AutoLimits(
         allow=allow,

@@ -6,6 +6,7 @@ from math import ceil
 
 import numpy as np
 
+from darts_server.policy.auto.ahead import begin_with, next_ahead
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.lengths import Observation, PromptStats, update_stats
@@ -16,6 +17,10 @@ from darts_server.simulation.policies import Policy
 from darts_server.simulation.workload import Floats, Workload
 from darts_server.types import SelectedAs
 
+MAX_STALENESS = 4
+"""Of the server by default: a prompt that goes on in more steps than so many starts again."""
+LEARNING = 20
+"""Steps before those that are measured under `auto`."""
 WARM_UP = 2
 """Steps before those that are measured, where prompts are carried from step to step."""
 
@@ -37,11 +42,22 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One prompt of a step. ``carried``: tokens that its candidates already have; ``None`` if it starts afresh."""
+    """One prompt of a step. ``carried``: tokens that its candidates already have; ``None`` if it starts afresh.
+
+    ``since``: the step that has generated the first of them.
+    """
 
     number: int
     attempt: int = 0
     carried: Ints | None = None
+    since: int = 0
+
+    def left_over(self, step: int, tokens: Ints, resumes: bool) -> "Prompt":
+        """Return the prompt for a later step than this one, which has generated ``tokens`` of its candidates."""
+        since = step if self.carried is None else self.since
+        if resumes and tokens.any() and step + 1 - since <= MAX_STALENESS:
+            return Prompt(self.number, self.attempt, tokens, since)
+        return Prompt(self.number, self.attempt + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +96,10 @@ class Candidates:
         drawn = [self._draw(prompt) for prompt in prompts]
         done = None
         if any(prompt.carried is not None for prompt in prompts):
-            none = np.zeros(count, dtype=np.int64)
-            done = np.stack([none if prompt.carried is None else prompt.carried for prompt in prompts])
+            done = np.zeros((len(prompts), count), dtype=np.int64)
+            for row, prompt in enumerate(prompts):
+                if prompt.carried is not None:
+                    done[row, : prompt.carried.size] = prompt.carried
         return Batch(
             np.asarray([tokens for tokens, _, _ in drawn]),
             np.stack([lengths[:count] for _, lengths, _ in drawn]),
@@ -113,13 +131,16 @@ class Candidates:
         return None if earlier is None else earlier.std_ema
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Order prompts by the mean length that is known of them, longest first; new ones stay in their order."""
+        """Order prompts as a batch does: those of earlier steps, then by the mean length that is known, longest first.
 
-        def mean(prompt: Prompt) -> float:
+        New ones stay in their order.
+        """
+
+        def key(prompt: Prompt) -> tuple[bool, float]:
             earlier = self.earlier(prompt.number)
-            return 0.0 if earlier is None else earlier.mean_ema
+            return prompt.carried is None and prompt.attempt == 0, 0.0 if earlier is None else -earlier.mean_ema
 
-        return sorted(prompts, key=mean, reverse=True)
+        return sorted(prompts, key=key)
 
     def _draw(self, prompt: Prompt) -> tuple[int, Ints, Floats]:
         key = prompt.number, prompt.attempt
@@ -133,9 +154,9 @@ class Candidates:
 def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list[Step]:
     """Simulate the measured steps under a policy.
 
-    Prompts that are not complete in their step are started once more in the next one, before new ones, or in a long
-    round; of these steps whole cycles are measured, which may be more steps. Completion lengths are remembered from
-    step to step.
+    Prompts that are not complete in their step come first in the next one, or in a long round; of these steps whole
+    cycles are measured, which may be more steps. They start again, or go on from what they have. Completion lengths are
+    remembered from step to step. Where `auto` says how many are started, the first steps are those that it learns in.
     """
     recent = RecentCompletionLengths()
     if policy.start == 1:
@@ -144,18 +165,28 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
             batches = [candidates.longest_first(batch) for batch in batches]
         return [run_step(policy, batch, None, candidates, setting, recent) for batch in batches]
     count = policy.cycle * ceil(setting.steps / policy.cycle)
-    warm_up = policy.cycle * ceil(WARM_UP / policy.cycle)
-    steps, waiting, fresh = [], list[Prompt](), 0
-    for _ in range(warm_up + count):
+    warm_up = LEARNING if policy.most_stale is not None else policy.cycle * ceil(WARM_UP / policy.cycle)
+    steps, waiting, fresh, ahead = [], list[Prompt](), 0, 1.0
+    for number in range(warm_up + count):
         again, waiting, more = choose(policy, waiting, setting.prompts)
-        batch = [*again, *(Prompt(number) for number in range(fresh, fresh + more))]
+        batch = [*again, *(Prompt(new) for new in range(fresh, fresh + more))]
         fresh += more
         if policy.long_first:
             batch = candidates.longest_first(batch)
+        if policy.most_stale is not None:
+            begun = begin_with(setting.prompts, len(batch), ahead)
+            batch, waiting = batch[:begun], [*batch[begun:], *waiting]
         enough = setting.prompts if len(batch) > setting.prompts else None
-        steps.append(run_step(policy, batch, enough, candidates, setting, recent))
-        left = np.flatnonzero(np.isinf(steps[-1].rollout.completed_at))
-        waiting += [Prompt(batch[i].number, batch[i].attempt + 1) for i in left]
+        step = run_step(policy, batch, enough, candidates, setting, recent)
+        steps.append(step)
+        left = np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist()
+        tokens = step.rollout.generated.astype(np.int64) + (0 if step.batch.done is None else step.batch.done)
+        parts = [tokens[i, : step.plan.candidates[i]] for i in left]
+        waiting += [batch[i].left_over(number, part, policy.resumes) for i, part in zip(left, parts, strict=True)]
+        if policy.most_stale is not None:
+            ahead = next_ahead(
+                ahead, step.stale_tokens / max(1.0, float(step.rollout.returned.sum())), policy.most_stale
+            )
     return steps[warm_up:]
 
 
@@ -167,21 +198,6 @@ def choose(policy: Policy, left_over: list[Prompt], needed: int) -> tuple[list[P
     if len(left_over) < needed:
         return [], left_over, started
     return left_over[:needed], left_over[needed:], 0
-
-
-def run_partial(start: float, candidates: Candidates, setting: Setting) -> list[Step]:
-    """Simulate partial rollouts: as `run_policy` with ``off``, but what is unfinished keeps its tokens and goes on."""
-    policy, steps, waiting, fresh = Policy("partial"), [], list[Prompt](), 0
-    for _ in range(WARM_UP + setting.steps):
-        more = round(start * setting.prompts) - len(waiting)
-        batch = [*waiting, *(Prompt(number) for number in range(fresh, fresh + more))]
-        fresh += more
-        step = run_step(policy, batch, setting.prompts, candidates, setting)
-        steps.append(step)
-        tokens = step.rollout.generated.astype(np.int64) + (0 if step.batch.done is None else step.batch.done)
-        left = np.flatnonzero(np.isinf(step.rollout.completed_at))
-        waiting = [replace(batch[i], carried=tokens[i]) for i in left]
-    return steps[WARM_UP:]
 
 
 def run_step(
@@ -198,6 +214,8 @@ def run_step(
     """
     stds = [candidates.std(prompt.number) for prompt in prompts]
     plan = Plan.of(policy.shaping, setting.size, stds, enough=enough)
+    counts = zip(prompts, plan.candidates, strict=True)
+    plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
     _check_room(batch, setting.machine)
     rollout = simulate(batch, plan if recent is None else _with_recent(plan, recent), setting.machine)

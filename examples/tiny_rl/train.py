@@ -1,11 +1,14 @@
 """Train the tiny task by GRPO with darts-server; about two minutes on two CPU cores.
 
-    python -m examples.tiny_rl.train --policy darts_cut
-    python -m examples.tiny_rl.train --policy off --prompts-ahead 0.5
+    python -m examples.tiny_rl.train
+    python -m examples.tiny_rl.train --policy off --carry restart
+    python -m examples.tiny_rl.train --policy darts_cut --prompts-ahead 0
     python -m examples.tiny_rl.train --policy off --max-staleness 1
 
-The second is tail batching: half as many prompts more are started in each step, and those that are not among the first
-to be complete start again in the next one. The third samples each batch while the one before is trained on.
+Half as many prompts more are started in each step. Those that are not among the first to be complete go on in the next
+one from what they have; the loss corrects for their first tokens, which are of older weights. In the second they start
+again (tail batching). The third waits for all prompts, and the fourth samples each batch while the one before is
+trained on.
 
 Each step requests a group of trajectories for each of 16 prompts, computes rewards, updates the policy, reports the
 rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the
@@ -336,8 +339,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
-    add("--prompts-ahead", type=float, default=0.0, metavar="SHARE", help="prompts started in addition (default: none)")
+    add("--policy", default="auto", help="policy that shapes training groups (default: %(default)s)")
+    add("--prompts-ahead", type=float, metavar="SHARE", help="prompts started in addition (default: 0.5)")
+    add(
+        "--carry",
+        choices=["resume", "restart"],
+        default="resume",
+        help="what these do in the next step, where they are not complete in this one (default: %(default)s)",
+    )
     add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
@@ -353,11 +362,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    if options.prompts_ahead is None:
+        options.prompts_ahead = 0.0 if options.max_staleness else 0.5
     if not options.prompts_ahead >= 0:
         parser.error("--prompts-ahead must be at least 0")
     if options.prompts_ahead and options.max_staleness:
         parser.error("--max-staleness 1 does not go with --prompts-ahead")
-    options.method = Method(options.policy, started=1 + options.prompts_ahead, staleness=options.max_staleness)
+    carry = options.carry if options.prompts_ahead else None
+    options.method = Method(
+        options.policy, started=1 + options.prompts_ahead, carry=carry, staleness=options.max_staleness
+    )
     return options
 
 

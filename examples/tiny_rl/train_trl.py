@@ -1,10 +1,12 @@
 """Train the tiny task by TRL's GRPOTrainer with darts-server; a few minutes on two CPU cores.
 
+    python -m examples.tiny_rl.train_trl
     python -m examples.tiny_rl.train_trl --policy darts_cut
-    python -m examples.tiny_rl.train_trl --policy off --prompts-ahead 0.5
+    python -m examples.tiny_rl.train_trl --policy off --prompts-ahead 0.5 --carry restart
     python -m examples.tiny_rl.train_trl --policy off --max-staleness 1
 
-The second and the third are tail batching and one-step-off training, see `DartsGRPOTrainer`.
+The first keeps what was generated for prompts that are not among the first to be complete. The second waits for all of
+them, and the others are tail batching and one-step-off training, see `DartsGRPOTrainer`.
 
 Task, rewards, recipe and the evaluation at the end are those of `train.py`; loop, loss and optimizer are TRL's. Every
 entry that TRL logs is a line in log.jsonl; those of its own evaluation (unshaped, like the one at the end) have the
@@ -43,7 +45,7 @@ COMPARED_STEPS = 5  # at the start and at the end of a run, whose rewards are co
 
 def make_trainer(
     url: str,
-    policy: str,
+    policy: str | None,
     recipe: Recipe,
     seed: int,
     out: Path,
@@ -56,7 +58,7 @@ def make_trainer(
     """Make TRL's trainer with the recipe of `train.py`.
 
     ``lora``: rank of a LoRA adapter to train instead of all weights. ``advantages``: see `DartsGRPOTrainer`, also for
-    what ``ahead`` may have, such as ``max_staleness``.
+    what ``ahead`` may have, such as ``rollouts``. ``policy``: ``None`` for the server's.
     ``changes``: arguments of ``GRPOConfig``.
     """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
@@ -79,7 +81,7 @@ def make_trainer(
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_base_url": url,
-        "generation_kwargs": {"vllm_xargs": {"darts_policy": policy}},
+        "generation_kwargs": {"vllm_xargs": {"darts_policy": policy}} if policy is not None else None,
         "bf16": False,  # float32, as the server
         "use_cpu": True,
         "dataloader_pin_memory": False,
@@ -160,9 +162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
             client = stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS))
             kind: Literal["group", "unbiased"] = "unbiased" if options.unbiased else "group"
-            ahead = {"prompts_ahead": options.prompts_ahead, "max_staleness": options.max_staleness}
             trainer = make_trainer(
-                url, options.policy, recipe, options.seed, options.out, options.model, options.lora, kind, ahead
+                url, options.policy, recipe, options.seed, options.out, options.model, options.lora, kind, options.ahead
             )
             before = held_out_score(trainer, client, recipe)
             start = time.perf_counter()
@@ -183,8 +184,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.tiny_rl.train_trl", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--policy", default="darts_cut", help="policy that shapes training groups (default: %(default)s)")
-    add("--prompts-ahead", type=float, default=0.0, metavar="SHARE", help="prompts started in addition (default: none)")
+    add("--policy", help="policy that shapes training groups (default: the server's)")
+    add(
+        "--prompts-ahead",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="prompts started in addition (default: 0.5; none with a --policy)",
+    )
+    add(
+        "--carry",
+        choices=["resume", "restart"],
+        default="resume",
+        help="what these do in the next step, where they are not complete in this one (default: %(default)s)",
+    )
     add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the training prompts and their order (default: %(default)s)")
@@ -208,6 +221,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--prompts-ahead must be at least 0")
     if options.unbiased and (options.prompts_ahead or options.max_staleness):
         parser.error("--unbiased does not go with --prompts-ahead and --max-staleness")
+    options.ahead = {"prompts_ahead": options.prompts_ahead, "max_staleness": options.max_staleness}
+    if options.prompts_ahead:
+        options.ahead["carry"] = options.carry
+    elif options.policy is None and not (options.max_staleness or options.unbiased):
+        options.ahead = {"rollouts": "auto"}
     return options
 
 

@@ -80,7 +80,7 @@ def test_seeds_with_incomplete_runs_are_left_out(tmp_path: Path) -> None:
             log.write_text("\n".join(entry.line() for entry in entries[:count]))
     assert rl.read_runs(plan, "standard", out) == {"off": {0: logged(OFF)}, "uniform": {0: logged(CHEAP)}}
     assert "| uniform |" in rl.report(plan, out)
-    assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
     shorter = rl.arguments(["--steps", "4", "--policies", "off", "uniform"]).plan
     assert rl.read_runs(shorter, "standard", out)["off"] == {0: logged(OFF[:5])}, "the first steps of longer runs"
 

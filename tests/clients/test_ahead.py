@@ -92,6 +92,28 @@ def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
     assert (position.drawn, waiting) == (4 * batches, ())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_that_are_complete_with_the_last_one_are_of_the_next_batch(seed: int, tmp_path: Path) -> None:
+    server = Server(seed)
+
+    def request(prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        more = server.rng.randint(0, len(prompts) - wanted)
+        return server.request(prompts, wanted + more)
+
+    batches = batches_of(server, 6, ahead=0.75)
+    batches._request = request
+    trained: Counter[int] = Counter()
+    for number in range(6):
+        batch = batches.next()
+        trained += Counter(batch.prompts)
+        assert len(batch.groups) == 4
+        left = Counter(range(batch.position.drawn)) - trained
+        assert left == Counter(batch.position.pending), "what a checkpoint goes on with"
+        assert number < 5 or not left
+    assert trained == Counter(range(24))
+    assert Counter(each for started in server.started for each in set(started))[0] >= 1
+
+
 def test_prompts_that_were_left_come_first() -> None:
     server = Server(3)
     batches = batches_of(server, 3)

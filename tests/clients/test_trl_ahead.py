@@ -42,9 +42,8 @@ def trainer_of(
             seen.append(prompts[::GROUP])
         return reward_by_index(completion_ids)
 
-    trainer = build_trainer(
-        server, out, report_rewards(reward), more, generation_kwargs=POLICY, **({"max_steps": 4} | changes)
-    )
+    settings = {"max_steps": 4, "generation_kwargs": POLICY} | changes
+    trainer = build_trainer(server, out, report_rewards(reward), more, **settings)
     trainer.train_dataset = Dataset.from_list([{"prompt": prompt, "answer": prompt} for prompt in EIGHT])
     return trainer
 
@@ -97,6 +96,16 @@ def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: 
     assert all(body["sampling"]["max_tokens"] == 8 and "vllm_xargs" not in body["sampling"] for body in requests)
     assert server.completions == []
     assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
+
+
+def test_auto_keeps_what_was_generated_under_the_servers_auto(server: FakeVllm, tmp_path: Path) -> None:
+    trained: list[list[str]] = []
+    trainer = trainer_of(server, tmp_path, {"rollouts": "auto"}, trained, generation_kwargs=None)
+    trainer.train()
+    assert prompts_of(trained) == Counter(EIGHT)
+    requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
+    assert all((body["carry"], body["policy"]) == ("resume", {"name": "auto"}) for body in requests)
 
 
 def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
@@ -157,6 +166,11 @@ def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) ->
         ({"prompts_ahead": -0.1}, {}, "prompts_ahead must be at least 0"),
         ({"long_rounds": True}, {}, "long_rounds=True needs prompts_ahead"),
         ({"max_staleness": 2}, {}, "max_staleness must be 0 or 1, got 2"),
+        ({"carry": "resume"}, {}, "carry='resume' needs prompts_ahead"),
+        (AHEAD | {"carry": "drop"}, {}, "carry must be 'restart' or 'resume'"),
+        ({"rollouts": "off"}, {}, "rollouts must be 'auto'"),
+        (AHEAD | {"rollouts": "auto"}, {}, "rollouts='auto' chooses prompts_ahead"),
+        ({"rollouts": "auto"}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
         (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
         ({"max_staleness": 1}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
         (AHEAD, {"generation_kwargs": {"vllm_xargs": {"other": 1}}}, "vllm_xargs has other"),

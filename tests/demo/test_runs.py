@@ -1,5 +1,4 @@
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -8,13 +7,14 @@ import httpx
 import pytest
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.runs import Method, Run, Step, request_groups, table, verdict
+from darts_server.demo.runs import Batches, Method, Run, Step, table, verdict
 
 PROBLEMS = [sample_problem(Random(seed)) for seed in (1, 2)]
 
 
 def group(number: int, *texts: str) -> tuple[str, dict[str, Any]]:
-    return "group", {"number": number, "trajectories": [{"text": text, "length": len(text) + 1} for text in texts]}
+    trajectories = [{"text": text, "length": len(text) + 1, "finish_reason": "stop"} for text in texts]
+    return "group", {"number": number, "metadata": {"number": number}, "trajectories": trajectories}
 
 
 def answer(*events: tuple[str, dict[str, Any]], status: int = 200) -> httpx.Client:
@@ -27,7 +27,7 @@ def answer(*events: tuple[str, dict[str, Any]], status: int = 200) -> httpx.Clie
 
 def request(client: httpx.Client) -> Step:
     with client:
-        return request_groups(client, PROBLEMS, 2, Method("uniform"))
+        return Batches(PROBLEMS, 2, 2, Method("uniform")).request(client)
 
 
 def test_groups_are_read_in_the_order_of_arrival_and_answers_are_verified() -> None:
@@ -63,38 +63,51 @@ def shaped(seconds: float = 3.0) -> Run:
     return Run("uniform", [Step([0.5, 2.0], lengths, right=6, generated=170, seconds=seconds)])
 
 
-def cells(raw: Run, others: Sequence[Run]) -> dict[str, list[str]]:
-    """The table's cells, by the name of the row."""
-    rows = [line.split("  ", 1) for line in table(raw, others).splitlines()[2:] if not line.startswith("-")]
-    return {name.strip(): rest.split() for name, rest in rows}
-
-
-def test_table_has_raw_each_policy_and_its_ratio_to_raw() -> None:
-    assert cells(RAW, [shaped()]) == {
-        "wall time, all steps (s)": ["4.00", "3.00", "0.75"],
-        "wall time, median step (s)": ["4.00", "3.00", "0.75"],
-        "tokens generated": ["340", "170", "0.50"],
-        "tokens returned": ["340", "120", "0.35"],
-        "tokens discarded": ["0", "50", "-"],
-        "length, mean (tokens)": ["42.5", "15.0", "0.35"],
-        "length, 95th percentile": ["173", "30", "0.18"],
-        "length, longest": ["255", "35", "0.14"],
-        "length, std within a group": ["52.1", "5.7", "0.11"],
-        "right answers": ["50.0%", "75.0%", "1.50"],
+def test_table_has_a_line_for_each_figure_and_a_column_for_each_run() -> None:
+    rows = [line.split("  ", 1) for line in table(RAW, [shaped()]).splitlines()]
+    assert {name.strip(): rest[0].split() for name, *rest in rows[2:]} == {
+        "seconds, all steps": ["4.0", "3.0"],
+        "right answers": ["50.0%", "75.0%"],
+        "longest answer (tokens)": ["255", "35"],
+        "tokens generated": ["340", "170"],
     }
+    assert len(rows) <= 8
 
 
-@pytest.mark.parametrize(
-    ("seconds", "pace"), [(3.0, "faster than raw"), (4.4, "about as fast as raw"), (5.0, "slower than raw")]
-)
-def test_verdict_calls_a_run_faster_only_if_the_difference_is_clear(seconds: float, pace: str) -> None:
-    assert verdict(RAW, shaped(seconds)) == (
-        "uniform: 0.50 x the generated tokens for the same 8 trajectories; "
-        f"a step took {seconds / 4:.2f} x the time (median): {pace} here."
+@pytest.mark.parametrize(("seconds", "pace"), [(3.0, "0.75 of the time"), (4.4, "about the same time")])
+def test_verdict_says_what_each_run_costs_and_keeps(seconds: float, pace: str) -> None:
+    assert verdict(RAW, [shaped(seconds)]) == (
+        f"Against raw: uniform takes {pace}, has 25.0 points more right answers and returns the shorter ones "
+        "(longest 35 tokens of 255)."
+    )
+    [step] = RAW.steps
+    cut, same = Run("raw, max 64", [replace(step, truncated=2, right=2)]), Run("auto", [step])
+    assert verdict(RAW, [cut, same]) == (
+        "Against raw: raw, max 64 takes about the same time, has 25.0 points fewer right answers and cuts 25% of the "
+        "answers (longest 255 tokens of 255); auto takes about the same time, is as right and throws nothing away "
+        "(longest 255 tokens of 255)."
     )
 
 
-def test_one_step_that_was_slowed_down_does_not_decide_the_verdict() -> None:
-    [step] = RAW.steps
-    slow_once = Run("raw", [step, step, replace(step, seconds=400.0)])
-    assert "a step took 1.00 x the time" in verdict(slow_once, Run("darts", [step, step, step]))
+def test_what_runs_ahead_is_complete_in_the_last_step() -> None:
+    """Of nine problems three are needed in each of three steps: 4, 3 and 2 are sent, and the last waits for all."""
+    bodies: list[dict[str, Any]] = []
+
+    def handle(sent: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(sent.content))
+        first = sum(len(body["prompts"]) for body in bodies[:-1]) - len(bodies) + 1
+        left = [] if len(bodies) == 3 else [{"number": 3}]
+        groups = [group(number, "#1") for number in range(first, first + 3)]
+        usage = {"returned": 9, "generated": 9}
+        lines = [*groups, ("done", {"usage": usage, "unfinished": left})]
+        text = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in lines)
+        return httpx.Response(200, text=text)
+
+    problems = [sample_problem(Random(seed)) for seed in range(9)]
+    batches = Batches(problems, 3, 1, Method("auto", ahead=0.34))
+    with httpx.Client(base_url="http://test", transport=httpx.MockTransport(handle)) as client:
+        steps = [batches.request(client) for _ in range(3)]
+    assert [len(body["prompts"]) for body in bodies] == [4, 3, 2]
+    assert [body["num_groups"] for body in bodies] == [3, 3, None]
+    assert all((body["carry"], body["carried"]) == ("resume", True) for body in bodies)
+    assert [step.waiting for step in steps] == [1, 1, 0]

@@ -90,7 +90,7 @@ def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monk
     config.unlink()
     after = apply_patch(apply_patch(before, {"policy": "off"}), {"group_size": 8})
     assert after.model_dump() == before.model_dump() | {"policy": "off", "group_size": 8}
-    assert before.policy == "uniform"
+    assert before.policy == "auto"
 
 
 @pytest.mark.parametrize(

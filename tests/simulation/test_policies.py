@@ -3,9 +3,8 @@
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import AutoLimits, build_auto
-from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.auto.options import AutoLimits
+from darts_server.policy.shaping import Tail
 from darts_server.policy.simulation.batch import Plan
 from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
 
@@ -50,7 +49,12 @@ def test_auto_has_the_limits_of_the_server() -> None:
     assert auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.0)
     assert auto.max_candidates(8) == 12
     assert {option.shaping.num_longest for option in auto.options if option.shaping is not None} == {2}
-    assert parse_policy("auto", 8).auto == build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits())
+
+
+def test_auto_by_default_changes_no_distribution() -> None:
+    auto = parse_policy("auto,stale=0.25", 8)
+    assert (auto.shaping, auto.auto) == (None, None)
+    assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
 
 
 def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_budget() -> None:
@@ -70,10 +74,11 @@ def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_bu
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
         ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
-        ("auto,redundancy=2", "unknown option 'redundancy'; known: allow"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale, allow"),
         ("auto,allow=cut+arrol", "allow must be some of uniform, darts, cut, cap, limit, joined by"),
-        ("auto,lost=2", "lost must be a number from 0 to 1"),
-        ("off,redundancy=2", "off has no option but start, rounds and order"),
+        ("auto,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
+        ("auto,allow=cap,lost=2", "lost must be a number from 0 to 1"),
+        ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],
 )

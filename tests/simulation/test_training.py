@@ -11,7 +11,6 @@ from darts_server.simulation.training import (
     Candidates,
     Setting,
     relative_to,
-    run_partial,
     run_policy,
     run_step,
     summarise,
@@ -51,13 +50,16 @@ def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_t
     assert 0.5 < relative_to(off, summarise("long", steps, 4)).tokens_returned < 1.5, "tokens of a step, not of all"
 
 
-def test_partial_rollouts_generate_no_token_twice() -> None:
-    steps = run_partial(1.5, candidates(), SETTING)
+@pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
+def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
+    steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates(), SETTING)
     first, second = steps[0], steps[1]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
     before = 0 if first.batch.done is None else first.batch.done[left]
     assert second.batch.done is not None
     assert second.batch.done[: len(left)].tolist() == (first.rollout.generated[left] + before).tolist()
+    returned = second.rollout.returned > 0
+    assert (second.rollout.returned[returned] <= (second.batch.done + second.rollout.generated)[returned]).all()
     assert second.batch.lengths[: len(left)].tolist() == first.batch.lengths[left].tolist()
     assert summarise("partial", steps, 4).stale_share > 0
 
@@ -68,7 +70,7 @@ def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories
     runs = {text: run_policy(parse_policy(text, 4), drawn, SETTING) for text in names}
     off = summarise("off", runs["off"], 4)
     found = {summary.policy: relative_to(off, summary) for summary in baselines(runs["off"], drawn, SETTING)}
-    assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "partial", "bound"}
+    assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "bound"}
     bound = found["bound, best 4 of 8"]
     for text, steps in runs.items():
         assert relative_to(off, summarise(text, steps, 4)).step_speedup <= bound.step_speedup

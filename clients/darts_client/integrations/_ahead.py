@@ -1,4 +1,4 @@
-"""Prompts that are started ahead of the step that trains on them: tail batching and one-step-off training."""
+"""Prompts that are started ahead of the step that trains on them."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from .._errors import DartsError, ProtocolError, error_from_object
 from .._models import Group
@@ -48,8 +48,9 @@ class Batch:
     position: Position
 
 
+Carry = Literal["restart", "resume"]
 Request = Callable[[Sequence[TokenIds], int], Sequence[Group]]
-"""Requests groups of prompts, and returns the first so many that are complete."""
+"""Requests groups of prompts, and returns the first so many that are complete, or a few more."""
 
 
 class BatchesAhead:
@@ -63,7 +64,7 @@ class BatchesAhead:
         batches: how many there will be. Their prompts are the next ``size`` times as many: towards the end fewer are
             started ahead, and nothing is left over.
         long_rounds: prompts that are left over wait until they fill a batch of their own, which has no others. By
-            default they start again in the next batch.
+            default they are in the next batch.
         tokenize: returns the tokens of prompts.
         request: called in another thread for batches that are prefetched.
     """
@@ -81,7 +82,8 @@ class BatchesAhead:
         long_rounds: bool = False,
     ) -> None:
         self._order = order
-        self._position = position
+        self._drawn, self._pending = position.drawn, position.pending
+        self._spare: list[tuple[int, TokenIds, Group]] = []  # complete at the same moment as the last one needed
         self._size = size
         self._most = ceil(size * (1 + ahead))
         self._batches = batches
@@ -112,40 +114,48 @@ class BatchesAhead:
 
     def _start(self) -> Callable[[], Batch]:
         """Draw prompts, and return a function that requests and returns their batch."""
-        again, waiting, count = self._choose(self._position.pending)
+        again, waiting, count = self._choose(self._pending)
         new = tuple(islice(self._order, count))
         started = again + new
         self._batches -= 1
-        return partial(self._finish, started, self._tokenize(started), self._position.drawn + len(new), waiting)
+        return partial(self._finish, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return which prompts that were left over start again, which wait, and how many new ones start."""
-        undrawn = self._batches * self._size - len(pending)
+        undrawn = self._batches * self._size - len(pending) - len(self._spare)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
         if self._long_rounds and undrawn >= self._size:
             return (), pending, min(self._most, undrawn)
-        return pending, (), min(max(0, self._most - len(pending)), undrawn)
+        return pending, (), min(max(0, self._most - len(pending) - len(self._spare)), undrawn)
 
     def _finish(
         self, started: Sequence[int], token_ids: Sequence[TokenIds], drawn: int, waiting: tuple[int, ...]
     ) -> Batch:
-        groups = self._request(token_ids, self._size)
+        wanted = max(0, self._size - len(self._spare))
+        groups = self._request(token_ids, wanted) if wanted else ()
         places = [group.number for group in groups]
-        if len(set(places)) != self._size or len(places) != self._size:
-            raise ProtocolError(f"the batch has groups {places}, not {self._size} different ones of {len(started)}")
-        chosen = set(places)
-        left = tuple(number for place, number in enumerate(started) if place not in chosen)
-        self._position = Position(drawn, waiting + left)
-        prompts, tokens = [started[place] for place in places], [token_ids[place] for place in places]
-        return Batch(prompts, tokens, groups, self._position)
+        if len(set(places)) != len(places) or len(places) < wanted:
+            raise ProtocolError(f"the batch has groups {places}, not {wanted} different ones of {len(started)}")
+        found = [*self._spare, *((started[group.number], token_ids[group.number], group) for group in groups)]
+        chosen, self._spare = found[: self._size], found[self._size :]
+        decided = set(places)
+        self._drawn = drawn
+        self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in decided)
+        position = Position(drawn, (*self._pending, *(number for number, _, _ in self._spare)))
+        prompts, tokens, of_prompts = map(list, zip(*chosen, strict=True))
+        return Batch(prompts, tokens, of_prompts, position)
 
 
 class GroupRequests:
-    """Request groups by `POST /darts/v1/rollouts`; undecided prompts are kept by the server, and start first later."""
+    """Request groups by `POST /darts/v1/rollouts`; undecided prompts are kept by the server, and start first later.
 
-    def __init__(self, server: Server, group_size: int, options: Mapping[str, Any]) -> None:
+    ``carry``: whether they start again or go on from what they have.
+    """
+
+    def __init__(self, server: Server, group_size: int, options: Mapping[str, Any], carry: Carry = "restart") -> None:
         self._server = server
+        self._carry: Carry = carry
         self._group_size = group_size
         self._options = options
         self._running: Rollouts[Group] | None = None
@@ -161,7 +171,7 @@ class GroupRequests:
                 list(prompts),
                 group_size=self._group_size,
                 num_groups=wanted if wanted < len(prompts) else None,
-                carry="restart",
+                carry=self._carry,
                 survivors=False,
                 **self._options,
             )

@@ -1,4 +1,4 @@
-"""Tail batching and one-step-off training for TRL's GRPOTrainer: what `DartsGRPOTrainer` does before TRL samples."""
+"""Prompts ahead of their step for TRL's GRPOTrainer: what `DartsGRPOTrainer` does before TRL samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,36 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
-from ._ahead import POSITION_FILE, Batch, BatchesAhead, GroupRequests, Position, rollout_options
+from ._ahead import POSITION_FILE, Batch, BatchesAhead, Carry, GroupRequests, Position, rollout_options
 from ._server import Server
 
 
 @dataclass(frozen=True, slots=True)
 class AheadOptions:
-    """`prompts_ahead`, `max_staleness` and `long_rounds` of a `DartsGRPOTrainer`."""
+    """`prompts_ahead`, `max_staleness`, `long_rounds`, `carry` and `rollouts` of a `DartsGRPOTrainer`."""
 
     prompts_ahead: float = 0.0
     max_staleness: int = 0
     long_rounds: bool = False
+    carry: Carry = "restart"
+    policy: str | None = None
+
+    @classmethod
+    def of(
+        cls, rollouts: str | None, prompts_ahead: float, max_staleness: int, long_rounds: bool, carry: Carry
+    ) -> "AheadOptions":
+        """
+        Raises:
+            ValueError: `rollouts` is not known, or others are given beside it.
+        """
+        given = cls(prompts_ahead, max_staleness, long_rounds, carry)
+        if rollouts is None:
+            return given
+        if rollouts != "auto":
+            raise ValueError(f"rollouts must be 'auto' or None, got {rollouts!r}")
+        if given != cls():
+            raise ValueError("rollouts='auto' chooses prompts_ahead, carry and the others; leave these out")
+        return cls(prompts_ahead=0.5, carry="resume", policy="auto")
 
     def __bool__(self) -> bool:
         return bool(self.prompts_ahead or self.max_staleness)
@@ -36,6 +55,10 @@ class AheadOptions:
             raise ValueError(f"prompts_ahead must be at least 0, got {self.prompts_ahead}")
         if self.max_staleness not in (0, 1):
             raise ValueError(f"max_staleness must be 0 or 1, got {self.max_staleness}")
+        if self.carry not in ("restart", "resume"):
+            raise ValueError(f"carry must be 'restart' or 'resume', got {self.carry!r}")
+        if self.carry == "resume" and not self.prompts_ahead:
+            raise ValueError("carry='resume' needs prompts_ahead above 0, else no prompt is carried over")
         if self.long_rounds and not self.prompts_ahead:
             raise ValueError("long_rounds=True needs prompts_ahead above 0, else no prompt is left over")
         if not self:
@@ -44,8 +67,9 @@ class AheadOptions:
             raise ValueError(f"advantages={advantages!r} does not work with prompts_ahead or max_staleness")
         if args.world_size > 1:
             raise ValueError(f"prompts_ahead and max_staleness work in one process, and there are {args.world_size}")
-        if self.max_staleness and not args.vllm_importance_sampling_correction:
-            raise ValueError("max_staleness=1 needs vllm_importance_sampling_correction=True, which corrects for it")
+        if (self.max_staleness or self.carry == "resume") and not args.vllm_importance_sampling_correction:
+            option = "max_staleness=1" if self.max_staleness else "carry='resume'"
+            raise ValueError(f"{option} needs vllm_importance_sampling_correction=True, which corrects for old tokens")
         generation_kwargs: Any = args.generation_kwargs or {}
         rollout_options(generation_kwargs)
 
@@ -95,7 +119,9 @@ class PromptsAhead:
         batches = ceil((state.max_steps - state.global_step) * args.gradient_accumulation_steps / every)
         self.position = position
         """After the batch that is trained on now."""
-        self._requests = GroupRequests(server, trainer.num_generations, rollout_options(sampling_of(trainer)))
+        requested = {"policy": options.policy} if options.policy is not None else {}
+        requested |= rollout_options(sampling_of(trainer))
+        self._requests = GroupRequests(server, trainer.num_generations, requested, options.carry)
         order = islice(prompt_order(trainer, size), position.drawn, None)
         self._batches = BatchesAhead(
             order,

@@ -58,11 +58,14 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
     where it is known, the share of right ones among the prompt's trajectories of earlier groups: for rewards of 1 for
     right and 0 for wrong, which are reported.
 
-    With `prompts_ahead` so many more prompts are started, as a share of those that are needed. The first groups that
-    are complete are trained on, and the other prompts are started again first in the next batch (tail batching). With
-    `long_rounds=True` these wait until they fill a batch of their own, so that no other waits for a long one. With
-    `max_staleness=1` each generation batch is sampled while the one before is trained on; TRL's importance sampling
-    corrects for the older weights. All train on the prompts that TRL would train on, each as often, in one process.
+    With `rollouts="auto"` no step waits for its slowest prompts, and nothing that was generated is thrown away: half as
+    many prompts more are started, the first groups that are complete are trained on, and the others go on in the next
+    batch. TRL's importance sampling corrects for their first tokens, which have the log-probs of the older weights. It
+    is short for `prompts_ahead=0.5, carry="resume"` under the server's policy `auto`. With `carry="restart"` they start
+    again, first in the next batch (tail batching); with `long_rounds=True` they wait until they fill a batch of their
+    own, so that no other waits for a long one. With `max_staleness=1` each generation batch is sampled while the one
+    before is trained on; TRL's importance sampling corrects for the older weights. All train on the prompts that TRL
+    would train on, each as often, in one process.
 
     Raises:
         ValueError: vLLM is not used, or runs in this process; or arguments do not go with each other.
@@ -81,6 +84,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         prompts_ahead: float = 0.0,
         max_staleness: int = 0,
         long_rounds: bool = False,
+        carry: Literal["restart", "resume"] = "restart",
+        rollouts: Literal["auto"] | None = None,
         api_key: str | None = None,
         **named: Any,
     ) -> None:
@@ -89,7 +94,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
         _check_advantages(advantages, baseline, args)
-        self._ahead_options = AheadOptions(prompts_ahead, max_staleness, long_rounds)
+        self._ahead_options = AheadOptions.of(rollouts, prompts_ahead, max_staleness, long_rounds, carry)
         self._ahead_options.check(args, advantages)
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
         with _replace_vllm_client(partial(client_class, api_key=api_key)):

@@ -18,9 +18,11 @@ from math import exp, log
 
 import numpy as np
 
+from darts_server.policy.auto.ahead import begin_with
 from darts_server.policy.auto.options import (
     CUTTING,
-    DEFER,
+    RESTART,
+    RESUME,
     UNSHAPED,
     Auto,
     AutoLimits,
@@ -133,12 +135,22 @@ class Measured:
 
 
 def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
-    """Choose what is done with a batch that has too few groups or too many candidates; ``None`` for all others."""
+    """Choose what is done with a batch that needs no forecast, or is too small or large for one; else ``None``."""
+    if not auto.forecasts:
+        return Choice(UNSHAPED, "nothing that shapes groups is allowed")
     if groups < MIN_GROUPS:
         return Choice(UNSHAPED, f"fewer than {MIN_GROUPS} groups say too little about a step")
     if groups * auto.max_candidates(size) > MOST_CANDIDATES:
         return Choice(UNSHAPED, f"more than {MOST_CANDIDATES} candidates take too long to forecast")
     return None
+
+
+def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> tuple[int, Choice]:
+    """Choose how many of the ``offered`` prompts run, where those that are not ``needed`` go on in a later batch."""
+    limits, begun = auto.limits, offered
+    if RESUME in limits.allow:
+        begun = begin_with(needed, offered, state.ahead if limits.most_stale else 0.0)
+    return begun, Choice(UNSHAPED, f"{begun} of {offered} prompts run, and the first {needed} groups are returned")
 
 
 def choose(
@@ -203,7 +215,7 @@ def choose(
             option = option.at(limit_of(_share_to_cut(option.name, option.cut_share, state), batches))
         outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
         (outlooks if outlook.is_within(state, groups) else beyond).append(outlook)
-    if min_groups is not None and DEFER in auto.limits.allow:
+    if min_groups is not None and RESTART in auto.limits.allow:
         outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
     best = min(outlooks[1:], key=lambda one: one.cost, default=off)
     margin = MARGIN if state.chosen == OFF else 0.0

@@ -11,9 +11,11 @@ from darts_server.types import OFF
 RULES = ("uniform", "darts", "cut", "cap", "limit")
 """What may be allowed besides `OFF`. ``cut`` is ``darts_cut`` with the same number of candidates for every prompt;
 ``limit`` is `OFF` with a smaller length limit, the same for all trajectories of a batch."""
-DEFER = "defer"
-"""May be allowed beside `RULES`: where the caller of a batch can defer prompts, it may end before all groups are
-complete, under each of them and `OFF`."""
+RESTART = "restart"
+"""May be allowed beside `RULES`: where the caller of a batch can defer prompts and starts them again, it may end before
+all groups are complete, under each of them and `OFF`."""
+RESUME = "resume"
+"""May be allowed beside them: where deferred prompts go on from what they have, it chooses how many are started."""
 CUTTING = ("cut", "cap", "limit")
 """Rules that cut trajectories that would have ended."""
 DEFERRING = " deferring"
@@ -32,27 +34,29 @@ CUT_SHARES = (0.02, 0.05, 0.1, 0.2)
 class AutoLimits:
     """What the user allows.
 
-    ``allow``: of `RULES` and `DEFER`. ``most_lost``: of the returned trajectories that would have ended, the largest
-    share that a rule may cut. ``most_bias``: largest share by which their mean length may be below that of all
-    trajectories. ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are
-    generated and not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
+    ``allow``: of `RULES`, `RESTART` and `RESUME`. ``most_lost``: of the returned trajectories that would have ended,
+    the largest share that a rule may cut. ``most_bias``: largest share by which their mean length may be below that of
+    all trajectories. ``most_stale``: largest share of returned tokens that older weights have generated.
+    ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are generated and
+    not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
     another option than the one that is expected to be the fastest.
 
     Raises:
         ValueError: a rule is unknown, or a number is out of range.
     """
 
-    allow: tuple[str, ...] = ("uniform", "darts", DEFER)
+    allow: tuple[str, ...] = (RESUME,)
     most_lost: float = 0.2
     most_bias: float = 0.5
     tokens_price: float = 0.0
     exploration: float = 0.05
+    most_stale: float = 0.5
 
     def __post_init__(self) -> None:
         for rule in self.allow:
-            if rule not in (*RULES, DEFER):
-                raise ValueError(f"allow must be of {', '.join((*RULES, DEFER))}, got {rule!r}")
-        for name in ("most_lost", "most_bias", "exploration"):
+            if rule not in (*RULES, RESTART, RESUME):
+                raise ValueError(f"allow must be of {', '.join((*RULES, RESTART, RESUME))}, got {rule!r}")
+        for name in ("most_lost", "most_bias", "most_stale", "exploration"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
         if not 0 <= self.tokens_price < float("inf"):
@@ -105,6 +109,16 @@ class Auto:
 
     limits: AutoLimits
     options: tuple[Option, ...]
+
+    @property
+    def shapes(self) -> bool:
+        """Whether there is anything but `OFF`."""
+        return len(self.options) > 1
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether there is anything to choose for a batch whose prompts do not go on later."""
+        return self.shapes or RESTART in self.limits.allow
 
     def of_size(self, size: int) -> list[Option]:
         """Return the options that support groups of ``size``."""

@@ -67,7 +67,8 @@ class AutoState:
     the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``: at which trajectories were
     truncated; ``None`` if none was. ``truncated``: share of those of ``off`` that were, each batch counting half as
     much as the next. ``measured``: `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which
-    share of the user's limits batches were below them so far, times their groups; negative: above them.
+    share of the user's limits batches were below them so far, times their groups; negative: above them. ``ahead``: see
+    `next_ahead`.
     """
 
     batches: int = 0
@@ -80,6 +81,7 @@ class AutoState:
     measured: Sequence[MeasuredErrors] = ()
     spare_bias: float = 0.0
     spare_lost: float = 0.0
+    ahead: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("batches", "explored"):
@@ -105,6 +107,7 @@ class AutoState:
         if self.max_tokens is not None:
             check_count("max_tokens", self.max_tokens, 1)
         check_number("truncated", self.truncated, 0.0, 1.0)
+        check_number("ahead", self.ahead, 0.0, 1.0)
 
     def count(self, name: str) -> int:
         """Return how many of the batches in `measured` were under an option."""

@@ -1,7 +1,8 @@
 """What becomes of candidates that run side by side, for all groups of a batch at once.
 
 Candidates of a group start together, and each gets a token in every step. So a length is also the step of its end, and
-which candidates are stopped, and when, follows from the order of their lengths.
+which candidates are stopped, and when, follows from the order of their lengths. Those of earlier rollouts go on from
+what they have: then the order is that of all their tokens, and the steps are those that are left.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ Bools = NDArray[np.bool_]
 class Known:
     """The deadline and the bound in tokens, and when they become known: by what a ``group`` reports at some seconds.
 
-    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). In the same step, groups
-    before that one have been looked at already.
+    ``steps``: the steps that each group's candidates have run until then, shape (G, 1); with what they had before,
+    shape (G, C). In the same step, groups before that one have been looked at already.
     """
 
     tokens: int
@@ -45,7 +46,7 @@ class Known:
 
 @dataclass(slots=True, eq=False)
 class Ends:
-    """How candidates end: side by side, so a length is also the step of its end. Each has the shape (G, C).
+    """How candidates end: the steps that each ``run``s, and what of it is returned. Each has the shape (G, C).
 
     ``completed``: the step in which each group is complete, shape (G,). ``cut``: whether it cut any, shape (G,).
     """
@@ -61,7 +62,7 @@ class Ends:
 class Groups:
     """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C).
 
-    ``done``: tokens of earlier rollouts, which are not in ``lengths``, shape (G, C).
+    ``done``: those of their tokens that earlier rollouts have generated, shape (G, C).
     """
 
     rows: NDArray[np.int64]
@@ -75,7 +76,7 @@ class Groups:
     def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "Groups":
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
         done = np.zeros(started.shape) if batch.done is None else np.where(started, batch.done[rows], 0.0)
-        lengths = np.where(started, batch.ends[rows] - done, inf)
+        lengths = np.where(started, batch.ends[rows], inf)
         valid = batch.valid[rows] & started
         return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
 
@@ -85,14 +86,19 @@ class Groups:
         places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
         return np.asarray(ordered[np.arange(len(places)), np.asarray(places) - 1])
 
+    def steps_to(self, needs: Floats) -> Floats:
+        """Return the steps after which each group has generated what it needs, shape (G,)."""
+        left = np.where(self.valid & (self.lengths <= needs[:, None]), self.lengths - self.done, 0.0).max(axis=1)
+        return np.asarray(np.where(np.isfinite(needs), left, inf))
+
     def ends(self, known: Known | None, late: Bools | None) -> Ends:
         """Return how candidates end with a deadline, or without one.
 
         ``late``: the groups that hear of it before they are complete, shape (G,).
         """
         if known is None or late is None:
-            return self._ends(Order.of(self.lengths, self.valid), None, None)
-        late = late[:, None]
+            return self._left(self._ends(Order.of(self.lengths, self.valid), None, None))
+        late, known = late[:, None], replace(known, steps=known.steps + self.done)
         # With a deadline of earlier groups, candidates may have run beyond the bound before it is known.
         end = np.where(late & np.isfinite(self.lengths), np.maximum(known.bound, known.steps), inf)
         lengths = np.minimum(self.lengths, end)
@@ -100,14 +106,19 @@ class Groups:
         ends = self._ends(Order.of(lengths, self.valid & ~is_cut), known, late)
         ends.returned = np.where(is_cut, np.minimum(ends.returned, known.bound), ends.returned)
         ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
+        return self._left(ends)
+
+    def _left(self, ends: Ends) -> Ends:
+        """Leave out what earlier rollouts have generated."""
+        if self.done.any():
+            ends.run = np.maximum(ends.run - self.done, 0.0)
+            ends.completed = ends.run.max(axis=1)
         return ends
 
     def _ends(self, order: "Order", known: Known | None, late: Bools | None) -> Ends:
         match self.rule:
             case InOrder():
-                ends = order.whole(order.lengths, np.isfinite(order.lengths))
-                ends.returned += self.done
-                return ends
+                return order.whole(order.lengths, np.isfinite(order.lengths))
             case CutTail(num_shortest=shortest, num_longest=longest):
                 return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
             case SampledTail(num_shortest=shortest, num_longest=longest):
@@ -184,7 +195,7 @@ class Order:
         # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
         # may turn out that the tail is to be cut.
         early = np.maximum(last_short, tail_end)
-        is_early = (early < needed) & ((early < known_at) | (tail_end <= tokens))
+        is_early = (early < needed) & ((early < known_at.max(axis=1, keepdims=True)) | (tail_end <= tokens))
         others = np.minimum(self.lengths, np.where(is_early, early, needed))
         run = np.where(winners, np.minimum(self.lengths, np.maximum(own, known_at)), others)
         ends = self.whole(run, short | winners)

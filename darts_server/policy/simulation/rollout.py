@@ -79,29 +79,28 @@ def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
     """Simulate one rollout, in which all prompts are submitted at once.
 
     Raises:
-        ValueError: the batch does not fit the plan, or continues earlier rollouts under a policy.
+        ValueError: the batch does not fit the plan.
     """
     plan.check(batch)
-    if batch.done is not None and plan.shaping is not None:
-        raise ValueError("candidates of earlier rollouts go on without a policy only")
     counts = np.asarray(plan.candidates)
     parts = [Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
     ends = _merge([(part.rows, part.ends(None, None)) for part in parts])
     clocks = Clocks.of(batch, plan, machine, ends.run)
-    known, rule, needs = None, plan.deadline, np.full(batch.groups, inf)
+    known, rule, needs, reported = None, plan.deadline, np.full(batch.groups, inf), np.full(batch.groups, inf)
     if rule is not None:
         for part in parts:
             needs[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
+            reported[part.rows] = part.steps_to(needs[part.rows])
         if rule.fixed is not None:
             known = clocks.known(rule.fixed, rule.bound_of(rule.fixed), 0.0, -1)
         else:
-            known = _determine(rule, needs, ends.completed, clocks)
+            known = _determine(rule, needs, reported, ends.completed, clocks)
     if known is not None:
         # What is complete before the deadline is known stays as it is.
         late = known.comes_before(ends.completed)
         ends = _merge([(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
         clocks = Clocks.of(batch, plan, machine, ends.run)
-    return _timed(batch, plan, ends, clocks, known, needs)
+    return _timed(batch, plan, ends, clocks, known, needs, reported)
 
 
 def _merge(parts: list[tuple[Ints, Ends]]) -> Ends:
@@ -119,13 +118,13 @@ def _by_rule(plan: Plan) -> list[Ints]:
     return [rows for rows in (np.flatnonzero(~saturated), np.flatnonzero(saturated)) if rows.size]
 
 
-def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: Clocks) -> Known | None:
+def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Floats, clocks: Clocks) -> Known | None:
     """Return the deadline that the cohort computes from its groups' reports, in the order in which these come.
 
-    ``needs``, ``completed``: steps after which each group reports its need, and is complete, shape (G,).
+    ``reported``, ``completed``: steps after which each group reports what it ``needs``, and is complete, shape (G,).
     """
-    cohort, has_need = CohortDeadline(rule, needs.size), needs <= completed
-    ends = clocks.seconds_at(np.where(has_need, needs, completed))
+    cohort, has_need = CohortDeadline(rule, needs.size), reported <= completed
+    ends = clocks.seconds_at(np.where(has_need, reported, completed))
     # Steps, and their seconds, at which groups report that they need more than the limit.
     steps, passes = np.full(needs.size, inf), np.full(needs.size, inf)
     limit, now = None, 0.0
@@ -153,7 +152,9 @@ def _determine(rule: Deadline, needs: Floats, completed: Floats, clocks: Clocks)
             return clocks.known(cohort.tokens, rule.bound_of(cohort.tokens), now, group)
 
 
-def _timed(batch: Batch, plan: Plan, ends: Ends, clocks: Clocks, known: Known | None, needs: Floats) -> Rollout:
+def _timed(
+    batch: Batch, plan: Plan, ends: Ends, clocks: Clocks, known: Known | None, needs: Floats, reported: Floats
+) -> Rollout:
     completed_at, generated = np.zeros(batch.groups), ends.run
     for rows, clock in clocks.clocks:
         completed_at[rows] = clock.completion(ends.completed[rows])
@@ -168,7 +169,7 @@ def _timed(batch: Batch, plan: Plan, ends: Ends, clocks: Clocks, known: Known | 
         generated = np.zeros_like(ends.run)
         for rows, clock in clocks.clocks:
             generated[rows] = clock.generated_until(seconds)
-    has_need = needs <= ends.completed
+    has_need = reported <= ends.completed
     lengths = (int(needs[group]) if has_need[group] else 0 for group in order if has_need[group] or ends.cut[group])
     deadline = known.tokens if known is not None and known.seconds <= seconds * (1 + TOLERANCE) else None
     return Rollout(seconds, generated, returned, truncated, completed_at, deadline, tuple(lengths), clocks)

@@ -18,7 +18,7 @@ from darts_server.policy.allocation import (
     reduce_candidates,
     share_left,
 )
-from darts_server.policy.auto.chooser import Choice
+from darts_server.policy.auto.chooser import Choice, choose_resuming
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -45,10 +45,15 @@ PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)
 
 @dataclass(frozen=True, slots=True)
 class CohortChoice:
-    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all."""
+    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all.
+
+    ``begun``: prompts that run at once; ``None`` for all. ``resumes``: whether the others go on later.
+    """
 
     choice: Choice
     enough: int | None = None
+    begun: int | None = None
+    resumes: bool = False
 
 
 @dataclass(slots=True)
@@ -144,13 +149,19 @@ class Allocator(GroupObserver):
         tokens: Sequence[RequestTokens],
         enough: int | None = None,
         min_groups: int | None = None,
+        resumes: bool = False,
     ) -> CohortChoice | None:
         """Choose what is done with a cohort under `auto`; ``None`` under other policies.
 
-        ``enough``, ``min_groups``: see `AutoCohorts.choose`.
+        ``enough``, ``min_groups``: see `AutoCohorts.choose`. ``resumes``: whether prompts that are not decided go on
+        later from what they have; no rule is chosen then, so that all go on under the same.
         """
         if plan.auto is None:
             return None
+        if resumes:
+            enough = enough or min_groups or len(prompt_keys)
+            begun, choice = choose_resuming(plan.auto, self.auto.state(plan.size), enough, len(prompt_keys))
+            return CohortChoice(choice, enough, begun, resumes=True)
 
         def rule(shaping: Shaping, option: str) -> Deadline | None:
             return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
@@ -177,7 +188,7 @@ class Allocator(GroupObserver):
         """
         kind = (plan.policy, plan.size)
         if chosen is not None:
-            return self._allocate_chosen(kind, chosen, prompt_keys, tokens, room)
+            return self._allocate_chosen(plan, chosen, prompt_keys, tokens, room)
         groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
         grant = None if part is None else part.grant
         if grant is None:
@@ -264,10 +275,12 @@ class Allocator(GroupObserver):
             waiting.set_result(allocation)
 
     def _allocate_chosen(
-        self, kind: Kind, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
+        self, requested: Plan, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
     ) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
-        size, choice = kind[1], chosen.choice
+        auto, size, choice = requested.auto, requested.size, chosen.choice
+        assert auto is not None
+        learns = auto.forecasts and not chosen.resumes and len(keys) >= MIN_COHORT
         shaping = choice.option.shaping or UNSHAPED
         scale = self._scale()
         plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
@@ -276,11 +289,11 @@ class Allocator(GroupObserver):
             # As without `auto`, until as many groups are complete.
             reason = f"no room for the candidates of {choice.option.name}{choice.scope}"
             chosen = replace(chosen, choice=Choice(UNSHAPED_OPTION, reason))
-            return self._allocate_chosen(kind, chosen, keys, tokens, room)
-        applied = applied_policy(kind[0], choice.option.name)
+            return self._allocate_chosen(requested, chosen, keys, tokens, room)
+        applied = applied_policy(requested.policy, choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
-            policy=kind[0],
+            policy=requested.policy,
             groups=len(keys),
             mean_candidates=size + (plan.mean_candidates - size) * scale,
             predicted_seconds=choice.seconds,
@@ -299,7 +312,7 @@ class Allocator(GroupObserver):
         def start() -> None:
             nonlocal opening, started
             opening = self._opening()
-            if not terms.few:
+            if learns:
                 started = self.auto.start(size, choice, explores=terms.explored)
 
         def end(record: CohortRecord) -> None:
@@ -308,7 +321,9 @@ class Allocator(GroupObserver):
             # While the gate is closed, the engines are paused or run empty.
             was_open = opening is not None and self._opening() == opening
             self._on_cohort_end(record)
-            if terms.few or not cohort.has_started:
+            if chosen.resumes:
+                self.auto.learn_stale(size, record, auto.limits.most_stale)
+            if not learns or not cohort.has_started:
                 return
             try:
                 as_forecast = counts and is_full and was_open

@@ -9,6 +9,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from darts_server.engine.port import RequestTokens
+from darts_server.policy.auto.ahead import next_ahead
 from darts_server.policy.auto.chooser import (
     Choice,
     Measured,
@@ -149,6 +150,13 @@ class AutoCohorts:
             possible = FORECAST_SHARE * choice.off_seconds * expectation.samples(most) / taken
             self._most_samples[size] = int(min(max(possible, 1), MAX_SAMPLES))
         return choice
+
+    def learn_stale(self, size: int, record: CohortRecord, most_stale: float) -> None:
+        """Learn from a batch whose other prompts go on later how many to start of the next one."""
+        if record.returned_tokens:
+            state = self.state(size)
+            ahead = next_ahead(state.ahead, record.stale_tokens / record.returned_tokens, most_stale)
+            self._save(size, replace(state, ahead=ahead))
 
     def start(self, size: int, choice: Choice, *, explores: bool) -> int:
         """Record that the first group of a cohort starts; return what `end` needs.

@@ -58,7 +58,7 @@ class PreparedBatch(Generic[RequestT]):
     """A batch that was checked and allocated.
 
     ``sampling``: in force. ``terms``: see `terms_of`. ``ticket``: holds its candidates. ``enough``: complete groups
-    with which it ends.
+    with which it ends. ``begun``: groups that run at once, others start where one of them fails.
     """
 
     batch_id: str
@@ -68,6 +68,7 @@ class PreparedBatch(Generic[RequestT]):
     groups: Sequence[PreparedGroup[RequestT]]
     ticket: Ticket
     enough: int
+    begun: int
 
 
 async def prepare_batch(
@@ -116,7 +117,8 @@ async def prepare_batch(
             for identity, each in zip(identities, carried, strict=True)
         ]
         tokens = [renderer.tokens(request) for request in requests]
-        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups)
+        resumes = batch.carry is Carry.RESUME
+        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
         allocations = _allocate(rollouts, ticket, plan, keys, tokens, batch, resumed, chosen)
     except BaseException:
         ticket.release()
@@ -125,7 +127,10 @@ async def prepare_batch(
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
     groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
     enough = batch.num_groups if chosen is None else chosen.enough
-    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, len(groups) if enough is None else enough)
+    begun = None if chosen is None else chosen.begun
+    return PreparedBatch(
+        batch_id, plan, sampling, terms, groups, ticket, enough or len(groups), len(groups) if begun is None else begun
+    )
 
 
 async def plan_batch(

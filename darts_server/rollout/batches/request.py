@@ -86,9 +86,9 @@ def _check_deferrable(batch: BatchRequest) -> None:
         raise InvalidRequest(
             "min_groups", "leaves to the policy what num_groups says: how many groups are enough; leave out one of them"
         )
-    if batch.carry is not Carry.RESTART:
+    if batch.carry is Carry.DROP:
         raise InvalidRequest(
-            "min_groups", 'is only valid with "carry": "restart", which keeps the prompts of the other groups; add it'
+            "min_groups", 'is only valid with "carry": "resume" or "restart", which keep the other prompts; add one'
         )
 
 
@@ -98,7 +98,7 @@ def _plan(batch: BatchRequest, planner: Planner) -> Plan:
     # A group of one would otherwise be taken for a single request, of a group of --group-size.
     options = RequestOptions(group_size=1) if batch.group_size == 1 else RequestOptions()
     try:
-        plan = planner.plan(batch.group_size, options) or Plan(OFF, UNSHAPED, batch.group_size)
+        plan = planner.plan(batch.group_size, options, in_batch=True) or Plan(OFF, UNSHAPED, batch.group_size)
     except InvalidRequest as error:
         field = "group_size" if error.field in ("n", "group size") else error.field  # as vLLM's routes name it
         raise InvalidRequest(field, error.message) from error
@@ -161,11 +161,6 @@ def check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests:
     Raises:
         InvalidRequest: candidates cannot go on as if they had not been stopped.
     """
-    if plan.auto is not None:
-        raise InvalidRequest(
-            "carry",
-            f"'resume' does not work under policy {plan.policy!r}, which may do something else next; use 'restart'",
-        )
     if plan.shaping.prunes:
         raise InvalidRequest(
             "carry",

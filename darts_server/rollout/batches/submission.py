@@ -49,6 +49,7 @@ class Submission(Generic[RequestT, OutputT]):
         self._groups = prepared.groups
         self._terms = prepared.terms
         self._wanted = prepared.enough
+        self._places = asyncio.Semaphore(prepared.begun)
         self._started: set[int] = set()
         self._runs: dict[int, GroupRun[RequestT, OutputT]] = {}
         self._stopped: dict[int, CarriedGroup[OutputT] | None] = {}
@@ -174,7 +175,9 @@ class Submission(Generic[RequestT, OutputT]):
                 for group in self._in_order():
                     tasks[group.number] = asyncio.create_task(self._run(group, feed))
                 for next_result in asyncio.as_completed(tasks.values()):
-                    if (result := await next_result) is None:
+                    if (result := await next_result) is None or result.error is not None:
+                        self._places.release()
+                    if result is None:
                         continue
                     self._decided.add(result.number)
                     self._runs.pop(result.number, None)
@@ -252,6 +255,7 @@ class Submission(Generic[RequestT, OutputT]):
 
     async def _run(self, group: PreparedGroup[RequestT], feed: EventFeed | None) -> GroupResult | None:
         """Run one group; ``None`` if it was aborted and its prompt is carried over."""
+        await self._places.acquire()
         await self._rollouts.starts.group(group.allocation.candidates)
         self._started.add(group.number)
         result = GroupResult(

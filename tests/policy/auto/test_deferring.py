@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from darts_server.policy.auto.chooser import Choice, begin, choose, learn
-from darts_server.policy.auto.options import DEFER, UNSHAPED, Auto, AutoLimits, build_auto
+from darts_server.policy.auto.options import RESTART, UNSHAPED, Auto, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -16,8 +16,8 @@ from tests.policy.auto.test_chooser import EMPTY, EQUAL, FULL, MEASURED, SIZE, T
 GROUPS, LEAST = 16, 12
 LONG = [100.0] * 14 + [1500.0] * 2
 """Mean lengths of prompts, two of which need much longer answers."""
-OFF_ALONE = AutoLimits(allow=(DEFER,), most_lost=1.0, most_bias=1.0, exploration=0.0)
-UNIFORM = replace(OFF_ALONE, allow=("uniform", DEFER))
+OFF_ALONE = AutoLimits(allow=(RESTART,), most_lost=1.0, most_bias=1.0, exploration=0.0)
+UNIFORM = replace(OFF_ALONE, allow=("uniform", RESTART))
 
 
 def chosen(

@@ -13,6 +13,8 @@ import pytest
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
@@ -416,6 +418,43 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     prompts = CarriedPrompts(CarryLimits(tokens=10))
     prompts.put(None, [generated("a", 4), kept("b"), generated("c", 4), generated("d", 5)])
     assert [each.group is None for each in prompts.take(None, (), others=True)] == [True, True, False, False]
+
+
+def auto_registry(harness: Harness, most_stale: float) -> BatchRegistry[str, list[int]]:
+    registry = new_registry(harness, "off")
+    limits = AutoLimits(most_stale=most_stale)
+    planner = Planner({}, "auto", Limits(64), build_auto(Shaping(), Deadline(), limits))
+    registry._new_planner = lambda _: planner
+    return registry
+
+
+async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_weights() -> None:
+    harness, ran, stale = Harness(by_text), list[int](), list[float]()
+    registry = auto_registry(harness, most_stale=0.2)
+    batch = resumed(*map(str, range(20, 44)), num_groups=12)
+    for step in range(12):
+        harness.engine.started.clear()
+        done = await run_batch(harness, registry, batch)
+        ran.append(len({candidate.request for candidate in harness.engine.started}))
+        tokens = [span for each in spans(done).values() for found in each for span in found]
+        stale.append(sum(n for version, n in tokens if version != step) / sum(n for _, n in tokens))
+        assert len(done.results) >= 12
+        harness.engine.weight_version += 1
+        new = [str(20 + (7 * step + place) % 24) for place in range(24 - done.carried)]
+        batch = resumed(*new, num_groups=12, carried=True)
+    assert ran[0] == 24, "nothing is known"
+    assert min(ran) < 18
+    assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
+    [record] = {record.chosen.reason for record in harness.recorder.records[-1:] if record.chosen}
+    assert "prompts run, and the first 12 groups are returned" in record
+
+
+async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -> None:
+    harness = Harness(lambda prompt, _: Script(5, error=CandidateFailed("broken") if prompt == "7" else None))
+    registry = auto_registry(harness, most_stale=0.0)
+    done = await run_batch(harness, registry, resumed("7", "10", "11", "12", num_groups=2))
+    assert [result.error is None for result in done.results].count(True) == 2
+    assert (len(done.results), done.carried) == (3, 1)
 
 
 def test_a_policy_that_prunes_does_not_resume() -> None:

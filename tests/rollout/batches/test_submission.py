@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.auto.options import DEFER, Auto, AutoLimits, build_auto
+from darts_server.policy.auto.options import RESTART, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import Carry
@@ -138,7 +138,7 @@ def with_latency() -> Harness:
 
 async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defer_the_others() -> None:
     harness, decided = with_latency(), []
-    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((DEFER,)))
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((RESTART,)))
     batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
     for _ in range(6):
         submission = await submit(harness, batch, "auto", auto)
