@@ -39,7 +39,8 @@ class CandidateRecord:
     ``quality``: its predicted probability of being correct, by its last score; ``None`` without a score. ``survival``:
     the probability that pruning kept it, over all its scores; 1 if the group needed it in any case. ``weight``: 1 /
     (its probability to be returned, given all candidates of its group), ``None`` if it was not returned or if some
-    candidates can never be. ``version_spans``: of its ``tokens``.
+    candidates can never be. ``version_spans``: of its ``tokens``. ``resumed``: those of them that an earlier batch has
+    generated.
     """
 
     index: int
@@ -56,6 +57,7 @@ class CandidateRecord:
     survival: float = 1.0
     weight: float | None = None
     version_spans: VersionSpans = ()
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class _Entry:
     version_start: int | None = None
     version_end: int | None = None
     version_spans: VersionSpans = ()
+    resumed: int = 0
 
 
 class GroupRecorder:
@@ -59,6 +60,7 @@ class GroupRecorder:
         self._entries[index].started_at = self._clock()
         self._entries[index].version_start = carried[0][0] if carried else weight_version
         self._entries[index].version_spans = carried
+        self._entries[index].resumed = sum(tokens for _, tokens in carried)
 
     def weights_change(self, index: int, weight_version: int, tokens: int) -> None:
         """Record that a candidate has so many tokens of this version or earlier ones, and continues with another."""
@@ -176,4 +178,5 @@ class GroupRecorder:
             quality=candidate.quality,
             survival=candidate.survival,
             version_spans=self.version_spans(candidate.index, tokens),
+            resumed=entry.resumed,
         )

@@ -27,6 +27,31 @@ def prompts(count: int) -> list[str]:
     return [f"math/{number:03}" for number in range(count)]
 
 
+SIDEWAYS = """[...document.querySelectorAll('*')].filter(each => each.clientWidth && each.scrollWidth > each.clientWidth + 1
+  && ['auto', 'scroll'].includes(getComputedStyle(each).overflowX)).map(each => each.id || each.tagName)"""
+
+
+def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Browser) -> None:
+    with at_work() as (url, work):
+        visit = Visit(browser, url)
+        page = visit.page
+        assert page.evaluate("innerWidth") == 1280
+        visit.says("empty-title", "No groups yet")
+        assert page.evaluate(SIDEWAYS) == []
+        assert page.inner_text("#legend") == ""
+        work.ask(*prompts(8))
+        visit.reads("running", "8 groups")
+        visit.reads("running", "0 groups")
+        named = page.inner_text("#legend").split("\n")
+        assert {"selected, short", "selected, tail"} <= set(named)
+        assert not {"pruned", "failed", "running", "went on from an earlier batch"} & set(named)
+        page.click("#as-table")
+        assert page.evaluate(SIDEWAYS) == []
+        page.click("#table-rows button")
+        page.wait_for_selector("#found table")
+        assert page.evaluate(SIDEWAYS) == []
+
+
 def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Browser) -> None:
     with at_work() as (url, work):
         visit = Visit(browser, url)

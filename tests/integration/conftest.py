@@ -8,6 +8,8 @@ from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, 
 from tests.conftest import FORKS
 from tests.integration.fork_server import EAGER, Forks, Serve, can_fork
 
+ENVIRONMENT["DARTS_POLICY"] = "uniform"  # most tests are of shaped groups; those of the default name it
+
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Launch]:
@@ -28,7 +30,7 @@ def serve(forks: Launch) -> Serve:
 
 @pytest.fixture(scope="session")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """darts-server with its defaults, the token route, and names of groups in sessions like SkyRL's."""
+    """darts-server under `uniform`, with the token route, and names of groups in sessions like SkyRL's."""
     flags = ("--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
     with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", *flags) as running:
         yield running

@@ -23,7 +23,7 @@ class Charts {
   }
 
   recolour() {
-    for (const mark of document.querySelectorAll("#ends i, #legend i")) {
+    for (const mark of document.querySelectorAll("#ends i")) {
       if (!mark.classList.contains("waiting")) mark.style.background = colours[mark.className];
     }
     this.touch();

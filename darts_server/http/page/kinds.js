@@ -21,6 +21,7 @@ const KINDS = {
   failed: "failed",
   cancelled: "cancelled",
 };
+const MARKS = { cut: "cut there", resumed: "went on from an earlier batch" };
 const SELECTED = ["short", "long", "long_truncated", "fill", "survivor"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
@@ -31,7 +32,7 @@ const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candi
 let colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = [...Object.keys(KINDS), "text", "muted", "line", "stripe", "panel", "cut", "accent", "generated"];
+  const names = [...Object.keys(KINDS), "text", "muted", "line", "stripe", "panel", "cut", "resumed", "accent", "generated"];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 

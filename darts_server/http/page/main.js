@@ -1,12 +1,7 @@
 // Connects the parts, and shows the health of the server.
 const HEALTH_SECONDS = 15; // each request is a line in the server's log
-const LEGEND = { ...KINDS, cut: "cut there" };
-
 const model = new Model();
 readColours();
-byId("legend").append(
-  ...Object.entries(LEGEND).map(([kind, words]) => element("li", {}, element("i", { class: kind }), words)),
-);
 const lookup = new Lookup(model);
 const policy = new Policy();
 const timeline = new Timeline(model, openGroup);

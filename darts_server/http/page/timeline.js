@@ -61,12 +61,29 @@ class Timeline {
       return block;
     });
     this.#height = top;
+    this.#explain();
     byId("spacer").style.height = `${Math.max(top, this.scroll.clientHeight)}px`;
     // Who reads further down is not pushed away by what is new on top.
     if (this.scroll.scrollTop > AXIS && known !== this.#blocks[0]?.group && before) {
       const moved = this.#blocks.find((block) => block.group === known)?.top ?? AXIS + 4;
       this.scroll.scrollTop += moved - AXIS - 4;
     }
+  }
+
+  // Names the kinds of bars and marks that there are.
+  #explain() {
+    const candidates = this.#blocks.flatMap(({ group }) => group.candidates.filter(Boolean));
+    const found = new Set(candidates.flatMap((each) => [kindOf(each), each.cut && "cut", each.resumed && "resumed"]));
+    const shown = Object.entries({ ...KINDS, ...MARKS }).filter(([kind]) => found.has(kind));
+    const names = shown.map(([kind]) => kind).join();
+    if (byId("legend").dataset.shown === names) return;
+    byId("legend").dataset.shown = names;
+    const entry = ([kind, words]) => {
+      const mark = element("i", { class: kind });
+      if (kind !== "waiting") mark.style.background = `var(--${kind})`;
+      return element("li", {}, mark, words);
+    };
+    byId("legend").replaceChildren(...shown.map(entry));
   }
 
   #visible() {
@@ -178,6 +195,10 @@ class Timeline {
     if (from - began > 1) for (let x = began; x < from; x += 4) context.fillRect(x, y + thick / 2, 2, 1);
     context.fillStyle = colours[kind] ?? colours.waiting;
     context.fillRect(from, y, Math.max(candidate.start === undefined ? 0 : 2, to - from), thick);
+    if (candidate.resumed) {
+      context.fillStyle = colours.resumed;
+      context.fillRect(from, y - 1, 4, thick + 2);
+    }
     if (candidate.cut) {
       context.fillStyle = colours.cut;
       context.fillRect(to - 2, y - 1, 3, thick + 2);
@@ -255,6 +276,7 @@ function described(group, candidate, now) {
   const facts = [`candidate ${candidate.index} of ${group.started}`, length];
   if (candidate.start !== undefined) facts.push(`ran ${seconds((candidate.stop ?? group.ended ?? now) - candidate.start)}`);
   if (candidate.start > group.began + 0.005) facts.push(`after ${seconds(candidate.start - group.began)}`);
+  if (candidate.resumed) facts.push(`went on from ${several(candidate.resumed, "token")} of an earlier batch`);
   if (candidate.quality !== undefined) facts.push(`quality ${candidate.quality.toFixed(2)}`);
   facts.push(`group ${group.group_id}`, `prompt ${short(group.prompt_key ?? "without a key", 24)}`, `policy ${group.policy}`);
   if (group.server !== undefined) facts.push(`server ${group.server}`);

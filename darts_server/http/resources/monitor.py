@@ -55,6 +55,7 @@ class MonitorCandidate(BaseModel):
     selected_as: SelectedAs = None
     reason: Reason = None
     cut: Cut | None = None
+    resumed: int | None = Field(None, description="Tokens that an earlier batch has generated, from which it went on.")
     quality: Quality = None
 
 

@@ -193,6 +193,7 @@ def _candidate_fields(record: CandidateRecord) -> Fields:
         "selected_as": record.selected_as,
         "reason": record.reason,
         "cut": record.cut or None,
+        "resumed": record.resumed or None,
         "quality": record.quality,
     }
     return _without_none(fields)
