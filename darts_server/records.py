@@ -206,7 +206,6 @@ class CohortRecord:
     measured_seconds: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
-    stale_tokens: int = 0
     chosen: "ChosenOption | None" = None
     candidates: int = 0
     completed: int = 0
@@ -217,6 +216,7 @@ class CohortRecord:
     truncated: int = 0
     max_tokens: int | None = None
     longest: int = 0
+    stale_tokens: int = 0
 
     def add(self, group: GroupRecord) -> None:
         """Add a group that has ended."""

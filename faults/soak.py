@@ -77,7 +77,7 @@ CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
 REPEATED_PROMPTS, UNIQUE = 512, 0.3
 """Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
 SIZES = (2, 3, 4, 6)
-CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap")
+CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap", "auto")
 """Policies whose batches with enough groups carry the others over: those that prune cannot go on with a group."""
 CALLERS, ROUNDS, MIN_ROUNDS = 96, 50, 6
 """``MIN_ROUNDS``: needed to fit a line through the second half of them."""
@@ -210,7 +210,7 @@ class Stack:
         self.registry = CollectorRegistry()
         self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
-        self.control = Control(Settings.model_validate({}))
+        self.control = Control(Settings.model_validate({"auto_allow": "uniform,darts,resume"}))
         confidence = Confidence(self.store, keep["votes"], _calibration(keep["vote_labels"], cold_steps=0))
         labels = _calibration(keep["labels"], cold_steps=1)
         self.pruner = Pruner(

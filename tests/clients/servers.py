@@ -130,7 +130,7 @@ def serving(script: Callable[[str, int], Script]) -> Iterator[RunningServer]:
 def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
     """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan."""
     engine = ScriptedEngine(script)
-    control = Control(load({}, None))
+    control = Control(load({"policy": "uniform"}, None))
     with Store() as store:
         prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
         confidence = Confidence(store)

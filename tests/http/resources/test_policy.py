@@ -12,7 +12,7 @@ from tests.http.serving import client
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 URL = "/darts/v1/policy"
 SETTINGS = {
-    "policy": "uniform",
+    "policy": "auto",
     "redundancy": 1.5,
     "max_redundancy": 2.0,
     "num_longest": 1,

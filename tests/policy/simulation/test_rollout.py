@@ -6,7 +6,9 @@ from statistics import median
 import numpy as np
 import pytest
 
+from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.policy.simulation.batch import Batch, Plan
 from darts_server.policy.simulation.engines import place_groups
 from darts_server.policy.simulation.machine import Machine, StepTime
@@ -212,10 +214,17 @@ def test_candidates_that_earlier_rollouts_finished_need_no_engine(replicas: int)
     assert found.returned.tolist() == [[5, 9], [4, 4]]
 
 
-def test_only_without_a_policy_candidates_of_earlier_rollouts_go_on() -> None:
-    case = world("uniform", 0)
-    with pytest.raises(ValueError, match="without a policy only"):
-        simulate(replace(case.batch, done=np.zeros_like(case.batch.lengths)), case.plan, case.machine)
+def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
+    """Two trajectories of four groups that need 4 tokens; of the fourth one has 6 already, and 94 to go."""
+    lengths = [[3, 4], [3, 4], [3, 4], [4, 100]] * 2
+    done = np.zeros((8, 2), dtype=np.int64)
+    done[3, 1] = done[7, 1] = 6
+    first = replace(batch(lengths), done=done)
+    cap = build_policies(Shaping(redundancy=2.0), Deadline(exploration=0.0))["cap"]
+    found = simulate(first, Plan(2, [2] * 8, cap), Machine(SECOND))
+    assert found.returned[3, 1] == found.deadline == 4
+    assert found.generated[3, 1] <= 4, "until the deadline is known"
+    assert found.truncated[3, 1]
 
 
 def test_groups_go_to_the_engine_with_the_fewest_candidates() -> None:
