@@ -28,7 +28,9 @@ def prompts(count: int) -> list[str]:
 
 
 SIDEWAYS = """[...document.querySelectorAll('*')]
-  .filter(each => each.clientWidth && each.scrollWidth > each.clientWidth + 1 && ['auto', 'scroll'].includes(getComputedStyle(each).overflowX)).map(each => each.id || each.tagName)"""
+  .filter(each => each.clientWidth && each.scrollWidth > each.clientWidth + 1)
+  .filter(each => ['auto', 'scroll'].includes(getComputedStyle(each).overflowX))
+  .map(each => each.id || each.tagName)"""
 
 
 def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Browser) -> None:

@@ -39,7 +39,8 @@ def client(server: Server) -> Iterator[Client]:
 def test_each_step_samples_with_the_weights_of_the_step_before(server: Server, tmp_path: Path) -> None:
     """Must be the first test. Training is shaped, evaluation is not."""
     recipe = Recipe()
-    train.main(["--policy", "darts_cut", "--steps", str(STEPS), "--url", server.url, "--out", str(tmp_path)])
+    argv = ["--policy", "darts_cut", "--prompts-ahead", "0", "--steps", str(STEPS), "--url", server.url]
+    train.main([*argv, "--out", str(tmp_path)])
     started = server.metric("darts_candidates_started_total")
     cut = server.metric("darts_candidates_cut_total")
     before, *entries = read_log(tmp_path / "log.jsonl")
