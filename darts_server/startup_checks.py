@@ -75,6 +75,7 @@ def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
     if not args.uds:
         yield check_port(args.host, args.port)
     yield check_state(settings.state_dir)
+    yield check_policy(settings)
     from darts_server.vllm import checks
 
     yield from check_weights(settings.weights_root, settings.weights_staging, checks.model_bytes(args))
@@ -184,6 +185,18 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
     if allow_unauthenticated and not access.keys:
         return warn("address", f"{args.host}, {keys} (--allow-unauthenticated): whoever reaches it may use it")
     return ok("address", f"{args.host}, {keys}, {'with' if access.admin_keys else 'without'} admin keys")
+
+
+def check_policy(settings: Settings) -> Finding:
+    """Check whether something is asked for that the default policy does not do."""
+    rules = set(settings.auto_allow.split(",")) - {"resume", "restart"}
+    if settings.policy == "auto" and not rules and settings.group_size is not None:
+        return warn(
+            "policy",
+            "auto shapes no groups by default, so --group-size joins no requests: choose a policy that does, such as "
+            "--policy uniform, or name its rules in --auto-allow",
+        )
+    return ok("policy", settings.policy)
 
 
 def check_probe(settings: Settings, fault: str | None) -> Finding:

@@ -18,6 +18,7 @@ from darts_server.startup_checks import (
     check_address,
     check_file_descriptors,
     check_local,
+    check_policy,
     check_port,
     check_probe,
     check_python,
@@ -49,6 +50,21 @@ def test_a_taken_port_fails_with_the_remedy() -> None:
     assert "--port" in finding.message
     assert check_port(HERE, port).verdict is Verdict.OK
     assert check_port("192.0.2.1", port).verdict is Verdict.FAIL, "not an address of this machine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ({}, Verdict.OK),
+        ({"group_size": "8"}, Verdict.WARN),
+        ({"group_size": "8", "policy": "uniform"}, Verdict.OK),
+        ({"group_size": "8", "auto_allow": "uniform,resume"}, Verdict.OK),
+    ],
+)
+def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str], verdict: Verdict) -> None:
+    found = check_policy(load(settings, None))
+    assert found.verdict is verdict
+    assert verdict is Verdict.OK or "--policy uniform" in found.message
 
 
 def test_too_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
