@@ -54,8 +54,10 @@ class Prompt:
 
     def left_over(self, step: int, tokens: Ints, resumes: bool) -> "Prompt":
         """Return the prompt for a later step than this one, which has generated ``tokens`` of its candidates."""
+        if not tokens.any():
+            return self
         since = step if self.carried is None else self.since
-        if resumes and tokens.any() and step + 1 - since <= MAX_STALENESS:
+        if resumes and step + 1 - since <= MAX_STALENESS:
             return Prompt(self.number, self.attempt, tokens, since)
         return Prompt(self.number, self.attempt + 1)
 
