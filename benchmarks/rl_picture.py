@@ -31,13 +31,13 @@ def bars(starts: Mapping[str, Runs], path: Path) -> None:
             right = Difference.of(final_rights(runs, policy), final_rights(runs, BASE))
             share = np.mean(final_rights(runs, BASE))
             text = f"{share:.0%} right" if policy == BASE else f"{100 * right.mean:+.1f} ± {100 * right.error:.1f}"
-            axes.text(1.32, row, text, va="center", fontsize=10)
+            axes.text(1.5, row, text, va="center", fontsize=10)
         axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=10)
-        axes.set(xlim=(0, 1.62), ylim=(len(rows) - 0.5, -0.5))
+        axes.set(xlim=(0, 1.95), ylim=(len(rows) - 0.5, -0.5))
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        axes.set_title(f"{start}: time of a training step, and right answers", loc="left", fontsize=11)
+        axes.set_title(f"{start}: time of a step, and right answers", loc="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "darts-server demo", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--steps", type=int, default=6, metavar="N", help="batches under each policy (default: %(default)s)")
+    add("--steps", type=int, default=4, metavar="N", help="batches under each policy (default: %(default)s)")
     add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch, a group each (default: %(default)s)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
     add("--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: auto darts_cut)")

@@ -8,10 +8,10 @@ import pytest
 from darts_server.policy.auto.options import RESTART, RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.simulation.auto import LEARNING, AutoRun, run_auto
+from darts_server.simulation.auto import AutoRun, run_auto
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS, with_engines
-from darts_server.simulation.training import Candidates, Setting, run_policy
+from darts_server.simulation.training import LEARNING, Candidates, Setting, run_policy
 
 AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
 STEPS = 6
