@@ -14,7 +14,7 @@ from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, S
 from darts_server.demo.server import DARTS, serving
 
 DESCRIPTION = """\
-See what a rollout server saves, in about a minute on two CPU cores: start one with real vLLM on a tiny model that
+See what a rollout server saves, in under two minutes on two CPU cores: start one with real vLLM on a tiny model that
 comes with the package, request the same prompts in four ways, and compare times, right answers and lengths.
 """
 

@@ -197,10 +197,6 @@ def _cost(raw: Run, run: Run) -> str:
     kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
     cut = run.cut
     what = f"cuts {cut:.0%} of the answers" if cut > raw.cut + 0.005 else ""
-    if not what and len(run.lengths) < len(raw.lengths):
-        what = "returns fewer"
-    if not what and np.mean(run.lengths) < 0.9 * np.mean(raw.lengths):
-        what = "returns the shorter ones"
     if not what:
-        what = "throws nothing away" if run.generated <= 1.1 * raw.generated else "cuts nothing"
+        what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
     return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {longest})"
