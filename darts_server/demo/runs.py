@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import httpx
-import numpy as np
 
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward
 
