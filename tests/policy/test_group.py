@@ -323,7 +323,7 @@ def test_a_completed_group_ignores_events() -> None:
 
 def test_a_settled_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
     group = opened(Shortest(2), 2, early=True)
-    assert group.handle(stop(1, 4)) == [Deliver(1)]
+    assert group.handle(stop(1, 4))[-1] == Deliver(1)
     assert group.handle(Progress(0, 5)) == []
     assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
 
@@ -333,6 +333,12 @@ def test_a_tail_that_turns_out_to_be_short_is_delivered_once() -> None:
     assert group.handle(stop(1, 1)) == [Deliver(1)]
     assert group.handle(Progress(0, 1)) == []
     assert group.handle(stop(0, 2)) == [Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
+
+
+def test_one_that_finishes_before_a_certain_one_is_certain_too() -> None:
+    group = opened(SampledTail(2, 1), 4, draws=(0.4, 0.3, 0.2, 0.1), early=True)
+    assert group.handle(Progress(2, 6), Progress(3, 6), stop(0, 5))[-1] == Deliver(0)  # both shortest have a place
+    assert group.handle(stop(1, 4))[-1] == Deliver(1)
 
 
 def test_of_a_longest_tail_the_shortest_and_the_longest_are_delivered_before_those_between() -> None:

@@ -85,6 +85,13 @@ def test_it_is_off_while_nothing_is_known() -> None:
     assert chosen(MEASURED, machine=None).option.name == "off"
 
 
+def test_it_is_off_where_nothing_else_is_allowed() -> None:
+    choice = choose_by_size(auto(AutoLimits(allow=())), SIZE, GROUPS)
+    assert choice is not None
+    assert choice.option.name == "off"
+    assert "nothing that shapes groups" in choice.reason
+
+
 def test_it_is_off_for_a_few_groups() -> None:
     choice = choose_by_size(auto(), SIZE, 7)
     assert choice is not None
