@@ -1,7 +1,7 @@
 """Profiles of hypothesis, the option ``--all``, and the environment that engines run in.
 
 Property tests of a push try the same examples on every run. ``HYPOTHESIS_PROFILE`` names another profile: ``nightly``,
-the default with ``--all``, draws four times as many new ones on every run, ``search`` 75 times as many.
+the default with ``--all``, draws six times as many new ones on every run, ``search`` 120 times as many.
 """
 
 import functools
@@ -22,7 +22,7 @@ FORKS = "DARTS_TESTS_FORKS"
 FORK_SERVER = pytest.StashKey[ForkServer]()
 
 SLOW_MACHINES = [HealthCheck.too_slow]
-settings.register_profile("push", max_examples=40, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
+settings.register_profile("push", max_examples=25, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.register_profile("nightly", settings.get_profile("push"), max_examples=150, derandomize=False, print_blob=True)
 settings.register_profile("search", settings.get_profile("push"), max_examples=3_000, derandomize=False)
 

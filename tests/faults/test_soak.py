@@ -2,6 +2,8 @@
 
 import logging
 
+import pytest
+
 from darts_server.observers import GroupObserver
 from darts_server.records import GroupRecord
 from faults.soak import Stack, soak
@@ -17,6 +19,7 @@ class Hoarder(GroupObserver):
         kept_records.append(record)
 
 
+@pytest.mark.nightly
 def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
     soaked = soak(GROUPS, ROUNDS)
     assert soaked.violations == []
@@ -34,6 +37,7 @@ def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
     assert soaked.updates > 10
 
 
+@pytest.mark.nightly
 def test_an_observer_that_never_forgets_is_found() -> None:
     def hoard(stack: Stack) -> None:
         stack.rollouts.observe(Hoarder())

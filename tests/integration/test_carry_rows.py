@@ -24,7 +24,7 @@ from tests.integration.weights import ORIGINAL
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(1800)]
 SIZE, NEW, TAKEN = 4, 8, 2 / 3
 """Trajectories a group, new prompts a batch, and the share of a batch's groups that it waits for."""
-OTHERS = ("uniform", "darts", "darts_cut")
+OTHERS = ("off", "cap", "uniform", "darts", "darts_cut")
 FAULTS = ("update", "abort", "disconnect")
 
 
@@ -114,9 +114,7 @@ class Row:
         assert {f"{self.policy}/{i}" for i in range(self.sent)} - self.returned.keys() <= self.unsure
 
 
-@pytest.mark.parametrize(
-    "policy", ["off", "cap", "auto", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
-)
+@pytest.mark.parametrize("policy", ["auto", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)])
 async def test_no_prompt_of_a_row_of_batches_is_lost_or_returned_twice(
     server: Server, policy: str, nightly: bool
 ) -> None:

@@ -21,6 +21,7 @@ def trainable(server: Server) -> Iterator[Server]:
         client.weights.push(MODEL / "model.safetensors")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", ["docs/client.md", "clients/README.md"])
 def test_every_snippet_runs(
     trainable: Server,

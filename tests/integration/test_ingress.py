@@ -24,7 +24,7 @@ from tests.integration.clusters import (
 )
 from tests.integration.fork_server import Serve
 
-pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.anyio]
 
 
 @pytest.fixture(scope="module")

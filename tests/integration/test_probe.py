@@ -135,6 +135,7 @@ async def test_the_states_of_many_trajectories_are_the_hf_models(port: VllmEngin
     assert sum(len(m.prompt) > 128 for m in trajectories) > count // 50, "prompts were to be longer than a step"
 
 
+@pytest.mark.nightly
 async def test_states_are_right_across_a_pause_that_clears_the_cache(engine: TinyEngine, port: VllmEngine) -> None:
     tasks = [
         asyncio.create_task(trajectory(port, f"paused-{i}", prompt, 40 + i)) for i, prompt in enumerate(prompts(12, 6))

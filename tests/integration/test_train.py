@@ -17,7 +17,7 @@ from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_log import read_log
 from tests.integration.fork_server import Serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 STEPS = 2
 RECIPE = Recipe(steps=3, prompts=4, group_size=4, pool=12, held_out_prompts=12, held_out_samples=2, held_out_every=3)
 TAIL_BATCHING = Method("off", started=1.5)

@@ -17,7 +17,12 @@ from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
 from tests.integration.fork_server import Serve
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("one_thread"),
+]
 ROOT = Path(__file__).parents[2]
 # As many prompts in the pool as in a step: the rewards of two steps are of the same prompts, and differ by learning.
 RECIPE = Recipe(steps=6, pool=16, held_out_prompts=8, held_out_samples=2, held_out_every=6)

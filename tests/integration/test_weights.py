@@ -209,7 +209,7 @@ GROUPS = 16
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("rule", ["finish", "keep"])
+@pytest.mark.parametrize("rule", [pytest.param("finish", marks=pytest.mark.nightly), "keep"])
 async def test_no_group_is_lost_while_weights_change(server: Server, rule: str, nightly: bool) -> None:
     """With ``finish`` no group mixes versions; with ``keep`` those that do are marked."""
     first = status(server)["version"]

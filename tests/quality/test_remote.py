@@ -152,6 +152,7 @@ def test_a_state_that_is_damaged_or_of_another_model_changes_nothing() -> None:
     assert head.score(np.ones(WIDTH), 512) == before
 
 
+@pytest.mark.nightly
 def test_a_killed_trainer_is_restarted_with_its_last_state(caplog: pytest.LogCaptureFixture) -> None:
     with running_head() as head:
         train(head, SyntheticTask(), rounds=2)

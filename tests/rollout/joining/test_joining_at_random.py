@@ -211,6 +211,7 @@ async def ranks_of_those_who_stay(random: Random) -> list[tuple[int, int]]:
 SHORT = Shaping(redundancy=1.5, num_longest=0)
 
 
+@pytest.mark.nightly
 async def test_lengths_depend_neither_on_the_order_of_callers_nor_on_disconnects() -> None:
     random = Random(1)
     ranks = [pair for _ in range(TRIALS) for pair in await ranks_of_those_who_stay(random)]
