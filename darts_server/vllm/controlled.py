@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
+from darts_server.vllm.held import HeldRequests
 from darts_server.vllm.lora import VllmLoras
 from darts_server.vllm.ranks import Ranks
 from darts_server.vllm.routes import is_abort_by_route, note_own_error
@@ -28,6 +29,16 @@ class ControlledLLM(AsyncLLM):
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
+    has_sent = False
+    """Whether the engine has sent anything since this was last reset."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager, self._note_message)
+        """What the engine has generated, and keeps until it is wanted."""
+
+    def _note_message(self) -> None:
+        self.has_sent = True
 
     @cached_property
     def ranks(self) -> Ranks:

@@ -5,10 +5,6 @@ detokenizer of the request waits, and gets everything when the text of its outpu
 when its log-probs are. Each is made without the other: native routes read the text alone. So the results are vLLM's,
 and a candidate that is discarded never costs what they take, nor does what is cut off.
 
-The log-probs come packed, see `receive_packed`: the engine sends three small arrays for each token, and making these
-takes longer than everything else that is done with an output without log-probs. Unpacking those of many tokens at once
-takes an eighth of that.
-
 The text of a request with stop strings is not deferred, since these are searched for in it as it grows, and neither is
 anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vllm.resume`).
 """
@@ -20,28 +16,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import fields
-from functools import cache, cached_property, partial
-from itertools import chain, groupby
+from functools import cached_property, partial
+from itertools import chain
 from operator import itemgetter
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import anyio
-import msgspec
 import numpy as np
-from msgspec import Raw, structs
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.logprobs import append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import NONES, LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.types import FinishReason
 from darts_server.vllm.compat.engine import truncate_optional
@@ -49,15 +42,6 @@ from darts_server.vllm.outputs import new_detokenizer, token_logprobs
 
 SLICE = 512
 """Tokens that are detokenized, and log-probs that are formatted, before others get a turn: some three milliseconds."""
-PACKED_BYTES = 8192
-"""Packed log-probs that are collected before they are unpacked: some two hundred tokens, half a millisecond."""
-PACKED = "packed_logprobs"
-NOTHING = (b"", b"\xc0")
-"""What stands for no log-probs: a field that was left out, and msgpack's nil."""
-ARRAY_32 = b"\xdd"
-"""How msgpack begins an array with a length of four bytes."""
-Array = tuple[str, tuple[int, ...], Any]
-"""How vLLM sends an array: its type, shape and bytes."""
 TEXT, LOGPROBS = "text", ("logprobs", "cumulative_logprob")
 INCOMPLETE = "\ufffd"
 """At the end of a token's text: the token ends within a character."""
@@ -141,34 +125,23 @@ class CollectedLogprobs(LogprobsProcessor):
         super().__init__(**_fields(processor))
         if self.tokenizer is not None:
             self.tokenizer = cast(TokenizerLike, tokenizer)
-        self._packed, self._packed_outputs = bytearray(), 0
         self._arrays: list[LogprobsLists] = []
         self._values = array("d")
         self._has_nan = False
 
-    def update_from_output(self, output: EngineCoreOutput) -> None:
-        packed = getattr(output, "packed_logprobs", None)
-        if isinstance(packed, Raw):
-            if (data := bytes(packed)) not in NOTHING:
-                self._packed += data
-                self._packed_outputs += 1
-            if len(self._packed) >= PACKED_BYTES:  # not all at the end, where hundreds may be aborted at once
-                self._unpack()
-            output.packed_logprobs = None  # type: ignore[attr-defined]  # of `PackedOutput`
-        super().update_from_output(output)
-
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
-        self._unpack()
-        self._add(each_array(logprobs_lists, np.array))  # copies, which do not keep the message that they came in
+        arrays = each_array(logprobs_lists, np.array)  # copies, which do not keep the message that they came in
+        self._arrays.append(arrays)
+        sampled = arrays.logprobs[:, 0].astype(np.float64)  # the sampled token's is the first
+        self._values.frombytes(sampled.tobytes())
+        self._has_nan |= bool(np.isnan(sampled).any())
 
     def values(self) -> Sequence[float]:
         """The log-prob of each generated token so far."""
-        self._unpack()
         return self._values
 
     def has_nan(self) -> bool:
         """Whether the log-prob of a generated token is NaN."""
-        self._unpack()
         return self._has_nan
 
     def process(self, tokens: int | None, completion: CompletionOutput) -> Iterator[None]:
@@ -214,19 +187,6 @@ class CollectedLogprobs(LogprobsProcessor):
             append_logprobs_for_next_position(
                 processor.logprobs, tokens, logprobs, decoded, rank, processor.num_logprobs
             )
-
-    def _unpack(self) -> None:
-        if self._packed_outputs:
-            packed, outputs = self._packed, self._packed_outputs
-            self._packed, self._packed_outputs = bytearray(), 0
-            for one in unpack(packed, outputs):
-                self._add(one)
-
-    def _add(self, arrays: LogprobsLists) -> None:
-        self._arrays.append(arrays)
-        sampled = arrays.logprobs[:, 0].astype(np.float64)  # the sampled token's is the first
-        self._values.frombytes(sampled.tobytes())
-        self._has_nan |= bool(np.isnan(sampled).any())
 
 
 class Deferred:
@@ -392,115 +352,8 @@ def _fields(processor: LogprobsProcessor) -> dict[str, Any]:
     return {field.name: getattr(processor, field.name) for field in fields(LogprobsProcessor)}
 
 
-# --- packed log-probs ----------------------------------------------------------
-
-
-class _Unpacked:
-    """Methods of the outputs that are received."""
-
-    packed_logprobs: Any
-
-    @property
-    def new_logprobs(self) -> LogprobsLists | None:
-        """The arrays, for vLLM's own requests."""
-        packed = self.packed_logprobs
-        if isinstance(packed, Raw):
-            self.packed_logprobs = None if bytes(packed) in NOTHING else _unpack_one(packed)
-        arrays: LogprobsLists | None = self.packed_logprobs
-        return arrays
-
-    @new_logprobs.setter
-    def new_logprobs(self, arrays: LogprobsLists | None) -> None:
-        """Replace them, as vLLM does from 0.32 on where a stop string ends in the middle of a step's tokens."""
-        self.packed_logprobs = arrays
-
-
-def receive_packed(engine_core: Any) -> None:
-    """Let the engine's outputs have their log-probs packed from now on, as bytes in ``packed_logprobs``.
-
-    ``new_logprobs`` has them as vLLM's own outputs do. In a message with large arrays, which come in frames of their
-    own, all outputs are vLLM's own.
-    """
-    vllms: MsgpackDecoder = engine_core.decoder
-    if "decode" in vars(vllms):
-        return
-    decode = vllms.decode
-    packed = msgspec.msgpack.Decoder(_packed_type(), ext_hook=vllms.ext_hook, dec_hook=vllms.dec_hook)
-
-    def decode_packed(frames: Any) -> Any:
-        return packed.decode(frames[0]) if len(frames) == 1 else decode(frames)
-
-    vllms.decode = decode_packed  # type: ignore[assignment, method-assign]  # of this one decoder
-
-
-def unpack(packed: bytes | bytearray, outputs: int) -> list[LogprobsLists]:
-    """Unpack the log-probs of several outputs, in order. Those of the same width are joined."""
-    arrays = _arrays.decode(ARRAY_32 + outputs.to_bytes(4, "big") + packed)
-    return [_join(list(alike)) for _, alike in groupby(arrays, _layout)]
-
-
-def _unpack_one(packed: Raw) -> LogprobsLists:
-    # Written out: requests of vLLM's own get every token's arrays by this.
-    (type_1, shape_1, data_1), (type_2, shape_2, data_2), (type_3, shape_3, data_3), _ = _arrays_of_one.decode(packed)
-    return LogprobsLists(
-        np.frombuffer(data_1, type_1).reshape(shape_1),
-        np.frombuffer(data_2, type_2).reshape(shape_2),
-        np.frombuffer(data_3, type_3).reshape(shape_3),
-    )
-
-
 def each_array(logprobs: LogprobsLists, change: Callable[[NDArray[Any]], NDArray[Any]]) -> LogprobsLists:
     """Return log-probs with their arrays changed in the same way."""
     return LogprobsLists(
         change(logprobs.logprob_token_ids), change(logprobs.logprobs), change(logprobs.sampled_token_ranks)
     )
-
-
-def _layout(arrays: Sequence[Any]) -> Sequence[Any]:
-    return [(dtype, shape[1:]) for dtype, shape, _ in arrays[:3]]
-
-
-def _join(outputs: Sequence[Sequence[Any]]) -> LogprobsLists:
-    token_ids, logprobs, ranks = (_array([output[column] for output in outputs]) for column in range(3))
-    return LogprobsLists(token_ids, logprobs, ranks)
-
-
-def _array(parts: Sequence[Array]) -> NDArray[Any]:
-    dtype, shape, _ = parts[0]
-    values = np.frombuffer(b"".join([data for _, _, data in parts]), dtype=dtype)
-    return values.reshape(-1, *shape[1:])
-
-
-def _received(name: str, original: type[msgspec.Struct], replaced: dict[str, tuple[str, Any]], *mixed: type) -> Any:
-    """Define the struct that a struct of vLLM is received as. ``replaced``: name and type of fields in their places."""
-    fields: list[Any] = []
-    for field in structs.fields(original):
-        new_name, new_type = replaced.get(field.name, (field.name, field.type))
-        default: Any = Raw() if new_type is Raw else field.default
-        if field.required:
-            fields.append((new_name, new_type))
-        elif default is msgspec.NODEFAULT:
-            fields.append((new_name, new_type, msgspec.field(default_factory=field.default_factory)))
-        else:
-            fields.append((new_name, new_type, default))
-    inside = {
-        name: value
-        for cls in (original, *mixed)
-        for name, value in vars(cls).items()
-        if isinstance(value, FunctionType | property)
-    }
-    return msgspec.defstruct(name, fields, namespace=inside, array_like=True, omit_defaults=True, gc=False)
-
-
-@cache
-def _packed_type() -> Any:
-    output: Any = _received("PackedOutput", EngineCoreOutput, {"new_logprobs": (PACKED, Raw)}, _Unpacked)
-    return _received("PackedOutputs", EngineCoreOutputs, {"outputs": ("outputs", list[output])})
-
-
-def _bytes(_: int, data: memoryview) -> memoryview:
-    return data
-
-
-_arrays = msgspec.msgpack.Decoder(list[tuple[Array, Array, Array, Any]], ext_hook=_bytes)
-_arrays_of_one = msgspec.msgpack.Decoder(tuple[Array, Array, Array, Any], ext_hook=_bytes)

@@ -3,7 +3,7 @@
 It relies on six details of vLLM that are not documented, each covered by a test on the real engine:
 
 * ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
-* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens generated so far;
+* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far;
 * ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
   is found; so is ``logprobs_processor.logprobs`` of one that was resumed;
 * nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
@@ -15,7 +15,7 @@ It relies on six details of vLLM that are not documented, each covered by a test
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
@@ -47,7 +47,6 @@ from darts_server.vllm.deferred import (
     Deferred,
     change_new_states,
     changing_state,
-    receive_packed,
     sampled_logprobs,
     truncate_output,
 )
@@ -89,6 +88,8 @@ class VllmCandidate:
         constrained: bool = False,
     ) -> None:
         self._states = llm.output_processor.request_states
+        self._held = llm.held
+        self._released = False
         self._collector = collector
         self._aborts = aborts
         self._on_end = on_end
@@ -96,13 +97,15 @@ class VllmCandidate:
         self._constrained = constrained
 
     def tokens(self) -> int | None:
-        state = self._states.get(self._collector.request_id)
-        return None if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
+        return self._held.tokens(self._collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
         state = self._states.get(self._collector.request_id)
         if state is None or state.detokenizer is None:
             return None
+        if not self._released:  # the first ones come now
+            self._released = True
+            self._held.release(self._collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
         if self._deferred is not None:
             values = self._deferred.logprobs()
@@ -200,7 +203,6 @@ class VllmEngine:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
-            receive_packed(llm.engine_core)
             if self._tokenizer.tokenizer is not llm.output_processor.tokenizer:
                 self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
             returns_logprobs = probe is None or not request.adds_logprobs(probe)
@@ -285,8 +287,6 @@ class Aborts:
 
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
-        # By vLLM's id, each once: vLLM raises at the second mention of an id in a message, and by then has forgotten
-        # half of the others in it, so that their next finish would end its output handler, and the server.
         self._pending: dict[str, RequestOutputCollector] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -303,18 +303,12 @@ class Aborts:
 
     async def _abort(self, collectors: Mapping[str, RequestOutputCollector]) -> None:
         try:
-            await self._llm.abort(list(collectors), internal=True)
+            await self._llm.engine_core.abort_requests_async(list(collectors))  # which it answers
         except Exception as error:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
-            # It may have aborted some. The others must leave its tables too, and must not be waited for.
             for request_id, collector in collectors.items():
-                with suppress(Exception):
-                    self._llm.output_processor.abort_requests([request_id], internal=True)
-                self._llm.output_processor.request_states.pop(request_id, None)
                 if collector.output is None:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
-            with suppress(Exception):  # an engine that cannot be reached fails all callers, and is in the log already
-                await self._llm.engine_core.abort_requests_async(list(collectors))
 
 
 @contextmanager

@@ -3,20 +3,18 @@
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats
 
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
+from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
 from darts_server.vllm.probe.receiver import probing
@@ -28,40 +26,6 @@ from darts_server.weights.updates import Updates
 
 MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
 """Of a model in a folder: its weights, and what they are put together by."""
-
-StepListener = Callable[[int, float, int], None]
-"""Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
-
-
-class Steps:
-    """Report each step that decoded, see `StepListener`."""
-
-    def __init__(self) -> None:
-        self.listener: StepListener | None = None
-
-    def logger(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """Create the logger of one engine; vLLM calls this for each."""
-        return _StepLogger(vllm_config, engine_index, self)
-
-    def record(self, stats: IterationStats) -> None:
-        between_tokens, started = stats.inter_token_latencies_iter, len(stats.time_to_first_tokens_iter)
-        # Several tokens per sequence have no step time each. A step in which all are the first has none either.
-        one_each = stats.num_generation_tokens == len(between_tokens) + started
-        if self.listener is not None and between_tokens and one_each and (seconds := min(between_tokens)) > 0:
-            # The minimum: a sequence that was preempted in between waited longer than the step took.
-            self.listener(len(between_tokens) + started, seconds, started)
-
-
-class _StepLogger(StatLoggerBase):
-    def __init__(self, vllm_config: VllmConfig, engine_index: int, steps: Steps) -> None:
-        self._steps = steps
-
-    def record(self, scheduler_stats: Any, iteration_stats: IterationStats | None, *_: Any, **__: Any) -> None:
-        if iteration_stats is not None:
-            self._steps.record(iteration_stats)
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing: vLLM's own loggers log it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +42,6 @@ class RunningEngine:
     model: VllmModel
     model_name: str
     fingerprint: str
-    _steps: Steps
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
         """Serve requests as groups of ``rollouts``, and vLLM's own weight routes through ``updates``."""
@@ -88,7 +51,7 @@ class RunningEngine:
 
     def observe_steps(self, listener: StepListener) -> None:
         """Report each step that decodes to ``listener``."""
-        self._steps.listener = listener
+        self.llm.held.on_step = listener
 
 
 @asynccontextmanager
@@ -98,7 +61,6 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     refuse_speculation(config.speculative_config)  # a model may bring its own
     fingerprint = fingerprint_of(config)
-    steps = Steps()
     limit_checks()
     llm = ShapingLLM.from_vllm_config(
         config,
@@ -106,8 +68,6 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
         disable_log_stats=engine_args.disable_log_stats,
-        # With --disable-log-stats vLLM makes no statistics, and nothing is learned of the engine's speed.
-        stat_loggers=None if engine_args.disable_log_stats else [steps.logger],
     )
     assert isinstance(llm, ShapingLLM)
     try:
@@ -120,7 +80,7 @@ async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterat
             renderer = VllmPromptRenderer(llm, args.chat_template)
             port = VllmEngine(llm, probes)
             name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, name, fingerprint, steps)
+            yield RunningEngine(llm, port, renderer, model, name, fingerprint)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

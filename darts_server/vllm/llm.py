@@ -53,8 +53,6 @@ class ShapingLLM(ControlledLLM):
     rollouts: VllmRollouts | None = None
     died: bool | None = None
     """Whether the engine was dead when it was first shut down; ``None`` before that."""
-    has_sent = False
-    """Whether the engine has sent anything since this was last reset."""
     on_death: Callable[[], None] = staticmethod(lambda: None)
     """Called once, when the engine has died."""
     _merge_options: MergeOptions = staticmethod(lambda options, _: options)
@@ -276,7 +274,7 @@ class ShapingLLM(ControlledLLM):
         super()._run_output_handler()  # type: ignore[no-untyped-call]  # of a base class, which mypy cannot exclude
 
     def observe_outputs(self) -> None:
-        """Note what the engine sends and its death, and let other tasks run between two of its outputs.
+        """Note the engine's death, and let other tasks run between two of its outputs.
 
         Reading from a queue that is not empty does not yield to the event loop. An API process slower than its engine
         would therefore work through the whole queue in one turn, while the queue grows: each turn would be longer than
@@ -288,12 +286,10 @@ class ShapingLLM(ControlledLLM):
         async def get_output_after_yielding() -> Any:
             await asyncio.sleep(0)
             try:
-                outputs = await get_output()
+                return await get_output()
             except EngineDeadError:
                 self.on_death()
                 raise
-            self.has_sent = True
-            return outputs
 
         engine_core.get_output_async = get_output_after_yielding
 

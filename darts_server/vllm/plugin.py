@@ -1,6 +1,7 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
-It lets these processes share cores, and end with the server's, however that ended. vLLM stops its engine when its API
+It lets the engine hold what nobody reads yet (:mod:`darts_server.vllm.held`), and lets these processes share cores, and
+end with the server's, however that ended. vLLM stops its engine when its API
 process stops in order. After SIGKILL, as from the kernel when memory runs out, the engine would run on for good with
 the device's memory. So each process of the engine waits for the end of the one that started it: the engine core for
 that of the server, the workers for that of the engine core. A thread waits, rather than the kernel's
@@ -39,6 +40,10 @@ def prepare_process() -> None:
     share_cores()
     end_with_parent()
     end_with_threads()
+    if (engine := sys.modules.get(ENGINE)) is not None:  # not a worker's process
+        from darts_server.vllm.held import hold_outputs
+
+        hold_outputs(engine.EngineCoreProc)
 
 
 def share_cores() -> None:

@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.engine.port import Probe, RequestTokens
 from darts_server.rollout.learned.prompts import key_of
+from darts_server.vllm.held import PASSED_ON
 from darts_server.vllm.probe.capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
@@ -77,6 +78,8 @@ class PromptRequest:
         child = self._child(index)
         if number is not None:
             child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
+        if probe.logprobs:
+            child.extra_args = {**(child.extra_args or {}), PASSED_ON: True}
         if self.adds_logprobs(probe):
             child.logprobs = 0
         return child

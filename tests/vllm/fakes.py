@@ -70,7 +70,8 @@ class Fake(MetaPathFinder, Loader):
         if Enum in bases:
             return Enum(name, {inner: inner for inner in inside}, module=home)  # type: ignore[return-value]  # it returns a class
         made = {inner: self._value(home, f"{name}.{inner}", s) for inner, s in inside.items()}
-        return type(name, bases, made | {"__module__": home})
+        options = classmethod(lambda cls, **_: None)  # of msgspec's
+        return type(name, bases, made | {"__module__": home, "__init_subclass__": options})
 
     def _base(self, name: str) -> Any:
         if name in BASES:

@@ -53,7 +53,9 @@ NEW = {
     "vllm.outputs:CompletionOutput.sampling_mask",
     "vllm.outputs:SamplingMask",
     "vllm.outputs:SamplingMask.token_ids",
+    "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
+    "vllm.v1.metrics.stats:SchedulerStats.ec_connector_stats",
 }
 # Our calls, as written in the source, and what they call.
 LLM = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -68,7 +70,6 @@ METHODS = {
     "decoder.decode": "vllm.v1.serial_utils:MsgpackDecoder.decode",
     "detokenizer.get_next_output_text": f"{DETOKENIZER}.get_next_output_text",
     "detokenizer.update": f"{DETOKENIZER}.update",
-    "super().update_from_output": f"{LOGPROBS}.update_from_output",
     "processor._update_sample_logprobs": f"{LOGPROBS}._update_sample_logprobs",
     "encoder.encode": "vllm.v1.serial_utils:MsgpackEncoder.encode",
     "engine_args.create_engine_config": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
@@ -86,7 +87,6 @@ METHODS = {
     "renderer.render_cmpl": "vllm.renderers.base:BaseRenderer.render_cmpl",
     "runner.model_config.get_hidden_size": "vllm.config.model:ModelConfig.get_hidden_size",
     "self._collector.get": "vllm.v1.engine.output_processor:RequestOutputCollector.get",
-    "self._llm.abort": f"{LLM}.abort",
     "self._llm.add_request": f"{LLM}.add_request",
     "self._llm.collective_rpc": f"{LLM}.collective_rpc",
     "self.engine_core._call_utility_async": "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
@@ -323,7 +323,8 @@ async def test_a_finished_weight_update_counts_with_and_without_a_name(series: s
         methods.append(method)
         return [None]
 
-    llm = import_module("darts_server.vllm.llm").ShapingLLM()
+    shaping = import_module("darts_server.vllm.llm").ShapingLLM
+    llm = shaping.__new__(shaping)
     llm.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=call_utility)
     await llm.finish_weight_update()
     assert llm.weight_version == 1

@@ -32,7 +32,6 @@ from darts_server.vllm.deferred import (
     change_new_states,
     changing_state,
     make_deferred,
-    receive_packed,
     sampled_logprobs,
     truncate_output,
 )
@@ -165,7 +164,6 @@ class Frontend:
 class DeferringFrontend(Frontend):
     def __init__(self, case: Case, *, returns_logprobs: bool = True) -> None:
         super().__init__(case)
-        receive_packed(SimpleNamespace(decoder=self.decoder))
         change_new_states(self.processor)
         caching = CachingTokenizer(self.processor.tokenizer)
         has_stop = bool(case.params.stop)
@@ -366,10 +364,9 @@ def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None
     assert 1 < sum(1 for _ in completion.make("logprobs")) <= 64 * 153 / SLICE
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_nan_is_found_wherever_it_is(packed: bool) -> None:
+def test_nan_is_found_wherever_it_is() -> None:
     random = Random(7)
-    params = SamplingParams(logprobs=0 if packed else 70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=600)
+    params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=600)
     for place in (None, 0, 300, 599):
         messages = [draw_message(random, params, 1, first=False, last=end == 599) for end in range(600)]
         if place is not None:
@@ -385,37 +382,10 @@ def test_nan_is_found_wherever_it_is(packed: bool) -> None:
         assert frontend.deferred.has_nan() is (place is not None)
 
 
-@pytest.mark.parametrize("deferring", [False, True])
-def test_log_probs_of_tokens_behind_a_stop_string_can_be_cut_off(deferring: bool) -> None:
-    """As vLLM does from 0.32 on."""
-    params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=9)
-    case = Case(params, [draw_message(Random(8), params, 3, first=False, last=True)], "tiny", aborted=False)
-    frontend = DeferringFrontend(case) if deferring else Frontend(case)
-    receive_packed(SimpleNamespace(decoder=frontend.decoder))
-    frontend.add()
-    decoded = frontend.decoder.decode(case.messages[0]).outputs
-    for output in decoded:
-        if output.request_id == ID:
-            output.new_token_ids = output.new_token_ids[:1]
-            assert output.new_logprobs is not None
-            output.new_logprobs = output.new_logprobs.slice_request(0, 1)
-    frontend.processor.process_outputs(decoded, 1.0, None)
-    (completion,) = frontend.end().outputs
-    assert len(sampled_logprobs(completion) or ()) == len(completion.logprobs or ()) == len(completion.token_ids) == 1
-
-
 def test_an_unknown_field_is_an_attribute_error() -> None:
     completion, name = run(DeferringFrontend(long_case())).outputs[0], "no_such_field"
     with pytest.raises(AttributeError, match=name):
         getattr(completion, name)
-
-
-def test_a_request_of_vllms_own_beside_candidates_is_as_without_them() -> None:
-    case = long_case()
-    frontend = Frontend(case)
-    receive_packed(SimpleNamespace(decoder=frontend.decoder))
-    change_new_states(frontend.processor)
-    assert_same(run(frontend), run(Frontend(case)))
 
 
 # --- The state of a request is changed when it is created, once, or the request fails

@@ -141,22 +141,27 @@ LEANED_ON = {
         "SchedulerOutput": "finished_req_ids num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens",
     },
     "vllm.v1.engine": {
-        "EngineCoreOutput": "new_logprobs new_prompt_logprobs_tensors",
-        "EngineCoreOutputs": "outputs",
-        "EngineCoreRequest": "cache_salt data_parallel_rank lora_request mm_features prompt_token_ids request_id "
-        "sampling_params",
+        "EngineCoreOutput": "ec_transfer_params events finish_reason kv_transfer_params new_logprobs new_sampling_mask "
+        "new_token_ids num_nans_in_logits pooling_output prefill_stats request_id routed_experts",
+        "EngineCoreOutputs": "engine_index finished_requests outputs scheduler_stats start_wave timestamp "
+        "utility_output wave_complete",
+        "EngineCoreRequest": "cache_salt client_index data_parallel_rank lora_request mm_features prompt_token_ids "
+        "request_id resumable sampling_params",
         "EngineCoreRequestType": "EXECUTOR_FAILED",
     },
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "_add_request _run_output_handler _supported_tasks abort add_lora add_request collective_rpc "
         "engine_core errored finish_weight_update from_vllm_config generate get_supported_tasks input_processor "
-        "is_paused model_config output_handler output_processor pause_generation remove_lora renderer reset_mm_cache "
-        "reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update start_weight_update "
+        "is_paused logger_manager model_config output_handler output_processor pause_generation remove_lora renderer "
+        "reset_mm_cache reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update start_weight_update "
         "tokenizer update_weight_version update_weights vllm_config wake_up"
     },
-    "vllm.v1.engine.core": {"EngineCoreProc": "input_queue process_input_sockets process_output_sockets"},
+    "vllm.v1.engine.core": {
+        "EngineCore": "abort_requests preprocess_add_request scheduler",
+        "EngineCoreProc": "_send_abort_outputs input_queue output_queue process_input_sockets process_output_sockets",
+    },
     "vllm.v1.engine.core_client": {
-        "AsyncMPClient": "_call_utility_async core_engines get_output_async",
+        "AsyncMPClient": "_call_utility_async add_request_async client_index core_engines get_output_async",
         "BackgroundResources": "engine_manager",
         "MPClient": "decoder resources",
     },
@@ -167,21 +172,21 @@ LEANED_ON = {
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
     "vllm.v1.engine.logprobs": {
         "NONES": "",
-        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer "
-        "update_from_output",
+        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer",
     },
     "vllm.v1.engine.output_processor": {
-        "OutputProcessor": "add_request get_num_unfinished_requests propagate_error request_states",
+        "OutputProcessor": "_update_stats_from_output abort_requests add_request external_req_ids "
+        "get_num_unfinished_requests propagate_error request_states",
         "RequestOutputCollector": "get output request_id",
         "RequestState": "detokenizer logprobs_processor",
     },
     "vllm.v1.outputs": {"LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks"},
-    "vllm.v1.serial_utils": {"MsgpackDecoder": "dec_hook decode ext_hook", "MsgpackEncoder": "encode"},
+    "vllm.v1.serial_utils": {"MsgpackDecoder": "decode oob_tensor_provider", "MsgpackEncoder": "encode"},
     "vllm.v1.structured_output.backend_guidance": {"validate_guidance_grammar": ""},
     "vllm.v1.structured_output.backend_outlines": {"validate_structured_output_request_outlines": ""},
     "vllm.v1.structured_output.backend_xgrammar": {"validate_xgrammar_grammar": ""},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
-    "vllm.v1.metrics.loggers": {"StatLoggerBase": "__init__ log_engine_initialized record"},
+    "vllm.v1.metrics.loggers": {"StatLoggerManager": "record"},
     "vllm.v1.worker.gpu.input_batch": {
         "InputBatch": "cu_num_logits logits_indices num_computed_tokens_np req_ids seq_lens"
     },
@@ -200,7 +205,10 @@ LEANED_ON = {
     "vllm.v1.worker.lora_model_runner_mixin": {"LoRAModelRunnerMixin": "lora_manager"},
     "vllm.v1.worker.gpu_worker": {"Worker": "reload_weights"},
     "vllm.v1.metrics.stats": {
-        "IterationStats": "inter_token_latencies_iter num_generation_tokens time_to_first_tokens_iter"
+        "IterationStats": "inter_token_latencies_iter num_generation_tokens",
+        "PrefixCacheStats": "requests",
+        "SchedulerStats": "connector_prefix_cache_stats cudagraph_stats ec_connector_stats iteration_details "
+        "kv_cache_eviction_events kv_connector_stats perf_stats prefix_cache_stats spec_decoding_stats",
     },
 }
 

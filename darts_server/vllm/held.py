@@ -1,0 +1,460 @@
+"""Keep what a request generates in the engine's process until the request ends: the API process pays nothing per token.
+
+vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, and a server is
+full at some 40,000 tokens a second. Nobody reads most of them before the request ends. So a request whose caller wants
+its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
+others at its end, or its abort, in one output. In between the engine reports how many tokens each request has.
+
+The first half runs in the engine's process, in the thread that sends its outputs. Its second runs in the API process.
+An abort of such a request is answered by the engine, with all that was generated: nothing else has it. What is read
+while it is generated, as by a stream of tokens, is released: sent as it comes from then on.
+"""
+
+import asyncio
+import logging
+import queue
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import wraps
+from itertools import count
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder
+
+logger = logging.getLogger(__name__)
+
+ARGUMENT = "darts_held"
+"""Name in ``extra_args``, by which the engine knows a request that is held: its number; negative: not to be held."""
+PASSED_ON = "darts_passed_on"
+"""Name in ``extra_args`` of a request whose tokens are read while they are generated."""
+RELEASE = "darts_release"
+"""Name of the engine's method that releases requests."""
+REPORT_SECONDS = 0.01
+"""How often counts are reported. Half of the interval at which they are looked at: late counts are tokens too many."""
+JOINED = 64
+"""Arrays of log-probs that are collected before they are joined: each keeps those of a whole step alive."""
+
+Step = tuple[int, float, int]
+StepListener = Callable[[int, float, int], None]
+"""Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
+
+
+class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """vLLM's message with what the engine holds; vLLM's decoder reads it as its own.
+
+    ``numbers``: int64 of each request, ``counts``: int32, its tokens so far; both empty while none are due. ``steps``:
+    since the last ones, see `StepListener`. ``kept``: by how many more tokens are kept than at the last message.
+    """
+
+    numbers: bytes = b""
+    counts: bytes = b""
+    steps: tuple[Step, ...] = ()
+    kept: int = 0
+
+
+# --- in the engine's process ---------------------------------------------------
+
+
+class Begin(NamedTuple):
+    """The outputs of a request are coming. ``held``: they are held back."""
+
+    request_id: str
+    number: int
+    held: bool
+
+
+class Release(NamedTuple):
+    """The outputs of these requests are not held back any more."""
+
+    request_ids: Sequence[str]
+
+
+class Request:
+    """What is kept of one request. ``count``: of the tokens that it has generated, sent or kept."""
+
+    __slots__ = ("_events", "_joined", "_logprobs", "_nans", "_tokens", "count", "held", "number")
+
+    def __init__(self, number: int, held: bool) -> None:
+        self.number, self.held, self.count = number, held, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens: list[int] = []
+        self._joined: list[LogprobsLists] = []
+        self._logprobs: list[LogprobsLists] = []
+        self._events: list[Any] = []
+        self._nans = 0
+
+    def keep(self, output: EngineCoreOutput) -> None:
+        """Keep what an output has."""
+        self._tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self._logprobs.append(output.new_logprobs)
+            if len(self._logprobs) == JOINED:
+                self._joined.append(join(self._logprobs))
+                self._logprobs = []
+        if output.events:
+            self._events += output.events
+        self._nans += output.num_nans_in_logits
+
+    def join(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Put what was kept before what an output has."""
+        self.keep(output)
+        logprobs = [*self._joined, *self._logprobs]
+        output.new_token_ids = self._tokens
+        output.new_logprobs = join(logprobs) if logprobs else None
+        output.events = self._events or None
+        output.num_nans_in_logits = self._nans
+        self._clear()
+        return output
+
+    @property
+    def kept(self) -> int:
+        return len(self._tokens)
+
+
+def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
+    """Join log-probs. Those of a step are as wide as its request that wants most, so some may be wider than others."""
+    width = min(part.logprobs.shape[1] for part in parts)
+    return LogprobsLists(
+        np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
+        np.concatenate([part.logprobs[:, :width] for part in parts]),
+        np.concatenate([part.sampled_token_ranks for part in parts]),
+    )
+
+
+class Holding:
+    """Holds back outputs of one engine. ``clock``: monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._steps: list[Step] = []
+        self._kept = 0
+        self._last_step = self._reported = -inf
+
+    def pass_on(self, message: Any) -> list[EngineCoreOutputs]:
+        """Return what is sent now of a message of the engine, or for a `Begin` or `Release`."""
+        if isinstance(message, Begin):
+            self._requests[message.request_id] = Request(message.number, message.held)
+            return []
+        if isinstance(message, Release):
+            return self._release(message.request_ids)
+        if message.utility_output is not None:
+            # What a call has done, as a pause, comes after everything that was generated before it.
+            return [self._report(EngineCoreOutputs(), due=True), message] if self._requests else [message]
+        is_needed = says_more(message)
+        message.outputs = self._hold(message)
+        due = self._clock() >= self._reported + REPORT_SECONDS
+        return [self._report(message, due)] if due or message.outputs or is_needed else []
+
+    def _hold(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
+        """Keep what is to be held of a step's outputs, and return the others."""
+        decoded = started = most = 0
+        passed = []
+        for output in message.outputs:
+            tokens = len(output.new_token_ids)
+            decoded += tokens > 0
+            started += output.prefill_stats is not None
+            most = max(most, tokens)
+            request = self._requests.get(output.request_id)
+            if request is None:
+                passed.append(output)
+                continue
+            is_first, request.count = not request.count, request.count + tokens
+            if is_first and not is_plain(output):
+                request.held = False
+            if output.finish_reason is not None:
+                del self._requests[output.request_id]
+                self._kept -= request.kept
+                passed.append(request.join(output))
+            elif is_first or not request.held:
+                passed.append(output)
+            else:
+                request.keep(output)
+                self._kept += tokens
+        if decoded:
+            seconds, self._last_step = message.timestamp - self._last_step, message.timestamp
+            # A step in which all tokens are the first has no time of its own, and several tokens have none each.
+            if started < decoded and most == 1 and 0 < seconds < inf:
+                self._steps.append((decoded, seconds, started))
+        return passed
+
+    def _release(self, request_ids: Iterable[str]) -> list[EngineCoreOutputs]:
+        requests = {each: self._requests[each] for each in request_ids if each in self._requests}
+        for request in requests.values():
+            request.held = False
+            self._kept -= request.kept
+        outputs = [request.join(EngineCoreOutput(name, [])) for name, request in requests.items()]
+        return [self._report(EngineCoreOutputs(outputs=[each for each in outputs if each.new_token_ids]), due=False)]
+
+    def _report(self, message: EngineCoreOutputs, due: bool) -> Report:
+        kept, self._kept = self._kept, 0
+        report = Report(**structs.asdict(message), kept=kept)
+        if due:
+            self._reported = self._clock()
+            requests = self._requests.values()
+            report.numbers = array("q", [request.number for request in requests]).tobytes()
+            report.counts = array("i", [request.count for request in requests]).tobytes()
+            report.steps, self._steps = tuple(self._steps), []
+        return report
+
+
+def is_plain(output: EngineCoreOutput) -> bool:
+    """Whether a request has only what can be joined, by its first output."""
+    return (
+        output.routed_experts is None
+        and output.new_sampling_mask is None
+        and output.pooling_output is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+    )
+
+
+def says_more(message: EngineCoreOutputs) -> bool:
+    """Whether a message has more than outputs, and gauges which those of the next one replace."""
+    if not message.outputs:  # maybe the last one for long: all requests were aborted
+        return True
+    if message.finished_requests or message.wave_complete is not None or message.start_wave is not None:
+        return True
+    stats: Any = message.scheduler_stats
+    return stats is not None and any(
+        (
+            stats.prefix_cache_stats.requests,
+            stats.connector_prefix_cache_stats is not None and stats.connector_prefix_cache_stats.requests,
+            stats.kv_cache_eviction_events,
+            stats.iteration_details,
+            stats.spec_decoding_stats,
+            stats.kv_connector_stats,
+            stats.ec_connector_stats,
+            stats.cudagraph_stats,
+            stats.perf_stats,
+        )
+    )
+
+
+class HoldingQueue:
+    """vLLM's queue of messages for its clients, of which the thread that sends them gets what `Holding` passes on."""
+
+    def __init__(self, messages: "queue.Queue[Any]") -> None:
+        self._messages = messages
+        self._holding = Holding()
+        self._next: list[tuple[int, EngineCoreOutputs]] = []
+
+    def get(self) -> Any:
+        while not self._next:
+            item = self._messages.get()
+            if isinstance(item, bytes) or item[0] < 0:  # the engine's death; what is for vLLM's coordinator
+                return item
+            client, message = item
+            self._next = [(client, each) for each in reversed(self._holding.pass_on(message))]
+        return self._next.pop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._messages, name)
+
+
+def hold_outputs(engine: Any) -> None:
+    """Let vLLM's class of engines, ``EngineCoreProc``, hold outputs, answer aborts, and have the method `RELEASE`."""
+    if hasattr(engine, RELEASE):
+        return
+    add, abort, send = engine.preprocess_add_request, engine.abort_requests, engine.process_output_sockets
+
+    @wraps(add)
+    def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
+        if number := number_of(request.sampling_params):
+            begin = Begin(request.request_id, abs(number), held=number > 0)
+            self.output_queue.put_nowait((request.client_index, begin))
+        return add(self, request)
+
+    @wraps(abort)
+    def abort_requests(self: Any, request_ids: list[str]) -> None:
+        running = [self.scheduler.requests.get(each) for each in request_ids]
+        abort(self, request_ids)
+        self._send_abort_outputs([each for each in running if each is not None and number_of(each.sampling_params)])
+
+    @wraps(send)
+    def process_output_sockets(self: Any, *args: Any) -> None:
+        self.output_queue = HoldingQueue(self.output_queue)
+        send(self, *args)
+
+    def release(self: Any, client: int, request_ids: list[str]) -> None:
+        self.output_queue.put_nowait((client, Release(request_ids)))
+
+    engine.preprocess_add_request, engine.abort_requests = preprocess_add_request, abort_requests
+    engine.process_output_sockets = process_output_sockets
+    setattr(engine, RELEASE, release)
+
+
+def number_of(params: Any) -> int:
+    """Return the number of a request with these sampling parameters, 0 if it has none."""
+    return 0 if params is None or not params.extra_args else params.extra_args.get(ARGUMENT, 0)
+
+
+# --- in the API process -----------------------------------------------------------
+
+
+class HeldRequest(NamedTuple):
+    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them."""
+
+    number: int
+    before: int
+
+
+class HeldRequests:
+    """The requests of this process that engines hold.
+
+    Args:
+        engine_core: vLLM's client of the engines.
+        processor: vLLM's, of their outputs.
+        loggers: vLLM's, of statistics; ``None`` if there are none.
+        on_message: called with each message of an engine.
+    """
+
+    def __init__(
+        self, engine_core: Any, processor: OutputProcessor, loggers: Any, on_message: Callable[[], None]
+    ) -> None:
+        self.on_step: StepListener | None = None
+        self._core, self._states, self._on_message = engine_core, processor.request_states, on_message
+        self._numbers = count(1)
+        self._counts: dict[int, dict[int, int]] = {}  # of each engine, by number
+        self._kept = 0  # tokens that vLLM's loggers do not know of
+        self._released: list[str] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._receive_reports()
+        self._number_requests()
+        self._leave_aborts_to_engine(processor)
+        _divide_latencies(processor)
+        if loggers is not None:
+            self._log_kept(loggers)
+
+    def tokens(self, request_id: str) -> int | None:
+        """Return how many tokens a request has generated; ``None`` once it has its final output."""
+        state = self._states.get(request_id)
+        if state is None or state.detokenizer is None:
+            return None
+        received = int(state.detokenizer.num_output_tokens())
+        if (held := _held(state)) is None:
+            return received
+        counts = (each[held.number] for each in self._counts.values() if held.number in each)
+        return max(received, held.before + next(counts, 0))
+
+    def release(self, request_id: str) -> None:
+        """Let the tokens of a request come as they are generated: in one call for all of a turn of the event loop."""
+        if not self._released:
+            asyncio.get_running_loop().call_soon(self._send_released)
+        self._released.append(request_id)
+
+    def _send_released(self) -> None:
+        released, self._released = self._released, []
+        for engine in self._core.core_engines:
+            call = self._core._call_utility_async(RELEASE, self._core.client_index, released, engine=engine)
+            task = asyncio.get_running_loop().create_task(_logged(call))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    def _receive_reports(self) -> None:
+        vllms: Any = self._core.decoder
+        ours = MsgpackDecoder(Report, oob_tensor_provider=vllms.oob_tensor_provider)
+
+        def decode(frames: Any) -> Report:
+            report: Report = ours.decode(frames)
+            self._on_message()
+            self._kept += report.kept
+            if report.numbers:
+                numbers, counts = array("q", report.numbers), array("i", report.counts)
+                self._counts[report.engine_index] = dict(zip(numbers, counts, strict=True))
+            if self.on_step is not None:
+                for step in report.steps:
+                    self.on_step(*step)
+            return report
+
+        vllms.decode = decode  # of this one decoder, which vLLM's task has already
+
+    def _number_requests(self) -> None:
+        add = self._core.add_request_async
+
+        async def add_request_async(request: EngineCoreRequest) -> None:
+            params, state = request.sampling_params, self._states.get(request.request_id)
+            is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
+            if params is None or state is None or not is_final_only or request.resumable:
+                return await add(request)
+            extra = params.extra_args or {}
+            number, before = (
+                next(self._numbers),
+                0 if state.detokenizer is None else state.detokenizer.num_output_tokens(),
+            )
+            setattr(state, ARGUMENT, HeldRequest(number, before))
+            # Stop strings are searched for in this process.
+            is_read = bool(params.stop) or PASSED_ON in extra
+            request.sampling_params = copy(params)  # other requests may have the same
+            request.sampling_params.extra_args = {**extra, ARGUMENT: -number if is_read else number}
+            try:
+                await add(request)
+            except BaseException:
+                setattr(state, ARGUMENT, None)  # no engine answers its abort
+                raise
+
+        self._core.add_request_async = add_request_async
+
+    def _leave_aborts_to_engine(self, processor: OutputProcessor) -> None:
+        """Let vLLM not end an aborted request that has a number: the engine does, with everything it has generated."""
+        forget = processor.abort_requests
+
+        def abort_requests(request_ids: Iterable[str], internal: bool) -> list[str]:
+            names = list(request_ids)
+            ids = names if internal else [each for name in names for each in processor.external_req_ids.get(name, ())]
+            ours = dict.fromkeys(each for each in ids if _held(self._states.get(each)))
+            return [*ours, *forget([each for each in ids if each not in ours], True)]  # which calls this for children
+
+        processor.abort_requests = abort_requests  # type: ignore[method-assign]  # of this one
+
+    def _log_kept(self, loggers: Any) -> None:
+        """Let vLLM's loggers count tokens when they are generated, though they come later."""
+        record = loggers.record
+
+        def record_kept(*args: Any, iteration_stats: IterationStats | None = None, **more: Any) -> None:
+            if self._kept:
+                iteration_stats = iteration_stats or IterationStats()
+                tokens = iteration_stats.num_generation_tokens + self._kept
+                # Negative: some of a later message, which has come but was not processed yet.
+                iteration_stats.num_generation_tokens, self._kept = max(0, tokens), min(0, tokens)
+            record(*args, iteration_stats=iteration_stats, **more)
+
+        loggers.record = record_kept
+
+
+def _divide_latencies(processor: OutputProcessor) -> None:
+    """Let vLLM's metrics have the mean time between the tokens of a request that was held, in place of their sum."""
+    update = processor._update_stats_from_output
+
+    def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
+        before = 0 if stats is None else len(stats.inter_token_latencies_iter)
+        update(state, output, timestamp, stats)
+        if stats is not None and len(stats.inter_token_latencies_iter) > before and _held(state):
+            latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
+            if tokens:
+                stats.inter_token_latencies_iter.append(latency / tokens)
+
+    processor._update_stats_from_output = update_stats  # type: ignore[method-assign]  # of this one
+
+
+def _held(state: RequestState | None) -> HeldRequest | None:
+    return getattr(state, ARGUMENT, None)
+
+
+async def _logged(call: Any) -> None:
+    try:
+        await call
+    except Exception:  # of a dead engine, which ends all requests anyway
+        logger.exception("an engine did not release requests")

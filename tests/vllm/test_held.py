@@ -1,0 +1,453 @@
+"""What was held is, field by field, what vLLM makes as the tokens come; and counts, steps and calls are in order."""
+
+import asyncio
+import queue
+from array import array
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from darts_server.vllm.held import (
+    ARGUMENT,
+    PASSED_ON,
+    RELEASE,
+    REPORT_SECONDS,
+    Begin,
+    HeldRequests,
+    Holding,
+    HoldingQueue,
+    Release,
+    Report,
+    hold_outputs,
+)
+from tests.vllm.test_deferred import ID, Case, DeferringFrontend, Frontend, assert_same, draw_case, run
+
+
+def sent(message: EngineCoreOutputs) -> Report:
+    """Send a message as vLLM does."""
+    return MsgpackDecoder(Report).decode([bytearray(bytes(frame)) for frame in MsgpackEncoder().encode(message)])  # type: ignore[no-any-return]
+
+
+class HeldFrontend(DeferringFrontend):
+    """A candidate whose engine holds its outputs. ``released``: after so many messages."""
+
+    def __init__(self, case: Case, released: int | None) -> None:
+        super().__init__(case)
+        self.holding = Holding()
+        self.released = released
+        self.received = 0
+
+    def add(self) -> None:
+        super().add()
+        self.holding.pass_on(Begin(ID, 1, held=not self.case.params.stop))
+
+    def run(self) -> RequestOutput:
+        for number, message in enumerate(self.case.messages):
+            if number == self.released:
+                self.hand_on(Release([ID]))
+            self.hand_on(self.decoder.decode(message))
+        if self.case.aborted:
+            self.hand_on(EngineCoreOutputs(outputs=[EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)]))
+        return self.end()
+
+    def hand_on(self, message: Any) -> None:
+        for each in self.holding.pass_on(message):
+            outputs = [output for output in sent(each).outputs if output.request_id == ID]
+            self.received += len(outputs)
+            self.processor.process_outputs(outputs, 1.0, None)
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_was_held_is_vllms_own(random: Random) -> None:
+    case = draw_case(random)
+    frontend = HeldFrontend(case, random.choice([None, None, random.randint(0, len(case.messages))]))
+    assert_same(run(frontend), run(Frontend(case)))
+    if frontend.released is None and not case.params.stop:
+        assert frontend.received <= 2, "the first token, and the rest"
+
+
+# --- the engine's process ---------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(*tokens: tuple[str, int], at: float = 1.0, first: bool = False, more: Any = None) -> EngineCoreOutputs:
+    prefill = PrefillStats() if first else None
+    outputs = [EngineCoreOutput(name, [0] * count, prefill_stats=prefill) for name, count in tokens]
+    return EngineCoreOutputs(outputs=outputs, timestamp=at, scheduler_stats=more)
+
+
+def holding(*names: str, clock: Clock | None = None) -> Holding:
+    """Return one with these requests, numbered from 1, each of which has its first token."""
+    made = Holding(clock or Clock())
+    for number, name in enumerate(names, 1):
+        assert made.pass_on(Begin(name, number, held=True)) == []
+    (first,) = made.pass_on(step(*((name, 1) for name in names), first=True))
+    assert [output.request_id for output in first.outputs] == list(names)
+    return made
+
+
+def counts(report: EngineCoreOutputs) -> dict[int, int]:
+    assert isinstance(report, Report)
+    return dict(zip(array("q", report.numbers), array("i", report.counts), strict=True))
+
+
+def test_counts_are_reported_at_intervals_and_nothing_else_is_sent() -> None:
+    clock = Clock()
+    one = holding("a", "b", clock=clock)
+    assert one.pass_on(step(("a", 1), ("b", 1), more=SchedulerStats())) == []
+    clock.now = REPORT_SECONDS
+    (report,) = one.pass_on(step(("a", 3), more=SchedulerStats()))
+    assert (report.outputs, counts(report)) == ([], {1: 5, 2: 2})
+    assert one.pass_on(step(("b", 1))) == []
+
+
+def test_an_end_is_sent_at_once() -> None:
+    one = holding("a", "b")
+    one.pass_on(step(("a", 1), ("b", 1)))
+    last = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7], finish_reason=FinishReason.STOP)])
+    (message,) = one.pass_on(last)
+    assert [(output.request_id, output.new_token_ids) for output in message.outputs] == [("a", [0, 7])]
+
+
+def test_the_answer_of_a_call_comes_after_all_counts() -> None:
+    one = holding("a")
+    one.pass_on(step(("a", 4)))
+    answer = EngineCoreOutputs(utility_output=UtilityOutput(1))
+    report, call = one.pass_on(answer)
+    assert counts(report) == {1: 5}
+    assert call is answer
+    assert Holding().pass_on(answer) == [answer]
+
+
+@pytest.mark.parametrize("name", ["", "finished_requests", "wave_complete", "start_wave", "prefix cache", "perf_stats"])
+def test_a_message_that_has_more_than_gauges_is_sent(name: str) -> None:
+    one = holding("a")
+    message, stats = step(("a", 1)), SchedulerStats()
+    if not name:
+        message = step()
+    elif name == "prefix cache":
+        stats.prefix_cache_stats.requests = 1
+        message.scheduler_stats = stats
+    elif name == "perf_stats":
+        stats.perf_stats = SimpleNamespace()  # type: ignore[assignment]
+        message.scheduler_stats = stats
+    else:
+        setattr(message, name, {"z"} if name == "finished_requests" else 1)
+    (sent_on,) = one.pass_on(message)
+    assert sent_on.outputs == []
+    for field in message.__struct_fields__:
+        assert getattr(sent_on, field) == getattr(message, field)
+
+
+def test_what_cannot_be_joined_is_passed_on() -> None:
+    made = Holding(Clock())
+    made.pass_on(Begin("a", 1, held=True))
+    made.pass_on(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], kv_transfer_params={"block": 1})]))
+    (message,) = made.pass_on(step(("a", 1)))
+    assert len(message.outputs) == 1
+
+
+def test_what_was_released_comes_as_it_is_generated() -> None:
+    one = holding("a", "b")
+    one.pass_on(step(("a", 2), ("b", 1)))
+    (released,) = one.pass_on(Release(["a", "gone"]))
+    assert [(output.request_id, len(output.new_token_ids)) for output in released.outputs] == [("a", 2)]
+    (message,) = one.pass_on(step(("a", 1), ("b", 1)))
+    assert [output.request_id for output in message.outputs] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("message", "steps"),
+    [
+        (step(("a", 1), ("b", 1), at=1.25), ((2, 0.25, 0),)),
+        (step(("a", 1), ("unknown", 1), at=1.25), ((2, 0.25, 0),)),
+        (step(("a", 1), ("b", 2), at=1.25), ()),  # several tokens have no time each
+        (step(("z", 1), at=1.25, first=True), ()),  # nothing says when it began
+        (step(at=1.25), ()),
+        (step(("a", 1), at=1.0), ()),
+    ],
+)
+def test_steps_that_decode_are_reported(message: EngineCoreOutputs, steps: tuple[Any, ...]) -> None:
+    clock = Clock()
+    one = holding("a", "b", clock=clock)
+    one.pass_on(message)
+    clock.now = 1.0
+    (report,) = one.pass_on(step(at=2.0))
+    assert isinstance(report, Report)
+    assert report.steps == steps
+
+
+class Engine:
+    """What is changed of vLLM's ``EngineCoreProc``."""
+
+    def __init__(self) -> None:
+        self.output_queue: Any = queue.Queue()
+        self.scheduler = SimpleNamespace(requests={})
+        self.answered: list[str] = []
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        self.scheduler.requests[request.request_id] = request
+        return request, 0
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for each in request_ids:
+            self.scheduler.requests.pop(each, None)
+
+    def process_output_sockets(self) -> None:
+        self.sent = [self.output_queue.get() for _ in range(2)]
+
+    def _send_abort_outputs(self, requests: list[Any]) -> None:
+        self.answered += [request.request_id for request in requests]
+
+
+def new_request(name: str = ID, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **params)
+    return EngineCoreRequest(name, [4, 5, 6], None, sampling, None, 0.0, None, None, None, external_req_id="cmpl-1")
+
+
+def test_an_engine_holds_and_releases_and_answers_aborts_of_what_it_runs() -> None:
+    class Changed(Engine):
+        pass
+
+    hold_outputs(Changed)
+    hold_outputs(Changed)  # in a process that was forked
+    engine: Any = Changed()
+    engine.preprocess_add_request(new_request("numbered", extra_args={ARGUMENT: 4}))
+    engine.preprocess_add_request(new_request("vllms"))
+    getattr(engine, RELEASE)(0, ["numbered"])
+    engine.output_queue.put_nowait(b"dead")
+    engine.process_output_sockets()
+    assert [message.outputs for _, message in engine.sent[:1]] == [[]]
+    assert engine.sent[1] == b"dead"
+    engine.abort_requests(["numbered", "vllms", "ended"])
+    engine.abort_requests(["numbered"])
+    assert engine.answered == ["numbered"]
+
+
+def test_the_queue_hands_out_what_is_sent() -> None:
+    messages: queue.Queue[Any] = queue.Queue()
+    holding = HoldingQueue(messages)
+    holding.put_nowait((0, Begin("a", 1, held=True)))
+    holding.put_nowait((0, step(("a", 1), first=True)))
+    holding.put_nowait((0, EngineCoreOutputs(utility_output=UtilityOutput(1))))
+    holding.put_nowait((-1, "for the coordinator"))
+    holding.put_nowait(b"dead")
+    got = [holding.get() for _ in range(5)]
+    assert [client for client, _ in got[:4]] == [0, 0, 0, -1]
+    assert [len(message.outputs) for _, message in got[:3]] == [1, 0, 0]
+    assert got[2][1].utility_output is not None
+    assert got[4] == b"dead"
+
+
+# --- the API process --------------------------------------------------------------
+
+
+class Core:
+    """vLLM's client of two engines."""
+
+    client_index = 0
+    core_engines = (b"0", b"1")
+
+    def __init__(self) -> None:
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.added: list[EngineCoreRequest] = []
+        self.calls: list[Any] = []
+        self.error: Exception | None = None
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        if self.error is not None:
+            raise self.error
+        self.added.append(request)
+
+    async def _call_utility_async(self, *args: Any, engine: bytes) -> None:
+        self.calls.append((*args, engine))
+        if self.error is not None:
+            raise self.error
+
+
+class Process:
+    """The API process's half."""
+
+    def __init__(self) -> None:
+        self.core: Any = Core()
+        self.processor = OutputProcessor(None, log_stats=True)
+        self.messages = 0
+        self.held = HeldRequests(self.core, self.processor, self, self.note)
+        self.logged: list[int | None] = []
+
+    def note(self) -> None:
+        self.messages += 1
+
+    def record(self, *, iteration_stats: IterationStats | None = None) -> None:
+        """vLLM's loggers."""
+        self.logged.append(None if iteration_stats is None else iteration_stats.num_generation_tokens)
+
+    async def add(self, request: EngineCoreRequest) -> RequestOutputCollector:
+        collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+        self.processor.add_request(request, None, None, 0, collector)
+        await self.core.add_request_async(request)
+        return collector
+
+    def receive(self, message: EngineCoreOutputs) -> Report:
+        frames = [bytearray(bytes(frame)) for frame in MsgpackEncoder().encode(message)]
+        return self.core.decoder.decode(frames)  # type: ignore[no-any-return]
+
+    def number(self) -> int:
+        return self.core.added[-1].sampling_params.extra_args[ARGUMENT]  # type: ignore[no-any-return]
+
+
+def report(engine: int, **numbers: int) -> Report:
+    keys, values = array("q", [int(name[1:]) for name in numbers]), array("i", numbers.values())
+    return Report(engine_index=engine, numbers=keys.tobytes(), counts=values.tobytes(), steps=((2, 0.5, 1),))
+
+
+@pytest.mark.anyio
+async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> None:
+    process, steps = Process(), list[Any]()
+    process.held.on_step = lambda *each: steps.append(each)
+    await process.add(new_request())
+    assert process.held.tokens(ID) == 0
+    process.receive(report(1, _1=5))
+    process.receive(report(0, _2=9))
+    assert process.held.tokens(ID) == 5
+    assert process.held.tokens("ended") is None
+    assert steps == [(2, 0.5, 1)] * 2
+    assert process.messages == 2
+    request = new_request("resumed")
+    collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "resumed")
+    process.processor.add_request(request, None, None, 0, collector)
+    state = process.processor.request_states["resumed"]
+    assert state.detokenizer is not None
+    state.detokenizer.update([1, 2, 3], False)
+    await process.core.add_request_async(request)
+    assert process.held.tokens("resumed") == 3 + 9
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("params", "held"), [({}, True), ({"stop": ["a"]}, False), ({"extra_args": {PASSED_ON: True, "own": 1}}, False)]
+)
+async def test_what_is_read_on_the_way_is_not_held(params: dict[str, Any], held: bool) -> None:
+    process, request = Process(), new_request(**params)
+    before = request.sampling_params
+    await process.add(request)
+    assert (process.number() > 0) is held
+    assert before is not None
+    assert before.extra_args == params.get("extra_args"), "other requests may have the same"
+
+
+@pytest.mark.anyio
+async def test_streams_and_inputs_that_stream_are_vllms() -> None:
+    process, stream, growing = Process(), new_request("stream"), new_request("growing")
+    assert stream.sampling_params is not None
+    stream.sampling_params.output_kind = RequestOutputKind.DELTA
+    growing.resumable = True
+    for request in (stream, growing):
+        await process.add(request)
+        assert request.sampling_params is not None
+        assert request.sampling_params.extra_args is None
+    assert process.processor.abort_requests(["stream"], internal=True) == ["stream"]
+    assert "stream" not in process.processor.request_states
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("internal", [True, False])
+async def test_an_aborted_request_ends_by_the_engines_answer(internal: bool) -> None:
+    process = Process()
+    collector = await process.add(new_request())
+    assert process.processor.abort_requests([ID if internal else "cmpl-1"] * 2, internal) == [ID]
+    assert collector.output is None
+    process.processor.process_outputs([EngineCoreOutput(ID, [1, 2], finish_reason=FinishReason.ABORT)], 1.0, None)
+    assert isinstance(collector.output, RequestOutput)
+    (completion,) = collector.output.outputs
+    assert (list(completion.token_ids), completion.finish_reason) == ([1, 2], "abort")
+
+
+@pytest.mark.anyio
+async def test_children_of_an_aborted_request_end_by_the_engines_answers() -> None:
+    process, request = Process(), new_request("parent", n=2)
+    parent, collector = ParentRequest(request), RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "parent")
+    children = []
+    for index in range(2):
+        name, params = parent.get_child_info(index)
+        child = new_request(name)
+        child.sampling_params = params
+        process.processor.add_request(child, None, parent, index, collector)
+        await process.core.add_request_async(child)
+        children.append(name)
+    assert set(process.processor.abort_requests(["parent"], internal=True)) == set(children)
+    outputs = [EngineCoreOutput(name, [1], finish_reason=FinishReason.ABORT) for name in children]
+    process.processor.process_outputs(outputs, 1.0, None)
+    assert isinstance(collector.output, RequestOutput)
+    assert [list(each.token_ids) for each in collector.output.outputs] == [[1], [1]]
+
+
+@pytest.mark.anyio
+async def test_a_request_that_was_not_sent_is_forgotten_at_its_abort() -> None:
+    process = Process()
+    process.core.error = OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        await process.add(new_request())
+    process.processor.abort_requests([ID], internal=True)
+    assert not process.processor.request_states
+
+
+@pytest.mark.anyio
+async def test_requests_are_released_in_one_call_to_each_engine(caplog: pytest.LogCaptureFixture) -> None:
+    process = Process()
+    process.held.release("a")
+    process.held.release("b")
+    await asyncio.sleep(0.01)
+    assert process.core.calls == [(RELEASE, 0, ["a", "b"], engine) for engine in Core.core_engines]
+    process.core.error = RuntimeError("dead")
+    process.held.release("c")
+    await asyncio.sleep(0.01)
+    assert "did not release" in caplog.text
+
+
+def test_tokens_are_counted_when_they_are_generated() -> None:
+    process, one, stats = Process(), holding("a"), IterationStats()
+    last = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7], finish_reason=FinishReason.STOP)])
+    waves = [EngineCoreOutputs(outputs=step(("a", 4)).outputs, wave_complete=1) for _ in range(2)]
+    messages = [sent for message in (*waves, last) for sent in one.pass_on(message)]
+    assert [message.kept for message in messages if isinstance(message, Report)] == [4, 4, -8]
+    for message in messages[:2]:
+        process.receive(message)
+        process.record()
+    assert process.logged == [4, 4]
+    process.receive(messages[2])
+    process.record()  # of an earlier message
+    stats.num_generation_tokens = 9
+    process.record(iteration_stats=stats)
+    process.record()
+    assert process.logged == [4, 4, 0, 1, None]
+
+
+@pytest.mark.anyio
+async def test_latencies_are_means_of_a_request() -> None:
+    process, stats = Process(), IterationStats()
+    await process.add(new_request())
+    process.processor.process_outputs([EngineCoreOutput(ID, [1])], 1.0, stats)
+    process.processor.process_outputs([EngineCoreOutput(ID, [1, 2, 3, 4])], 3.0, stats)
+    assert stats.inter_token_latencies_iter == [0.5]
+    process.processor.process_outputs([EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)], 9.0, stats)
+    assert stats.inter_token_latencies_iter == [0.5]
+    assert stats.num_generation_tokens == 5
