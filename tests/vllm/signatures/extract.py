@@ -152,9 +152,9 @@ LEANED_ON = {
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "_add_request _run_output_handler _supported_tasks abort add_lora add_request collective_rpc "
         "engine_core errored finish_weight_update from_vllm_config generate get_supported_tasks input_processor "
-        "is_paused logger_manager model_config output_handler output_processor pause_generation remove_lora renderer "
-        "reset_mm_cache reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update start_weight_update "
-        "tokenizer update_weight_version update_weights vllm_config wake_up"
+        "is_paused logger_manager model_config output_handler output_processor pause_generation remove_lora "
+        "renderer reset_mm_cache reset_prefix_cache resume_generation shutdown sleep start_draft_weight_update "
+        "start_weight_update tokenizer update_weight_version update_weights vllm_config wake_up"
     },
     "vllm.v1.engine.core": {
         "EngineCore": "abort_requests preprocess_add_request scheduler",
