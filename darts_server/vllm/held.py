@@ -12,6 +12,7 @@ while it is generated, as by a stream of tokens, is released: sent as it comes f
 
 import asyncio
 import logging
+import os
 import queue
 import time
 from array import array
@@ -39,6 +40,8 @@ PASSED_ON = "darts_passed_on"
 """Name in ``extra_args`` of a request whose tokens are read while they are generated."""
 RELEASE = "darts_release"
 """Name of the engine's method that releases requests."""
+RANK = "DARTS_ENGINE_RANK"
+"""Environment variable of an engine that is one of several, each of which vLLM takes to be the only one."""
 REPORT_SECONDS = 0.01
 """How often counts are reported. Half of the interval at which they are looked at: late counts are tokens too many."""
 JOINED = 64
@@ -284,9 +287,9 @@ def hold_outputs(engine: Any) -> None:
         self._send_abort_outputs([each for each in running if each is not None and number_of(each.sampling_params)])
 
     @wraps(send)
-    def process_output_sockets(self: Any, *args: Any) -> None:
+    def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
         self.output_queue = HoldingQueue(self.output_queue)
-        send(self, *args)
+        send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
 
     def release(self: Any, client: int, request_ids: list[str]) -> None:
         self.output_queue.put_nowait((client, Release(request_ids)))

@@ -1,0 +1,208 @@
+"""Connections between the coordinator and the hosts of its engines: framed messages over TCP, and a secret token.
+
+A message is a list of byte strings, as vLLM's are. On the wire each has the number of its parts and their lengths in
+front, as unsigned little-endian integers of four bytes. The first message of a host is `Hello`. Whatever is not in
+order ends its connection, and nothing else.
+"""
+
+import asyncio
+import hmac
+import logging
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from darts_server.exceptions import EngineDead
+
+logger = logging.getLogger(__name__)
+
+Part = bytes | bytearray | memoryview
+LENGTH = struct.Struct("<I")
+MAX_PARTS = 4096
+"""Of a message: each large array is one."""
+MAX_BYTES = 1 << 30
+HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0
+"""A connection that has not said who it is by then is closed."""
+READ_BYTES = 1 << 18
+KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+"""A host whose machine is gone, or whose network is, is noticed after so many seconds without an answer."""
+
+
+class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Who connects. ``token``: of this start of the coordinator. ``rank``: of the engine; ``ready``: vLLM's own."""
+
+    token: str
+    rank: int
+    ready: bytes
+
+
+class Receiver(Protocol):
+    """What becomes of a connection's messages."""
+
+    def received(self, parts: list[bytes]) -> None: ...
+
+    def lost(self, reason: str) -> None:
+        """The connection has ended. Called once."""
+        ...
+
+
+class Malformed(Exception):
+    """Bytes that are no message."""
+
+
+class Parser:
+    """Finds the messages in a stream of bytes. ``max_bytes``: of a message."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[list[bytes]]:
+        """Return the messages that are complete now.
+
+        Raises:
+            Malformed
+        """
+        self._buffer += data
+        messages, start = [], 0
+        while (found := self._message(start)) is not None:
+            message, start = found
+            messages.append(message)
+        del self._buffer[:start]
+        return messages
+
+    def _message(self, start: int) -> tuple[list[bytes], int] | None:
+        buffer = self._buffer
+        if len(buffer) < start + LENGTH.size:
+            return None
+        (count,) = LENGTH.unpack_from(buffer, start)
+        if not 0 < count <= MAX_PARTS:
+            raise Malformed(f"a message of {count} parts")
+        head = start + LENGTH.size * (count + 1)
+        if len(buffer) < head:
+            return None
+        lengths = struct.unpack_from(f"<{count}I", buffer, start + LENGTH.size)
+        if sum(lengths) > self.max_bytes:
+            raise Malformed(f"a message of {sum(lengths)} bytes")
+        if len(buffer) < head + sum(lengths):
+            return None
+        parts = []
+        with memoryview(buffer) as view:
+            for length in lengths:
+                parts.append(bytes(view[head : head + length]))
+                head += length
+        return parts, head
+
+
+class Connection(asyncio.Protocol):
+    """One connection, at either end. ``receiver`` may be changed by what it receives."""
+
+    def __init__(self, receiver: Receiver, max_bytes: int = MAX_BYTES) -> None:
+        self.receiver = receiver
+        self.parser = Parser(max_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._reason = "it was closed"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        plug = transport.get_extra_info("socket")
+        plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self.parser.feed(data):
+                self.receiver.received(message)
+        except Exception as error:  # of what a stranger sends, or of one message of ours
+            self.close(f"{type(error).__name__}: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.receiver.lost(str(error) if error is not None else self._reason)
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """Send a message; it is lost if the connection has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            lengths = [memoryview(part).nbytes for part in parts]
+            head = struct.pack(f"<{len(parts) + 1}I", len(parts), *lengths)
+            self._transport.writelines([head, *(memoryview(part).cast("B") for part in parts)])
+
+    def close(self, reason: str) -> None:
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Hub:
+    """Where hosts connect to.
+
+    Args:
+        token: that they must have.
+        joined: called with each host that has said hello, and its connection; returns what receives its messages.
+    """
+
+    def __init__(self, token: str, joined: Callable[[Hello, Connection], Receiver]) -> None:
+        self._token = token
+        self._joined = joined
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int = 0) -> int:
+        """Listen, and return the port."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _greeting(self._token, self._joined), host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class _Greeting:
+    """Receives the first message of a connection."""
+
+    def __init__(self, token: str, joined: Callable[[Hello, Connection], Receiver]) -> None:
+        self._token, self._joined = token, joined
+        self.connection: Connection
+        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._close_silent)
+
+    def _close_silent(self) -> None:
+        self.connection.close("it did not say who it is")
+
+    def received(self, parts: list[bytes]) -> None:
+        hello = msgspec.msgpack.decode(parts[0], type=Hello)
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise Malformed("the token is not that of this coordinator")
+        self._timer.cancel()
+        self.connection.parser.max_bytes = MAX_BYTES
+        self.connection.receiver = self._joined(hello, self.connection)
+
+    def lost(self, reason: str) -> None:
+        self._timer.cancel()
+        logger.warning("a connection to the port of the engines was refused: %s", reason)
+
+
+def _greeting(token: str, joined: Callable[[Hello, Connection], Receiver]) -> Connection:
+    greeting = _Greeting(token, joined)
+    greeting.connection = Connection(greeting, HELLO_BYTES)
+    return greeting.connection
+
+
+async def connect(host: str, port: int, hello: Hello, receiver: Receiver) -> Connection:
+    """Connect an engine's host to the coordinator.
+
+    Raises:
+        EngineDead: nobody listens there.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        _, connection = await loop.create_connection(lambda: Connection(receiver), host, port)
+    except OSError as error:
+        raise EngineDead(f"the coordinator at {host}:{port} cannot be reached: {error}") from error
+    connection.send([msgspec.msgpack.encode(hello)])
+    return connection

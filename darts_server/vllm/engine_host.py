@@ -1,0 +1,98 @@
+"""The host of one engine that belongs to a coordinator elsewhere: starts vLLM's engine, and hands its messages on.
+
+    python -m darts_server.vllm.engine_host < start
+
+``start`` is `Start` as JSON, from whoever places engines. It ends with its engine, and with its connection: whoever
+started it starts it again.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from typing import Any
+
+import msgspec
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import MPClient
+from vllm.v1.executor import Executor
+
+from darts_server.fleet.transport import Connection, Hello, connect
+from darts_server.vllm import server
+from darts_server.vllm.held import RANK
+
+logger = logging.getLogger(__name__)
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    """``argv``: vLLM's flags. ``host``, ``port``: of the coordinator. ``token``, ``rank``: see `Hello`."""
+
+    argv: list[str]
+    host: str
+    port: int
+    token: str
+    rank: int
+
+
+class LocalEngine(MPClient):
+    """vLLM's client of an engine that it starts on this machine, without its tasks that read the engine's messages."""
+
+    ready = b""
+
+    def _apply_ready_response(self, payload: bytes) -> None:
+        self.ready = payload
+        super()._apply_ready_response(payload)
+
+
+class Relay:
+    """Hands the coordinator's messages to the engine."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def received(self, parts: list[bytes]) -> None:
+        self._engine.input_socket.send_multipart([self._engine.core_engine, *parts], copy=False)
+
+    def lost(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(f"the connection to the coordinator has ended: {reason}")
+
+
+async def hand_on(engine: LocalEngine, connection: Connection) -> str:
+    """Hand the engine's messages on until it is dead; return why."""
+    socket: Any = engine.resources.output_socket
+    while True:
+        parts = await socket.recv_multipart()
+        connection.send(parts)
+        if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
+            return "the engine has died"
+
+
+async def run(start: Start) -> str:
+    """Run an engine until it ends, or is not wanted any more; return why."""
+    os.environ[RANK] = str(start.rank)
+    args = server.parse(start.argv)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
+    try:
+        relay = Relay(engine)
+        hello = Hello(start.token, start.rank, engine.ready)
+        connection = await connect(start.host, start.port, hello, relay)
+        handing_on = asyncio.ensure_future(hand_on(engine, connection))
+        await asyncio.wait([handing_on, relay.ended], return_when=asyncio.FIRST_COMPLETED)
+        return handing_on.result() if handing_on.done() else relay.ended.result()
+    finally:
+        engine.shutdown()
+
+
+def main() -> int:
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
+    reason = asyncio.run(run(start))
+    logger.error("engine %d ends: %s", start.rank, reason)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
