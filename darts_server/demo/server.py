@@ -29,7 +29,13 @@ PLAIN = ("vllm.entrypoints.openai.api_server", "--model", str(MODEL))
 
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "320")
 # One thread: so small a model gains nothing from more, and the server's other processes need the cores.
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+# And forked from it, as each would import vLLM anew.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
 STARTUP_SECONDS = 300.0  # importing vLLM takes half a minute, and several times that from a cold disk
 GRACE_SECONDS = 30.0  # vLLM stops within a few seconds
 POLL_SECONDS = 0.3

@@ -47,7 +47,8 @@ def plain(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def environment() -> Iterator[None]:
     """The environment of an engine that is started from this process."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | EAGER).items():
+        # Not forked from this process, which has computed with several threads.
+        for name, value in (ENVIRONMENT | EAGER | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}).items():
             patch.setenv(name, value)
         yield
 
