@@ -1,19 +1,26 @@
 """Start vLLM's engine, and everything of ours that is bound to it."""
 
+import asyncio
 import hashlib
 import json
+import secrets
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import EngineCoreClient
 
+from darts_server.fleet.transport import Hub
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
+from darts_server.vllm.engine_host import Start
+from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
@@ -24,6 +31,7 @@ from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
 
+LOOPBACK = "127.0.0.1"
 MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
 """Of a model in a folder: its weights, and what they are put together by."""
 
@@ -54,11 +62,56 @@ class RunningEngine:
         self.llm.held.on_step = listener
 
 
+Place = Callable[[Sequence[Start]], AbstractAsyncContextManager[asyncio.Future[None]]]
+"""Starts a host for each engine, and again whenever it ends, until the block ends. The future fails if it gives up."""
+
+
 @asynccontextmanager
-async def start_engine(args: Namespace, gate: Gate | None = None) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``gate``: what every request passes."""
+async def start_engines(args: Namespace, argv: Sequence[str], count: int, place: Place) -> AsyncIterator[RunningEngine]:
+    """Run ``count`` engines, whose hosts ``place`` starts with vLLM's flags ``argv``, behind this process."""
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    config.parallel_config.data_parallel_size = count  # to everything above, each engine is a rank
+    model: list[VllmModel] = []
+
+    async def bring_to_state(engine: bytes) -> None:
+        if model:
+            await model[0].bring_to_state(engine)
+
+    core = FleetCore(config, bring_to_state)
+    token = secrets.token_hex(16)
+    hub = Hub(token, core.joined)
+    port = await hub.listen(LOOPBACK)
+    starts = [Start(list(argv), LOOPBACK, port, token, rank) for rank in range(count)]
+    try:
+        async with place(starts) as placed:
+            coming = asyncio.ensure_future(core.wait_for_all())
+            await asyncio.wait([coming, placed], return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                placed.result()
+            with in_place_of_vllms_client(core):
+                async with start_engine(args, config=config) as running:
+                    model.append(running.model)
+                    yield running
+    finally:
+        hub.close()
+
+
+@contextmanager
+def in_place_of_vllms_client(core: FleetCore) -> Iterator[None]:
+    """Let vLLM use this client of its engine."""
+    with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: core)):
+        yield
+
+
+@asynccontextmanager
+async def start_engine(
+    args: Namespace, gate: Gate | None = None, config: VllmConfig | None = None
+) -> AsyncIterator[RunningEngine]:
+    """Run the engine until the block ends. ``gate``: what every request passes. ``config``: if not by ``args``."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    if config is None:
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     refuse_speculation(config.speculative_config)  # a model may bring its own
     fingerprint = fingerprint_of(config)
     limit_checks()
