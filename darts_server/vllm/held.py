@@ -3,7 +3,8 @@
 vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, and a server is
 full at some 40,000 tokens a second. Nobody reads most of them before the request ends. So a request whose caller wants
 its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
-others at its end, or its abort, in one output. In between the engine reports how many tokens each request has.
+others at its end, or its abort, in one output, or some hundreds at a time: so no turn of the event loop has much to do
+with one, and not more than these are lost with an engine. In between the engine reports how many tokens each has.
 
 The first half runs in the engine's process, in the thread that sends its outputs. Its second runs in the API process.
 An abort of such a request is answered by the engine, with all that was generated: nothing else has it. What is read
@@ -16,6 +17,7 @@ import os
 import queue
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import wraps
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
@@ -44,8 +46,8 @@ RANK = "DARTS_ENGINE_RANK"
 """Environment variable of an engine that is one of several, each of which vLLM takes to be the only one."""
 REPORT_SECONDS = 0.01
 """How often counts are reported. Half of the interval at which they are looked at: late counts are tokens too many."""
-JOINED = 64
-"""Arrays of log-probs that are collected before they are joined: each keeps those of a whole step alive."""
+MOST_KEPT = 256
+"""Tokens of a request that are kept at most; twice that for some: requests that began together are sent one by one."""
 
 Step = tuple[int, float, int]
 StepListener = Callable[[int, float, int], None]
@@ -85,15 +87,15 @@ class Release(NamedTuple):
 class Request:
     """What is kept of one request. ``count``: of the tokens that it has generated, sent or kept."""
 
-    __slots__ = ("_events", "_joined", "_logprobs", "_nans", "_tokens", "count", "held", "number")
+    __slots__ = ("_events", "_logprobs", "_most", "_nans", "_tokens", "count", "held", "number")
 
     def __init__(self, number: int, held: bool) -> None:
         self.number, self.held, self.count = number, held, 0
+        self._most = MOST_KEPT + 7 * number % MOST_KEPT
         self._clear()
 
     def _clear(self) -> None:
         self._tokens: list[int] = []
-        self._joined: list[LogprobsLists] = []
         self._logprobs: list[LogprobsLists] = []
         self._events: list[Any] = []
         self._nans = 0
@@ -101,11 +103,10 @@ class Request:
     def keep(self, output: EngineCoreOutput) -> None:
         """Keep what an output has."""
         self._tokens += output.new_token_ids
-        if output.new_logprobs is not None:
-            self._logprobs.append(output.new_logprobs)
-            if len(self._logprobs) == JOINED:
-                self._joined.append(join(self._logprobs))
-                self._logprobs = []
+        if (logprobs := output.new_logprobs) is not None:
+            # Copies: they may be parts of arrays of a whole step, in memory that later steps use again.
+            copies = logprobs.logprob_token_ids.copy(), logprobs.logprobs.copy(), logprobs.sampled_token_ranks.copy()
+            self._logprobs.append(LogprobsLists(*copies))
         if output.events:
             self._events += output.events
         self._nans += output.num_nans_in_logits
@@ -113,9 +114,8 @@ class Request:
     def join(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Put what was kept before what an output has."""
         self.keep(output)
-        logprobs = [*self._joined, *self._logprobs]
         output.new_token_ids = self._tokens
-        output.new_logprobs = join(logprobs) if logprobs else None
+        output.new_logprobs = join(self._logprobs) if self._logprobs else None
         output.events = self._events or None
         output.num_nans_in_logits = self._nans
         self._clear()
@@ -124,6 +124,10 @@ class Request:
     @property
     def kept(self) -> int:
         return len(self._tokens)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tokens) >= self._most
 
 
 def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
@@ -183,6 +187,9 @@ class Holding:
                 passed.append(request.join(output))
             elif is_first or not request.held:
                 passed.append(output)
+            elif request.is_full:
+                self._kept -= request.kept
+                passed.append(request.join(output))
             else:
                 request.keep(output)
                 self._kept += tokens
@@ -206,7 +213,7 @@ class Holding:
         report = Report(**structs.asdict(message), kept=kept)
         if due:
             self._reported = self._clock()
-            requests = self._requests.values()
+            requests = [request for request in self._requests.values() if request.held]
             report.numbers = array("q", [request.number for request in requests]).tobytes()
             report.counts = array("i", [request.count for request in requests]).tobytes()
             report.steps, self._steps = tuple(self._steps), []
@@ -330,14 +337,14 @@ class HeldRequests:
         self.on_step: StepListener | None = None
         self._core, self._states, self._on_message = engine_core, processor.request_states, on_message
         self._numbers = count(1)
-        self._counts: dict[int, dict[int, int]] = {}  # of each engine, by number
-        self._kept = 0  # tokens that vLLM's loggers do not know of
+        self._counts: dict[int, int] = {}  # of running requests, by number
+        self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
         self._released: list[str] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._receive_reports()
         self._number_requests()
         self._leave_aborts_to_engine(processor)
-        _divide_latencies(processor)
+        self._follow(processor)
         if loggers is not None:
             self._log_kept(loggers)
 
@@ -349,8 +356,7 @@ class HeldRequests:
         received = int(state.detokenizer.num_output_tokens())
         if (held := _held(state)) is None:
             return received
-        counts = (each[held.number] for each in self._counts.values() if held.number in each)
-        return max(received, held.before + next(counts, 0))
+        return max(received, held.before + self._counts.get(held.number, 0))
 
     def release(self, request_id: str) -> None:
         """Let the tokens of a request come as they are generated: in one call for all of a turn of the event loop."""
@@ -373,10 +379,8 @@ class HeldRequests:
         def decode(frames: Any) -> Report:
             report: Report = ours.decode(frames)
             self._on_message()
-            self._kept += report.kept
-            if report.numbers:
-                numbers, counts = array("q", report.numbers), array("i", report.counts)
-                self._counts[report.engine_index] = dict(zip(numbers, counts, strict=True))
+            self._kept[report.engine_index] += report.kept
+            self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
             if self.on_step is not None:
                 for step in report.steps:
                     self.on_step(*step)
@@ -417,39 +421,47 @@ class HeldRequests:
         def abort_requests(request_ids: Iterable[str], internal: bool) -> list[str]:
             names = list(request_ids)
             ids = names if internal else [each for name in names for each in processor.external_req_ids.get(name, ())]
-            ours = dict.fromkeys(each for each in ids if _held(self._states.get(each)))
+            ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
+            ours = [each for each in ids if _held(self._states.get(each))]
             return [*ours, *forget([each for each in ids if each not in ours], True)]  # which calls this for children
 
         processor.abort_requests = abort_requests  # type: ignore[method-assign]  # of this one
+
+    def _follow(self, processor: OutputProcessor) -> None:
+        """Forget the counts of requests that have ended, and let vLLM's metrics have times that say something."""
+        update = processor._update_stats_from_output
+
+        def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
+            if (held := _held(state)) is None:
+                update(state, output, timestamp, stats)
+                return
+            if output.finish_reason is not None:
+                self._counts.pop(held.number, None)
+            if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
+                return  # it has no first token, and so no times
+            before = 0 if stats is None else len(stats.inter_token_latencies_iter)
+            update(state, output, timestamp, stats)
+            if stats is not None and len(stats.inter_token_latencies_iter) > before:
+                # The mean time between tokens that come together, in place of their sum.
+                latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
+                if tokens:
+                    stats.inter_token_latencies_iter.append(latency / tokens)
+
+        processor._update_stats_from_output = update_stats  # type: ignore[method-assign]  # of this one
 
     def _log_kept(self, loggers: Any) -> None:
         """Let vLLM's loggers count tokens when they are generated, though they come later."""
         record = loggers.record
 
-        def record_kept(*args: Any, iteration_stats: IterationStats | None = None, **more: Any) -> None:
-            if self._kept:
+        def record_kept(*, iteration_stats: IterationStats | None = None, engine_idx: int = 0, **more: Any) -> None:
+            if kept := self._kept[engine_idx]:
                 iteration_stats = iteration_stats or IterationStats()
-                tokens = iteration_stats.num_generation_tokens + self._kept
+                tokens = iteration_stats.num_generation_tokens + kept
                 # Negative: some of a later message, which has come but was not processed yet.
-                iteration_stats.num_generation_tokens, self._kept = max(0, tokens), min(0, tokens)
-            record(*args, iteration_stats=iteration_stats, **more)
+                iteration_stats.num_generation_tokens, self._kept[engine_idx] = max(0, tokens), min(0, tokens)
+            record(iteration_stats=iteration_stats, engine_idx=engine_idx, **more)
 
         loggers.record = record_kept
-
-
-def _divide_latencies(processor: OutputProcessor) -> None:
-    """Let vLLM's metrics have the mean time between the tokens of a request that was held, in place of their sum."""
-    update = processor._update_stats_from_output
-
-    def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-        before = 0 if stats is None else len(stats.inter_token_latencies_iter)
-        update(state, output, timestamp, stats)
-        if stats is not None and len(stats.inter_token_latencies_iter) > before and _held(state):
-            latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
-            if tokens:
-                stats.inter_token_latencies_iter.append(latency / tokens)
-
-    processor._update_stats_from_output = update_stats  # type: ignore[method-assign]  # of this one
 
 
 def _held(state: RequestState | None) -> HeldRequest | None:

@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.vllm.held import (
     ARGUMENT,
+    MOST_KEPT,
     PASSED_ON,
     RELEASE,
     REPORT_SECONDS,
@@ -165,6 +166,16 @@ def test_what_cannot_be_joined_is_passed_on() -> None:
     assert len(message.outputs) == 1
 
 
+def test_some_hundreds_of_tokens_are_kept_at_most_of_each_request_as_many_of_its_own() -> None:
+    one, sent_at = holding("a", "b"), dict[str, int]()
+    for number in range(2 * MOST_KEPT + 2):
+        for message in one.pass_on(step(("a", 1), ("b", 1))):
+            for output in message.outputs:
+                sent_at.setdefault(output.request_id, number)
+                assert MOST_KEPT < len(output.new_token_ids) <= 2 * MOST_KEPT
+    assert len(set(sent_at.values())) == 2
+
+
 def test_what_was_released_comes_as_it_is_generated() -> None:
     one = holding("a", "b")
     one.pass_on(step(("a", 2), ("b", 1)))
@@ -296,7 +307,7 @@ class Process:
     def note(self) -> None:
         self.messages += 1
 
-    def record(self, *, iteration_stats: IterationStats | None = None) -> None:
+    def record(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0) -> None:
         """vLLM's loggers."""
         self.logged.append(None if iteration_stats is None else iteration_stats.num_generation_tokens)
 
@@ -364,7 +375,7 @@ async def test_streams_and_inputs_that_stream_are_vllms() -> None:
         await process.add(request)
         assert request.sampling_params is not None
         assert request.sampling_params.extra_args is None
-    assert process.processor.abort_requests(["stream"], internal=True) == ["stream"]
+    assert process.processor.abort_requests(["stream"] * 2, internal=True) == ["stream"]
     assert "stream" not in process.processor.request_states
 
 
@@ -451,3 +462,13 @@ async def test_latencies_are_means_of_a_request() -> None:
     process.processor.process_outputs([EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)], 9.0, stats)
     assert stats.inter_token_latencies_iter == [0.5]
     assert stats.num_generation_tokens == 5
+    assert process.held.tokens(ID) is None
+
+
+@pytest.mark.anyio
+async def test_a_request_that_is_aborted_without_a_token_has_no_times() -> None:
+    process, stats = Process(), IterationStats()
+    await process.add(new_request())
+    process.processor.process_outputs([EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)], 9.0, stats)
+    (ended,) = stats.finished_requests
+    assert (ended.prefill_time, ended.inference_time, stats.time_to_first_tokens_iter) == (0, 0, [])
