@@ -31,6 +31,7 @@ class VllmModel:
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
         self._checkpoint: TensorSet | None = None  # read once
+        self._loaded: FilePlan | None = None  # what all engines have; `None`: what they were started with
         self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._tensors)
 
     @property
@@ -78,7 +79,21 @@ class VllmModel:
     async def load(self, files: FilePlan) -> None:
         plan = [(str(file.path), list(file.stamp), list(names)) for file, names in files]
         await self._call_workers("darts_load_weights", plan)
+        self._loaded = files
 
+    async def bring_to_state(self, engine: bytes) -> None:
+        """Bring an engine that has started again to the weights of the others.
+
+        Raises:
+            UpdateFailed
+        """
+        core: Any = self._llm.engine_core
+        if self._loaded is not None:
+            plan = [(str(file.path), list(file.stamp), list(names)) for file, names in self._loaded]
+            call = ("collective_rpc", "darts_load_weights", None, (plan,), None)
+            errors = [error for error in await core._call_utility_async(*call, engine=engine) if error is not None]
+            if errors:
+                raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
     async def abandon_update(self) -> None:
         await self._call_workers("darts_abandon_update")
 
