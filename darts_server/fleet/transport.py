@@ -10,8 +10,8 @@ import hmac
 import logging
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
 
 import msgspec
 
@@ -60,31 +60,27 @@ class Parser:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[list[bytes]]:
-        """Return the messages that are complete now.
+    def feed(self, data: bytes) -> Iterator[list[bytes]]:
+        """Yield the messages that are complete now.
 
         Raises:
             Malformed
         """
         self._buffer += data
-        messages, start = [], 0
-        while (found := self._message(start)) is not None:
-            message, start = found
-            messages.append(message)
-        del self._buffer[:start]
-        return messages
+        while (message := self._next()) is not None:
+            yield message
 
-    def _message(self, start: int) -> tuple[list[bytes], int] | None:
+    def _next(self) -> list[bytes] | None:
         buffer = self._buffer
-        if len(buffer) < start + LENGTH.size:
+        if len(buffer) < LENGTH.size:
             return None
-        (count,) = LENGTH.unpack_from(buffer, start)
+        (count,) = LENGTH.unpack_from(buffer)
         if not 0 < count <= MAX_PARTS:
             raise Malformed(f"a message of {count} parts")
-        head = start + LENGTH.size * (count + 1)
+        head = LENGTH.size * (count + 1)
         if len(buffer) < head:
             return None
-        lengths = struct.unpack_from(f"<{count}I", buffer, start + LENGTH.size)
+        lengths = struct.unpack_from(f"<{count}I", buffer, LENGTH.size)
         if sum(lengths) > self.max_bytes:
             raise Malformed(f"a message of {sum(lengths)} bytes")
         if len(buffer) < head + sum(lengths):
@@ -94,7 +90,8 @@ class Parser:
             for length in lengths:
                 parts.append(bytes(view[head : head + length]))
                 head += length
-        return parts, head
+        del buffer[:head]
+        return parts
 
 
 class Connection(asyncio.Protocol):
@@ -107,8 +104,7 @@ class Connection(asyncio.Protocol):
         self._reason = "it was closed"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class
         plug = transport.get_extra_info("socket")
         plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

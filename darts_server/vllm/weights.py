@@ -94,6 +94,7 @@ class VllmModel:
             errors = [error for error in await core._call_utility_async(*call, engine=engine) if error is not None]
             if errors:
                 raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
+
     async def abandon_update(self) -> None:
         await self._call_workers("darts_abandon_update")
 
