@@ -1,0 +1,147 @@
+"""Ray places the hosts of engines, gives them their GPUs, and says when one has ended; then another is started.
+
+The traffic of candidates does not go through Ray: each host connects to the coordinator by itself.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from darts_server.exceptions import InvalidSetting
+
+logger = logging.getLogger(__name__)
+
+HERE = "local"
+"""Ray's name for a cluster that it starts."""
+HOST = "darts_server.vllm.engine_host"
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before an engine is started again; twice as many after each that did not last."""
+LASTED_SECONDS = 120.0
+MAX_FAILURES = 5
+"""Engines in a row, of one rank, that did not last: then it is not tried again."""
+STOP_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray reserves for an engine, on one node."""
+
+    gpus: float = 0.0
+    cpus: float = 1.0
+
+
+class HostActor:
+    """Runs one host as its child, with the devices that Ray gives this actor, until that ends."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, start: bytes, environment: dict[str, str]) -> int:
+        """Return the exit code of the host."""
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", HOST, str(os.getpid())], stdin=subprocess.PIPE, env=os.environ | environment
+        )
+        self._child.communicate(start)
+        return self._child.returncode
+
+    def stop(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
+
+class Placed:
+    """Hosts, each of which is started again when it has ended.
+
+    ``given_up``: fails when one is not started again.
+    """
+
+    def __init__(self, group: Any, resources: Resources, environment: dict[str, str]) -> None:
+        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._group = group
+        self._resources = resources
+        self._environment = environment
+        self._actors: dict[int, Any] = {}
+
+    async def keep(self, rank: int, start: bytes) -> None:
+        """Run the host of an engine, again and again."""
+        failures, pause = 0, FIRST_PAUSE
+        while not self.given_up.done():
+            began = time.monotonic()
+            reason = await self._run(rank, start)
+            lasted = time.monotonic() - began > LASTED_SECONDS
+            failures, pause = (0, FIRST_PAUSE) if lasted else (failures + 1, min(2 * pause, LONGEST_PAUSE))
+            logger.error("the host of engine %d has ended: %s", rank, reason)
+            if failures == MAX_FAILURES:
+                self.given_up.set_exception(RuntimeError(f"engine {rank} did not start {failures} times: {reason}"))
+            await asyncio.sleep(pause)
+
+    async def _run(self, rank: int, start: bytes) -> str:
+        actor = self._actors[rank] = self._new_actor(rank)
+        try:
+            return f"exit code {await actor.run.remote(start, self._environment)}; its log says why"
+        except RayError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            with suppress(Exception):
+                ray.kill(actor)
+
+    def _new_actor(self, rank: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        return (
+            ray.remote(HostActor)
+            .options(
+                num_cpus=self._resources.cpus,
+                num_gpus=self._resources.gpus,
+                max_concurrency=2,  # so that `stop` is heard
+                scheduling_strategy=strategy,
+            )
+            .remote()
+        )
+
+    async def stop(self) -> None:
+        calls = [actor.stop.remote() for actor in self._actors.values()]
+        with suppress(Exception):
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*calls, return_exceptions=True)
+
+
+@asynccontextmanager
+async def place(
+    starts: Sequence[bytes], resources: Resources, environment: dict[str, str]
+) -> AsyncIterator[asyncio.Future[None]]:
+    """Keep a host for each engine running until the block ends.
+
+    Raises:
+        InvalidSetting: the cluster has not what they need.
+    """
+    group = placement_group([{"CPU": resources.cpus, "GPU": resources.gpus} for _ in starts])
+    if not await asyncio.to_thread(group.wait, 30):
+        remove_placement_group(group)
+        raise InvalidSetting(
+            f"Ray's cluster has not {len(starts)} x ({resources.gpus:g} GPUs, {resources.cpus:g} CPUs) on single nodes "
+            f"that are free; it has {ray.cluster_resources()}"
+        )
+    placed = Placed(group, resources, environment)
+    tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
+    try:
+        yield placed.given_up
+    finally:
+        placed.given_up.cancel()
+        await placed.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        remove_placement_group(group)
