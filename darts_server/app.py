@@ -4,7 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +36,7 @@ from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import TrainerReport
+from darts_server.ray.settings import prepare_cluster
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
@@ -62,7 +63,7 @@ from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
-from darts_server.vllm.launch import RunningEngine, start_engine
+from darts_server.vllm.launch import RunningEngine, start_engine, start_engines
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.rules import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
@@ -89,7 +90,8 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         CarriedFile(settings.state_dir) as carried_file,
         Staging(settings.weights_staging) as staging,
     ):
-        return server.run(args, lambda: _serve(settings, args, access, Stores(store, carried_file), staging))
+        stores = Stores(store, carried_file)
+        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, stores, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -142,11 +144,25 @@ class Rooms:
     dialect_controls: Controls
 
 
-async def _serve(settings: Settings, args: Namespace, access: Access, stores: Stores, staging: Staging) -> int:
+def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> AbstractAsyncContextManager[RunningEngine]:
+    """Start one engine, or several under Ray."""
+    if settings.replicas is None:
+        return start_engine(args)
+    if settings.ray_address is None:
+        prepare_cluster()
+    from darts_server.ray.place import Cluster  # imports Ray
+
+    cluster = Cluster(settings.ray_address, settings.gpus_per_replica, settings.cpus_per_replica)
+    return start_engines(args, argv, settings.replicas, cluster.place)
+
+
+async def _serve(
+    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, stores: Stores, staging: Staging
+) -> int:
     exit_on_signals()
     supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
-        async with start_engine(args) as engine:
+        async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)

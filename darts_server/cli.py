@@ -4,12 +4,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import chain
 
 from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
-from darts_server.ray.settings import prepare_cluster, value_of
 
 USAGE_ERROR = 2
 
@@ -75,8 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    if value_of(argv, "--replicas") is not None:
-        return _serve_replicas(argv)
     parser = _settings_parser("serve", SERVE, SERVE_MORE)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
@@ -87,17 +83,6 @@ def _serve(argv: list[str]) -> int:
     from darts_server import app  # imports vLLM, which takes seconds
 
     return app.serve(loaded, vllm_argv)
-
-
-def _serve_replicas(argv: list[str]) -> int:
-    if find_spec("ray") is None:
-        raise InvalidSetting("--replicas runs the servers under Ray: pip install 'darts-server[ray]'")
-
-    if value_of(argv, "--ray-address") is None:
-        prepare_cluster()
-    from darts_server.ray import command  # imports Ray
-
-    return command.main(argv)
 
 
 def _doctor(argv: list[str]) -> int:

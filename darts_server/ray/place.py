@@ -118,8 +118,39 @@ class Placed:
                 await asyncio.gather(*calls, return_exceptions=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where engines run. ``address``: of a Ray cluster; ``None``: one that is started here, and ends with the block."""
+
+    address: str | None
+    gpus: float | None
+    cpus: float
+
+    @asynccontextmanager
+    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[asyncio.Future[None]]:
+        """Keep a host for each engine running until the block ends. ``divided_over``: GPUs of one engine's model.
+
+        Raises:
+            InvalidSetting: there is no cluster, or it has not what they need.
+        """
+        try:
+            ray.init(address=self.address or HERE, include_dashboard=False if self.address is None else None)
+        except Exception as error:  # it raises exceptions of no common class
+            where = (
+                "could not be started on this machine" if self.address is None else f"at {self.address} was not reached"
+            )
+            raise InvalidSetting(f"a Ray cluster {where}: {error}") from error
+        try:
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+            gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
+            async with keep_running(starts, Resources(gpus, self.cpus), {}) as given_up:
+                yield given_up
+        finally:
+            ray.shutdown()
+
+
 @asynccontextmanager
-async def place(
+async def keep_running(
     starts: Sequence[bytes], resources: Resources, environment: dict[str, str]
 ) -> AsyncIterator[asyncio.Future[None]]:
     """Keep a host for each engine running until the block ends.
@@ -127,7 +158,8 @@ async def place(
     Raises:
         InvalidSetting: the cluster has not what they need.
     """
-    group = placement_group([{"CPU": resources.cpus, "GPU": resources.gpus} for _ in starts])
+    wanted = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+    group = placement_group([wanted for _ in starts])
     if not await asyncio.to_thread(group.wait, 30):
         remove_placement_group(group)
         raise InvalidSetting(

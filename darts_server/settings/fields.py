@@ -402,6 +402,22 @@ class Settings(BaseSettings):
         description="Seconds without output from an engine that has requests, after which the server exits with an "
         "error. 0 disables it.",
     )
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Engines behind this server, each with the GPUs of --tensor-parallel-size and the like, placed, "
+        "watched and started again by Ray. Default: one engine, without Ray.",
+    )
+    ray_address: str | None = Field(
+        None,
+        description="Ray cluster for --replicas: auto, or HOST:PORT of its head. Default: one is started on this "
+        "machine, and ends with the server.",
+    )
+    gpus_per_replica: float | None = Field(
+        None, ge=0, description="GPUs that Ray reserves for an engine. Default: as many as the model is divided over."
+    )
+    cpus_per_replica: float = Field(1.0, ge=0, description="CPUs that Ray reserves for an engine.")
     log_format: LogFormat = Field("console", description="Format of all log lines, including vLLM's.")
     log_level: LogLevel | None = Field(
         None,

@@ -1,9 +1,9 @@
 """The host of one engine that belongs to a coordinator elsewhere: starts vLLM's engine, and hands its messages on.
 
-    python -m darts_server.vllm.engine_host < start
+    python -m darts_server.vllm.engine_host PID < start
 
-``start`` is `Start` as JSON, from whoever places engines. It ends with its engine, and with its connection: whoever
-started it starts it again.
+``start`` is `Start` as JSON, from whoever places engines. It ends with its engine, with its connection, and with the
+process PID that has started it, which starts it again.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from vllm.v1.executor import Executor
 from darts_server.fleet.transport import Connection, Hello, connect
 from darts_server.vllm import server
 from darts_server.vllm.held import RANK
+from darts_server.vllm.plugin import end_with_process
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ async def run(start: Start) -> str:
 
 
 def main() -> int:
+    end_with_process(int(sys.argv[1]))
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     reason = asyncio.run(run(start))
     logger.error("engine %d ends: %s", start.rank, reason)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -62,14 +63,16 @@ class RunningEngine:
         self.llm.held.on_step = listener
 
 
-Place = Callable[[Sequence[Start]], AbstractAsyncContextManager[asyncio.Future[None]]]
-"""Starts a host for each engine, and again whenever it ends, until the block ends. The future fails if it gives up."""
+Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[asyncio.Future[None]]]
+"""Starts a host for each engine with what it reads, and again whenever it ends, until the block ends. Also gets how many
+GPUs an engine's model is divided over. The future fails if it gives up."""
 
 
 @asynccontextmanager
 async def start_engines(args: Namespace, argv: Sequence[str], count: int, place: Place) -> AsyncIterator[RunningEngine]:
     """Run ``count`` engines, whose hosts ``place`` starts with vLLM's flags ``argv``, behind this process."""
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    divided_over = config.parallel_config.world_size
     config.parallel_config.data_parallel_size = count  # to everything above, each engine is a rank
     model: list[VllmModel] = []
 
@@ -81,9 +84,9 @@ async def start_engines(args: Namespace, argv: Sequence[str], count: int, place:
     token = secrets.token_hex(16)
     hub = Hub(token, core.joined)
     port = await hub.listen(LOOPBACK)
-    starts = [Start(list(argv), LOOPBACK, port, token, rank) for rank in range(count)]
+    starts = [msgspec.json.encode(Start(list(argv), LOOPBACK, port, token, rank)) for rank in range(count)]
     try:
-        async with place(starts) as placed:
+        async with place(starts, divided_over) as placed:
             coming = asyncio.ensure_future(core.wait_for_all())
             await asyncio.wait([coming, placed], return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
