@@ -36,7 +36,6 @@ from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import TrainerReport
-from darts_server.ray.settings import prepare_cluster
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
@@ -148,8 +147,6 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     """Start one engine, or several under Ray."""
     if settings.replicas is None:
         return start_engine(args)
-    if settings.ray_address is None:
-        prepare_cluster()
     from darts_server.ray.place import Cluster  # imports Ray
 
     cluster = Cluster(settings.ray_address, settings.gpus_per_replica, settings.cpus_per_replica)

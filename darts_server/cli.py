@@ -8,6 +8,7 @@ from itertools import chain
 
 from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
+from darts_server.ray.settings import prepare_cluster
 
 USAGE_ERROR = 2
 
@@ -79,6 +80,9 @@ def _serve(argv: list[str]) -> int:
         return 0
     loaded, vllm_argv = _load_settings(parser, argv)
     logs.set_up(loaded.log_format, loaded.log_level)
+
+    if loaded.replicas is not None and loaded.ray_address is None:
+        prepare_cluster()  # before vLLM imports Ray
 
     from darts_server import app  # imports vLLM, which takes seconds
 

@@ -136,9 +136,7 @@ class Cluster:
         try:
             ray.init(address=self.address or HERE, include_dashboard=False if self.address is None else None)
         except Exception as error:  # it raises exceptions of no common class
-            where = (
-                "could not be started on this machine" if self.address is None else f"at {self.address} was not reached"
-            )
+            where = "cannot be started here" if self.address is None else f"at {self.address} was not reached"
             raise InvalidSetting(f"a Ray cluster {where}: {error}") from error
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0

@@ -64,8 +64,8 @@ class RunningEngine:
 
 
 Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[asyncio.Future[None]]]
-"""Starts a host for each engine with what it reads, and again whenever it ends, until the block ends. Also gets how many
-GPUs an engine's model is divided over. The future fails if it gives up."""
+"""Starts a host for each engine with what it reads, and again whenever it ends, until the block ends. The number: GPUs
+that an engine's model is divided over. The future fails if it gives up."""
 
 
 @asynccontextmanager
