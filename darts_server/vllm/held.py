@@ -51,7 +51,7 @@ StepListener = Callable[[int, float, int], None]
 """Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
 
 
-class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
     """vLLM's message with what the engine holds; vLLM's decoder reads it as its own.
 
     ``numbers``: int64 of each request, ``counts``: int32, its tokens so far; both empty while none are due. ``steps``:
@@ -392,7 +392,8 @@ class HeldRequests:
             params, state = request.sampling_params, self._states.get(request.request_id)
             is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
             if params is None or state is None or not is_final_only or request.resumable:
-                return await add(request)
+                await add(request)
+                return
             extra = params.extra_args or {}
             number, before = (
                 next(self._numbers),
@@ -444,7 +445,8 @@ class HeldRequests:
                 if tokens:
                     stats.inter_token_latencies_iter.append(latency / tokens)
 
-        processor._update_stats_from_output = update_stats  # type: ignore[method-assign]  # of this one
+        changed: Any = processor  # this one, not its class
+        changed._update_stats_from_output = update_stats
 
     def _log_kept(self, loggers: Any) -> None:
         """Let vLLM's loggers count tokens when they are generated, though they come later."""
