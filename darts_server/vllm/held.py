@@ -1,8 +1,7 @@
-"""Keep what a request generates in the engine's process until the request ends: the API process pays nothing per token.
+"""Keep what a request generates in the engine's process until it ends: the API process pays by the request.
 
-vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, and a server is
-full at some 40,000 tokens a second. Nobody reads most of them before the request ends. So a request whose caller wants
-its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
+vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, though most are
+not read before the request ends. So a request whose caller wants its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
 others at its end, or its abort, in one output, or some hundreds at a time: so no turn of the event loop has much to do
 with one, and not more than these are lost with an engine. In between the engine reports how many tokens each has.
 
@@ -395,10 +394,8 @@ class HeldRequests:
                 await add(request)
                 return
             extra = params.extra_args or {}
-            number, before = (
-                next(self._numbers),
-                0 if state.detokenizer is None else state.detokenizer.num_output_tokens(),
-            )
+            number = next(self._numbers)
+            before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
             setattr(state, ARGUMENT, HeldRequest(number, before))
             # Stop strings are searched for in this process.
             is_read = bool(params.stop) or PASSED_ON in extra
