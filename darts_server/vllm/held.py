@@ -1,9 +1,10 @@
 """Keep what a request generates in the engine's process until it ends: the API process pays by the request.
 
 vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, though most are
-not read before the request ends. So a request whose caller wants its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
-others at its end, or its abort, in one output, or some hundreds at a time: so no turn of the event loop has much to do
-with one, and not more than these are lost with an engine. In between the engine reports how many tokens each has.
+not read before the request ends. So a request whose caller wants its final output alone is *held*: its first token is
+sent as ever, with the prompt's log-probs and vLLM's times, and all others at its end, or its abort, in one output, or
+some hundreds at a time: so no turn of the event loop has much to do with one, and not more than these are lost with an
+engine. In between the engine reports how many tokens each has.
 
 The first half runs in the engine's process, in the thread that sends its outputs. Its second runs in the API process.
 An abort of such a request is answered by the engine, with all that was generated: nothing else has it. What is read
