@@ -30,7 +30,8 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.types import OFF
 from darts_server.vllm.engine import VllmPort, VllmRollouts
-from darts_server.vllm.launch import RunningEngine, StepListener
+from darts_server.vllm.held import StepListener
+from darts_server.vllm.launch import RunningEngine
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 

@@ -29,7 +29,7 @@ PLAIN = ("vllm.entrypoints.openai.api_server", "--model", str(MODEL))
 
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "320")
 # One thread: so small a model gains nothing from more, and the server's other processes need the cores.
-# And forked from it, as each would import vLLM anew.
+# They are forked, as each would import vLLM again.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",

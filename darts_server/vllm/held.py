@@ -1,10 +1,10 @@
-"""Keep what a request generates in the engine's process until the request ends: the API process pays nothing per token.
+"""Keep what a request generates in the engine's process until it ends: the API process pays by the request.
 
-vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, and a server is
-full at some 40,000 tokens a second. Nobody reads most of them before the request ends. So a request whose caller wants
-its final output alone is *held*: its first token is sent as ever, with the prompt's log-probs and vLLM's times, and all
-others at its end, or its abort, in one output, or some hundreds at a time: so no turn of the event loop has much to do
-with one, and not more than these are lost with an engine. In between the engine reports how many tokens each has.
+vLLM sends every token of every request to the API process as it comes, where each takes 25 to 40 us, though most are
+not read before the request ends. So a request whose caller wants its final output alone is *held*: its first token is
+sent as ever, with the prompt's log-probs and vLLM's times, and all others at its end, or its abort, in one output, or
+some hundreds at a time: so no turn of the event loop has much to do with one, and not more than these are lost with an
+engine. In between the engine reports how many tokens each has.
 
 The first half runs in the engine's process, in the thread that sends its outputs. Its second runs in the API process.
 An abort of such a request is answered by the engine, with all that was generated: nothing else has it. What is read
@@ -54,7 +54,7 @@ StepListener = Callable[[int, float, int], None]
 """Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
 
 
-class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
     """vLLM's message with what the engine holds; vLLM's decoder reads it as its own.
 
     ``numbers``: int64 of each request, ``counts``: int32, its tokens so far; both empty while none are due. ``steps``:
@@ -395,12 +395,11 @@ class HeldRequests:
             params, state = request.sampling_params, self._states.get(request.request_id)
             is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
             if params is None or state is None or not is_final_only or request.resumable:
-                return await add(request)
+                await add(request)
+                return
             extra = params.extra_args or {}
-            number, before = (
-                next(self._numbers),
-                0 if state.detokenizer is None else state.detokenizer.num_output_tokens(),
-            )
+            number = next(self._numbers)
+            before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
             setattr(state, ARGUMENT, HeldRequest(number, before))
             # Stop strings are searched for in this process.
             is_read = bool(params.stop) or PASSED_ON in extra
@@ -447,7 +446,8 @@ class HeldRequests:
                 if tokens:
                     stats.inter_token_latencies_iter.append(latency / tokens)
 
-        processor._update_stats_from_output = update_stats  # type: ignore[method-assign]  # of this one
+        changed: Any = processor  # this one, not its class
+        changed._update_stats_from_output = update_stats
 
     def _log_kept(self, loggers: Any) -> None:
         """Let vLLM's loggers count tokens when they are generated, though they come later."""

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.held import (
     ARGUMENT,
@@ -33,12 +33,13 @@ from darts_server.vllm.held import (
     Report,
     hold_outputs,
 )
-from tests.vllm.test_deferred import ID, Case, DeferringFrontend, Frontend, assert_same, draw_case, run
+from tests.vllm.test_deferred import ID, Case, DeferringFrontend, Frontend, assert_same, draw_case, encoded, run
 
 
 def sent(message: EngineCoreOutputs) -> Report:
     """Send a message as vLLM does."""
-    return MsgpackDecoder(Report).decode([bytearray(bytes(frame)) for frame in MsgpackEncoder().encode(message)])  # type: ignore[no-any-return]
+    received: Report = MsgpackDecoder(Report).decode(encoded(message))
+    return received
 
 
 class HeldFrontend(DeferringFrontend):
@@ -318,8 +319,8 @@ class Process:
         return collector
 
     def receive(self, message: EngineCoreOutputs) -> Report:
-        frames = [bytearray(bytes(frame)) for frame in MsgpackEncoder().encode(message)]
-        return self.core.decoder.decode(frames)  # type: ignore[no-any-return]
+        received: Report = self.core.decoder.decode(encoded(message))
+        return received
 
     def number(self) -> int:
         return self.core.added[-1].sampling_params.extra_args[ARGUMENT]  # type: ignore[no-any-return]

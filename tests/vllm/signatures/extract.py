@@ -148,6 +148,7 @@ LEANED_ON = {
         "EngineCoreRequest": "cache_salt client_index data_parallel_rank lora_request mm_features prompt_token_ids "
         "request_id resumable sampling_params",
         "EngineCoreRequestType": "EXECUTOR_FAILED",
+        "FinishReason": "ABORT",
     },
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "_add_request _run_output_handler _supported_tasks abort add_lora add_request collective_rpc "
