@@ -62,7 +62,7 @@ from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
-from darts_server.vllm.launch import RunningEngine, start_engine, start_engines
+from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.rules import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
@@ -150,14 +150,15 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     from darts_server.ray.place import Cluster  # imports Ray
 
     cluster = Cluster(settings.ray_address, settings.gpus_per_replica, settings.cpus_per_replica)
-    return start_engines(args, argv, settings.replicas, cluster.place)
+    return start_fleet(args, Fleet(settings.replicas, argv, cluster.place, cluster.host, settings.engine_watchdog))
 
 
 async def _serve(
     settings: Settings, args: Namespace, argv: Sequence[str], access: Access, stores: Stores, staging: Staging
 ) -> int:
     exit_on_signals()
-    supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), settings.engine_watchdog)
+    watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
+    supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
@@ -193,7 +194,7 @@ def make_rooms(
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, event_log, store = Control(settings), EventLog(), stores.learned
     port, gate = engine.port, engine.llm.gate
-    statistics = Statistics(store, port.capacity, port.kv_tokens)
+    statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
     max_waiting = settings.max_queued_candidates or default_max_waiting(port.capacity)

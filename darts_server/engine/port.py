@@ -139,6 +139,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         ...
 
     @property
+    def engines(self) -> int:
+        """How many engines are behind this port. Each has an equal part of both, and a batch of its own."""
+        ...
+
+    @property
     def unfinished(self) -> int:
         """Number of requests that are running or queued, those of other clients included."""
         ...

@@ -21,22 +21,30 @@ logger = logging.getLogger(__name__)
 
 Part = bytes | bytearray | memoryview
 LENGTH = struct.Struct("<I")
+HIDDEN_STATES = b"hidden states"
+"""First part of a host's messages that are not its engine's, but of the probes in its workers."""
 MAX_PARTS = 4096
 """Of a message: each large array is one."""
 MAX_BYTES = 1 << 30
 HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0
 """A connection that has not said who it is by then is closed."""
 READ_BYTES = 1 << 18
-KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-"""A host whose machine is gone, or whose network is, is noticed after so many seconds without an answer."""
+KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}
+"""A host whose machine is gone, or whose network is, is noticed after some seconds: without an answer, or with data that
+was not acknowledged for so many milliseconds."""
 
 
 class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Who connects. ``token``: of this start of the coordinator. ``rank``: of the engine; ``ready``: vLLM's own."""
+    """Who connects.
+
+    ``token``: of this start of the coordinator. ``rank``: of the engine. ``ready``: vLLM's own message.
+    ``hidden_states``: ZeroMQ's address at which the host takes hidden states of candidates.
+    """
 
     token: str
     rank: int
     ready: bytes
+    hidden_states: str
 
 
 class Receiver(Protocol):

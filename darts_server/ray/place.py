@@ -24,15 +24,18 @@ from darts_server.exceptions import InvalidSetting
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 HERE = "local"
 """Ray's name for a cluster that it starts."""
 HOST = "darts_server.vllm.engine_host"
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before an engine is started again; twice as many after each that did not last."""
 LASTED_SECONDS = 120.0
-MAX_FAILURES = 5
-"""Engines in a row, of one rank, that did not last: then it is not tried again."""
+MAX_FAILURES = 3
+"""Of engines of one rank: then a server that has not started yet gives up."""
 STOP_SECONDS = 15.0
+END_SECONDS = 2.0
+"""Within which an actor ends its host, and notices it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +55,24 @@ class HostActor:
     def run(self, start: bytes, environment: dict[str, str]) -> int:
         """Return the exit code of the host."""
         self._child = subprocess.Popen(
-            [sys.executable, "-m", HOST, str(os.getpid())], stdin=subprocess.PIPE, env=os.environ | environment
+            [sys.executable, "-m", HOST, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            env=os.environ | environment,
+            start_new_session=True,  # a group of its own, with its engine
         )
         self._child.communicate(start)
+        self.end(signal.SIGKILL)  # what is left of its engine
         return self._child.returncode
 
-    def stop(self) -> None:
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the host and its engine."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, number)
 
 
 class Placed:
-    """Hosts, each of which is started again when it has ended.
-
-    ``given_up``: fails when one is not started again.
-    """
+    """Hosts, each of which is started again when it has ended. Implements :class:`darts_server.vllm.launch.Places`."""
 
     def __init__(self, group: Any, resources: Resources, environment: dict[str, str]) -> None:
         self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,18 +80,21 @@ class Placed:
         self._resources = resources
         self._environment = environment
         self._actors: dict[int, Any] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def keep(self, rank: int, start: bytes) -> None:
         """Run the host of an engine, again and again."""
         failures, pause = 0, FIRST_PAUSE
-        while not self.given_up.done():
+        while True:
             began = time.monotonic()
             reason = await self._run(rank, start)
             lasted = time.monotonic() - began > LASTED_SECONDS
-            failures, pause = (0, FIRST_PAUSE) if lasted else (failures + 1, min(2 * pause, LONGEST_PAUSE))
-            logger.error("the host of engine %d has ended: %s", rank, reason)
-            if failures == MAX_FAILURES:
-                self.given_up.set_exception(RuntimeError(f"engine {rank} did not start {failures} times: {reason}"))
+            failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
+            logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
+            if failures == MAX_FAILURES and not self.given_up.done():
+                error = f"engine {rank} does not start: {reason}"
+                self.given_up.set_exception(InvalidSetting(error))
+                self.given_up.exception()  # nobody may wait for it any more
             await asyncio.sleep(pause)
 
     async def _run(self, rank: int, start: bytes) -> str:
@@ -105,14 +114,29 @@ class Placed:
             .options(
                 num_cpus=self._resources.cpus,
                 num_gpus=self._resources.gpus,
-                max_concurrency=2,  # so that `stop` is heard
+                max_concurrency=2,  # so that `end` is heard
                 scheduling_strategy=strategy,
             )
             .remote()
         )
 
+    def restart(self, rank: int) -> None:
+        if (actor := self._actors.get(rank)) is not None:
+            task = asyncio.get_running_loop().create_task(self._end(actor))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, actor: Any) -> None:
+        """End a host that hangs, and then an actor that does."""
+        with suppress(Exception):
+            async with asyncio.timeout(END_SECONDS):
+                await actor.end.remote(signal.SIGKILL)
+        await asyncio.sleep(END_SECONDS)
+        with suppress(Exception):
+            ray.kill(actor)
+
     async def stop(self) -> None:
-        calls = [actor.stop.remote() for actor in self._actors.values()]
+        calls = [actor.end.remote() for actor in self._actors.values()]
         with suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -126,8 +150,13 @@ class Cluster:
     gpus: float | None
     cpus: float
 
+    @property
+    def host(self) -> str:
+        """The address at which engines reach this process."""
+        return LOOPBACK if self.address is None else str(ray.util.get_node_ip_address())
+
     @asynccontextmanager
-    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[asyncio.Future[None]]:
+    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[Placed]:
         """Keep a host for each engine running until the block ends. ``divided_over``: GPUs of one engine's model.
 
         Raises:
@@ -141,8 +170,8 @@ class Cluster:
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
-            async with keep_running(starts, Resources(gpus, self.cpus), {}) as given_up:
-                yield given_up
+            async with keep_running(starts, Resources(gpus, self.cpus), {}) as placed:
+                yield placed
         finally:
             ray.shutdown()
 
@@ -150,7 +179,7 @@ class Cluster:
 @asynccontextmanager
 async def keep_running(
     starts: Sequence[bytes], resources: Resources, environment: dict[str, str]
-) -> AsyncIterator[asyncio.Future[None]]:
+) -> AsyncIterator[Placed]:
     """Keep a host for each engine running until the block ends.
 
     Raises:
@@ -167,9 +196,8 @@ async def keep_running(
     placed = Placed(group, resources, environment)
     tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
     try:
-        yield placed.given_up
+        yield placed
     finally:
-        placed.given_up.cancel()
         await placed.stop()
         for task in tasks:
             task.cancel()

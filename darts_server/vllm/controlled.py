@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
+from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.held import HeldRequests
 from darts_server.vllm.lora import VllmLoras
 from darts_server.vllm.ranks import Ranks
@@ -29,6 +30,8 @@ class ControlledLLM(AsyncLLM):
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
+    written_by_trainer = False
+    """Whether the weights are those that a trainer has written by vLLM's routes, and so in no file."""
     has_sent = False
     """Whether the engine has sent anything since this was last reset."""
 
@@ -54,11 +57,13 @@ class ControlledLLM(AsyncLLM):
         self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         """As vLLM's, but returns the answers of all data-parallel engines' workers, not of the first engine's alone."""
-        calls = (
-            self.engine_core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=engine)
-            for engine in self.engine_core.core_engines
-        )
-        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+        core, call = self.engine_core, ("collective_rpc", method, timeout, args, kwargs)
+        if isinstance(core, FleetCore):
+            results = await core.call_all(*call)
+        else:
+            calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
+            results = await asyncio.gather(*calls)
+        return [answer for answers in results for answer in answers]
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """As vLLM's, with the LoRA adapter that is served now under the request's name.
@@ -179,6 +184,7 @@ class ControlledLLM(AsyncLLM):
 
     async def update_weights(self, request: Any) -> None:
         """As vLLM's; a failure ends the update."""
+        self.written_by_trainer = True
         write = partial(super().update_weights, request)
         await (write() if self.updates is None else self.updates.external.write(write, _tensor_names(request)))
 
@@ -215,12 +221,13 @@ class EnginePause:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._is_wanted = False
+        self.is_wanted = False
+        """Whether the engine is to be paused."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def pause(self, mode: Any, clear_cache: bool = True) -> None:
         """Pause the engine. ``mode`` and ``clear_cache``: as for `AsyncLLM.pause_generation`."""
-        self._is_wanted = True
+        self.is_wanted = True
         task = asyncio.get_running_loop().create_task(self._pause(mode, clear_cache))
         self._tasks.add(task)  # the event loop itself keeps weak references only
         task.add_done_callback(self._forget)
@@ -228,14 +235,14 @@ class EnginePause:
 
     async def resume(self) -> None:
         """Resume the engine."""
-        self._is_wanted = False
+        self.is_wanted = False
         await AsyncLLM.resume_generation(self._llm)
 
     async def _pause(self, mode: Any, clear_cache: bool) -> None:
         try:
             await AsyncLLM.pause_generation(self._llm, mode=mode, clear_cache=clear_cache)
         finally:
-            if not self._is_wanted:
+            if not self.is_wanted:
                 await AsyncLLM.resume_generation(self._llm)
 
     def _forget(self, task: asyncio.Task[None]) -> None:

@@ -45,6 +45,8 @@ SLICE = 512
 TEXT, LOGPROBS = "text", ("logprobs", "cumulative_logprob")
 INCOMPLETE = "\ufffd"
 """At the end of a token's text: the token ends within a character."""
+CANDIDATE = "darts_candidate"
+"""Name of the mark of a candidate's state."""
 STOP = "stop"
 """vLLM's finish reason of an output whose last token may be no part of its text."""
 Part: TypeAlias = Callable[[CompletionOutput], Iterator[None]]
@@ -66,9 +68,16 @@ def change_new_states(processor: OutputProcessor) -> None:
     def add_changed_request(request: EngineCoreRequest, *args: Any, **more: Any) -> None:
         add_request(request, *args, **more)
         if changes := _changes.get():
-            changes.pop()(processor.request_states[request.request_id])
+            state = processor.request_states[request.request_id]
+            setattr(state, CANDIDATE, True)
+            changes.pop()(state)
 
     processor.add_request = add_changed_request  # type: ignore[method-assign]  # of this one, not of its class
+
+
+def is_candidate(state: RequestState) -> bool:
+    """Whether a request is a candidate of a group."""
+    return getattr(state, CANDIDATE, False)
 
 
 @contextmanager

@@ -174,6 +174,10 @@ class VllmEngine:
         return config.num_gpu_blocks * config.block_size if config.num_gpu_blocks else None
 
     @property
+    def engines(self) -> int:
+        return int(self._llm.vllm_config.parallel_config.data_parallel_size)
+
+    @property
     def unfinished(self) -> int:
         return len(self._llm.output_processor.request_states)
 
@@ -322,6 +326,8 @@ def raise_vllm_errors() -> Iterator[None]:
 
 def translate(error: Exception) -> EngineError:
     """Translate an exception of vLLM to the port's."""
+    if isinstance(error, EngineError):
+        return error
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
     if isinstance(error, (*BUSY, Overloaded)):

@@ -10,15 +10,19 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import MPClient
 from vllm.v1.executor import Executor
 
-from darts_server.fleet.transport import Connection, Hello, connect
+from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, connect
 from darts_server.vllm import server
 from darts_server.vllm.held import RANK
 from darts_server.vllm.plugin import end_with_process
@@ -71,27 +75,44 @@ async def hand_on(engine: LocalEngine, connection: Connection) -> str:
             return "the engine has died"
 
 
-async def run(start: Start) -> str:
-    """Run an engine until it ends, or is not wanted any more; return why."""
+async def hand_on_hidden_states(socket: zmq.asyncio.Socket, connection: Connection) -> None:
+    while True:
+        connection.send([HIDDEN_STATES, *await socket.recv_multipart()])
+
+
+async def run(start: Start, folder: Path) -> str:
+    """Run an engine until it ends, or is not wanted any more; return why. ``folder``: for sockets."""
     os.environ[RANK] = str(start.rank)
     args = server.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
-    try:
-        relay = Relay(engine)
-        hello = Hello(start.token, start.rank, engine.ready)
-        connection = await connect(start.host, start.port, hello, relay)
-        handing_on = asyncio.ensure_future(hand_on(engine, connection))
-        await asyncio.wait([handing_on, relay.ended], return_when=asyncio.FIRST_COMPLETED)
-        return handing_on.result() if handing_on.done() else relay.ended.result()
-    finally:
-        engine.shutdown()
+    tasks: list[asyncio.Future[Any]] = []
+    with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as hidden_states:
+        try:
+            hidden_states.setsockopt(zmq.RCVHWM, 0)
+            address = f"ipc://{folder / 'states'}"
+            hidden_states.bind(address)
+            relay = Relay(engine)
+            hello = Hello(start.token, start.rank, engine.ready, address)
+            connection = await connect(start.host, start.port, hello, relay)
+            tasks = [
+                asyncio.ensure_future(hand_on(engine, connection)),
+                asyncio.ensure_future(hand_on_hidden_states(hidden_states, connection)),
+                relay.ended,
+            ]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return str(ended.pop().result())
+        finally:
+            for task in tasks:
+                task.cancel()
+            engine.shutdown()
 
 
 def main() -> int:
     end_with_process(int(sys.argv[1]))
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
-    reason = asyncio.run(run(start))
+    with tempfile.TemporaryDirectory(prefix="darts-engine-") as folder:
+        reason = asyncio.run(run(start, Path(folder)))
     logger.error("engine %d ends: %s", start.rank, reason)
     return 1
 

@@ -1,27 +1,53 @@
 """vLLM's client of engines that are elsewhere, and come and go: each is a data-parallel rank to everything above it.
 
 vLLM's own client of several engines starts them, or shares sockets with them, and ends with the first that dies. This
-one has a connection to the host of each (`darts_server.vllm.engine_host`), which hands messages on as they are.
+one has a connection to the host of each (:mod:`darts_server.vllm.engine_host`), which hands messages on as they are.
+
+An engine that is lost takes with it what it has not sent. Of a candidate that is an abort, so that its group starts
+another. Any other request goes on elsewhere with the tokens that were received, which its caller may have already.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, _process_utility_output
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from darts_server.exceptions import EngineBusy, EngineDead
-from darts_server.fleet.transport import Connection, Hello, Receiver
+from darts_server.exceptions import EngineBusy, EngineError
+from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.serving.admission import RETRY_SECONDS
+from darts_server.vllm.deferred import is_candidate
+from darts_server.vllm.prompt_request import resumed_seed
+from darts_server.vllm.resume import depends_on_prompt_end
 
 logger = logging.getLogger(__name__)
+
+NCCL_BACKENDS = ("nccl", "sparse_nccl")
+"""Of vLLM's ways to transfer weights, those in which each worker has a rank after that of the trainer."""
+
+
+class EngineLost(EngineError):
+    """The engine of a call was lost before it answered."""
+
+
+class Lost(NamedTuple):
+    """Requests of an engine that is lost; in the queue of its outputs, after the last of them."""
+
+    rank: int
+    requests: dict[str, EngineCoreRequest]
+    aborted: set[str]
 
 
 class FleetCore(AsyncMPClient):
@@ -29,15 +55,14 @@ class FleetCore(AsyncMPClient):
 
     Args:
         config: of every engine; vLLM's, with ``data_parallel_size`` the number of engines.
-        on_joined: brings an engine that has come (back) to the state of the others, before it gets requests.
     """
 
-    def __init__(self, config: VllmConfig, on_joined: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(self, config: VllmConfig) -> None:
         # Not vLLM's own: that starts engines.
         self.vllm_config = config
         self.resources: Any = SimpleNamespace(engine_dead=False, engine_manager=None)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-        self.outputs_queue: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.utility_results: dict[int, Any] = {}
         self.client_index, self.client_count, self.engines_running = 0, 1, False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
@@ -46,10 +71,19 @@ class FleetCore(AsyncMPClient):
         self._effective_attention_block_sizes: set[int | None] = set()
         self._kv_event_sources: dict[int, Any] = {}
         self.stats_update_address = None
-        self._on_joined = on_joined
-        self._engines: dict[bytes, Engine] = {}
+        self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
+        """Brings an engine that has come to the state of the others, before it gets requests."""
+        self.on_lost: Callable[[int], None] = lambda _: None
+        """Called with the rank of each engine that is lost."""
+        self.on_hidden_states: Callable[[Sequence[bytes]], None] = lambda _: None
+        """Called with each message of a probe."""
+        self.processor: OutputProcessor | None = None
+        """vLLM's, of the outputs of all requests."""
+        self.engines: dict[bytes, Engine] = {}
+        """All that are connected."""
         self._joining: set[asyncio.Task[None]] = set()
         self._seen: set[int] = set()
+        self._calls = count()
         self._change = asyncio.Event()
 
     # --- engines come and go ----------------------------------------------------
@@ -58,13 +92,14 @@ class FleetCore(AsyncMPClient):
         """Take an engine that has connected. It gets requests once it has what the others have."""
         if hello.rank not in self.engine_ranks_managed:
             raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
-        name = hello.rank.to_bytes(2, "little")
-        if (before := self._engines.get(name)) is not None:
-            before.connection.close("another one has come in its place")
         if hello.rank not in self._seen:  # vLLM adds its KV blocks to those of the others
             self._seen.add(hello.rank)
             self._apply_ready_response(hello.ready)
-        engine = self._engines[name] = Engine(self, name, connection)
+        engine = Engine(self, hello, connection)
+        if (before := self.engines.get(engine.name)) is not None:
+            before.lost("another one has come in its place")
+            before.connection.close("another one has come in its place")
+        self.engines[engine.name] = engine
         task = asyncio.get_running_loop().create_task(self._join(engine))
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
@@ -72,14 +107,16 @@ class FleetCore(AsyncMPClient):
 
     async def _join(self, engine: "Engine") -> None:
         try:
-            await self._on_joined(engine.name)
+            if self.bring_to_state is not None:
+                await self.bring_to_state(engine)
         except Exception as error:
             logger.exception("engine %d cannot be brought to the state of the others", engine.rank)
             engine.connection.close(f"it has not the state of the others: {error}")
             return
-        if self._engines.get(engine.name) is engine:
+        if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
             self._change.set()
+            logger.info("engine %d is there; %d of %d", engine.rank, len(self.core_engines), len(self._seen))
 
     async def wait_for_all(self) -> None:
         """Wait until every engine has come."""
@@ -88,18 +125,31 @@ class FleetCore(AsyncMPClient):
             await self._change.wait()
 
     def lose(self, engine: "Engine", reason: str) -> None:
-        """End what an engine was running as if it had aborted it: groups start other candidates."""
-        if self._engines.get(engine.name) is not engine:
+        """Let others do what an engine was doing."""
+        if self.engines.get(engine.name) is not engine:
             return
-        del self._engines[engine.name]
+        del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
         for call in engine.calls:
             if (future := self.utility_results.pop(call, None)) is not None and not future.done():
-                future.set_exception(EngineDead(f"engine {engine.rank} was lost: {reason}"))
-        outputs = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in engine.requests]
-        if outputs:
-            self.outputs_queue.put_nowait(EngineCoreOutputs(engine_index=engine.rank, outputs=outputs))
+                future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
+        self.outputs_queue.put_nowait(Lost(engine.rank, engine.requests, engine.aborted))
+        self.on_lost(engine.rank)
+
+    async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
+        """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
+
+        Polls are counted rather than read from a clock: time in which this process did not run does not count.
+        """
+        interval = min(1.0, seconds / 4)
+        while True:
+            await asyncio.sleep(interval)
+            for engine in list(self.engines.values()):
+                engine.silent = engine.silent + interval if engine.requests and should_send() else 0.0
+                if engine.silent > seconds:
+                    engine.lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
+                    engine.connection.close("it hangs")
 
     @property
     def core_engine(self) -> bytes:  # type: ignore[override]
@@ -113,53 +163,173 @@ class FleetCore(AsyncMPClient):
     def _ensure_output_queue_task(self) -> None:
         """Outputs come by the connections."""
 
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while isinstance(outputs := await self.outputs_queue.get(), Lost):
+            await self._move(outputs)
+        result: EngineCoreOutputs = outputs
+        return result
+
+    async def _move(self, lost: Lost) -> None:
+        """Let requests whose engine is lost go on elsewhere, or end."""
+        ended = []
+        for name, request in lost.requests.items():
+            state = None if self.processor is None else self.processor.request_states.get(name)
+            if state is None:
+                continue
+            follower = None if name in lost.aborted else following(request, state)
+            if follower is None:
+                ended.append(name)
+                continue
+            try:
+                await self.add_request_async(follower)
+            except EngineBusy as error:
+                if state.queue is not None:
+                    state.queue.put(error)
+                ended.append(name)
+        self._end(ended, lost.rank)
+
+    def _end(self, requests: Sequence[str], rank: int = 0) -> None:
+        """Give requests what an engine that aborts them sends."""
+        if outputs := [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]:
+            self.outputs_queue.put_nowait(EngineCoreOutputs(engine_index=rank, outputs=outputs))
+
     async def _send_input_message(self, message: Sequence[Any], engine: bytes) -> None:  # type: ignore[override]
         self.ensure_alive()
-        if (there := self._engines.get(engine)) is None:
-            raise EngineDead(f"engine {int.from_bytes(engine, 'little')} was lost")
+        if (there := self.engines.get(engine)) is None:
+            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
         there.connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         wanted = request.data_parallel_rank
         name = None if wanted is None else wanted.to_bytes(2, "little")
         if name not in self.core_engines:
-            name = min(self.core_engines, key=lambda each: len(self._engines[each].requests), default=self.core_engine)
+            name = min(self.core_engines, key=lambda each: len(self.engines[each].requests), default=self.core_engine)
         request.client_index, request.data_parallel_rank = self.client_index, None
-        self._engines[name].requests[request.request_id] = None
-        await super()._send_input(EngineCoreRequestType.ADD, request, name)
+        self.engines[name].requests[request.request_id] = request
+        await self._send_input(EngineCoreRequestType.ADD, request, name)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        for name, engine in list(self._engines.items()):
-            if here := [each for each in request_ids if each in engine.requests]:
-                await super()._send_input(EngineCoreRequestType.ABORT, here, name)
+        left = dict.fromkeys(request_ids)
+        for name, engine in list(self.engines.items()):
+            if here := [each for each in left if each in engine.requests]:
+                engine.aborted.update(here)
+                await self._send_input(EngineCoreRequestType.ABORT, here, name)
+                for each in here:
+                    del left[each]
+        self._end(list(left))  # those of an engine that is lost; the others have ended, and this is ignored
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call all engines, and return the results of those that are not lost meanwhile.
+
+        Raises:
+            EngineBusy: there is none.
+        """
+        calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = [each for each in results if not isinstance(each, EngineLost)]
+        if not answers:
+            _ = self.core_engine  # says that there is none
+            return await self.call_all(method, *args)  # another one has come meanwhile
+        for each in answers:
+            if isinstance(each, BaseException):
+                raise each
+        return answers
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call all engines; the result of one, or where they differ what says most."""
-        _ = self.core_engine
-        calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
-        results = await asyncio.gather(*calls)
+        results = await self.call_all(method, *args)
         if method == "collective_rpc":
             return [each for result in results for each in result]
         return all(results) if all(isinstance(each, bool) for each in results) else results[0]
 
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        if method == "collective_rpc":
+            args = for_engine(self.vllm_config, int.from_bytes(engine, "little"), *args)
+        if (there := self.engines.get(engine)) is None:
+            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
+        call, future = next(self._calls), asyncio.get_running_loop().create_future()
+        self.utility_results[call] = future
+        there.calls.add(call)
+        try:
+            message = self.encoder.encode((self.client_index, call, method, args))
+            there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
+            return await future
+        finally:
+            there.calls.discard(call)
+
     def shutdown(self, timeout: float | None = None) -> None:
-        for engine in list(self._engines.values()):
+        for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
         for task in self._joining:
             task.cancel()
 
 
-class Engine:
-    """One engine, in one of its lives."""
+def for_engine(config: VllmConfig, rank: int, method: str, timeout: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``collective_rpc`` for one engine: each takes itself for the only one."""
+    workers = config.parallel_config.world_size
+    transfer: Any = config.weight_transfer_config
+    infos = dict(kwargs or {})
+    if method == "init_weight_transfer_engine" and transfer is not None and transfer.backend in NCCL_BACKENDS:
+        info = infos["init_info"]
+        infos["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + rank * workers}
+    elif method == "update_weights" and isinstance(infos.get("update_info"), list):  # one for each worker of all
+        infos["update_info"] = infos["update_info"][rank * workers : (rank + 1) * workers]
+    return method, timeout, args, infos or kwargs
 
-    def __init__(self, core: FleetCore, name: bytes, connection: Connection) -> None:
-        self.name, self.connection = name, connection
-        self.rank = int.from_bytes(name, "little")
-        self.requests: dict[str, None] = {}
-        self.calls: Counter[int] = Counter()
+
+def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
+    """Return the request that goes on with what was received of another, or begins it anew; ``None`` if neither can be.
+
+    Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
+    """
+    params, follower = request.sampling_params, copy(request)
+    if is_candidate(state) or request.resumable:
+        return None
+    tokens = [] if state.detokenizer is None else list(state.detokenizer.output_token_ids)
+    if params is None or not tokens:
+        return follower
+    extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
+    if extends_prompt and depends_on_prompt_end(params) is None and not has_more_than_tokens(state):
+        follower.prompt_token_ids = [*(request.prompt_token_ids or ()), *tokens]
+        follower.sampling_params = rest = copy(params)
+        rest.max_tokens = None if params.max_tokens is None else params.max_tokens - len(tokens)
+        rest.min_tokens = max(0, params.min_tokens - len(tokens))
+        rest.seed = None if params.seed is None else resumed_seed(params.seed, len(tokens))
+        return follower
+    if params.output_kind != RequestOutputKind.FINAL_ONLY:
+        return None
+    tokenizer = None if state.logprobs_processor is None else state.logprobs_processor.tokenizer
+    state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
+    state.routed_experts_chunks, state.sampling_mask_chunks = [], []
+    return follower
+
+
+def has_more_than_tokens(state: RequestState) -> bool:
+    """Whether outputs of a request have what cannot be joined where it goes on with another prompt."""
+    return bool(state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None))
+
+
+class Engine:
+    """One engine, in one of its lives. ``requests``: that it has. ``aborted``: those of them that are to end."""
+
+    def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
+        self.rank, self.name = hello.rank, hello.rank.to_bytes(2, "little")
+        self.hidden_states = hello.hidden_states
+        """Where its workers send hidden states."""
+        self.connection = connection
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.aborted: set[str] = set()
+        self.calls: set[int] = set()
+        self.silent = 0.0
+        """Seconds since its last message."""
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:
+        self.silent = 0.0
+        if parts[0] == HIDDEN_STATES:
+            self._core.on_hidden_states(parts[1:])
+            return
         if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
             self.connection.close("it has died")
             return
@@ -172,6 +342,7 @@ class Engine:
         for output in outputs.outputs:
             if output.finish_reason is not None:
                 self.requests.pop(output.request_id, None)
+                self.aborted.discard(output.request_id)
         if outputs.outputs or outputs.scheduler_stats:
             self._core.outputs_queue.put_nowait(outputs)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import msgspec
@@ -17,38 +18,41 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from darts_server.exceptions import InvalidSetting, UpdateFailed
 from darts_server.fleet.transport import Hub
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.engine_host import Start
-from darts_server.vllm.fleet_core import FleetCore
+from darts_server.vllm.fleet_core import Engine, FleetCore
 from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
-from darts_server.vllm.probe.receiver import probing
+from darts_server.vllm.probe.receiver import ProbeReceiver, install, probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
 
-LOOPBACK = "127.0.0.1"
+JOIN_POLL_SECONDS = 0.05
+"""How often an engine that joins looks whether an update has ended."""
 MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
 """Of a model in a folder: its weights, and what they are put together by."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A started engine.
+    """A started engine, or several behind one port.
 
     ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights.
-    ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
+    ``probes``: receive hidden states. ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
     """
 
     llm: ShapingLLM
     port: VllmEngine
     renderer: VllmPromptRenderer
     model: VllmModel
+    probes: ProbeReceiver
     model_name: str
     fingerprint: str
 
@@ -63,41 +67,116 @@ class RunningEngine:
         self.llm.held.on_step = listener
 
 
-Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[asyncio.Future[None]]]
-"""Starts a host for each engine with what it reads, and again whenever it ends, until the block ends. The number: GPUs
-that an engine's model is divided over. The future fails if it gives up."""
+class Places(Protocol):
+    """Hosts of engines that run somewhere, each started again whenever it ends."""
+
+    given_up: asyncio.Future[None]
+    """Fails if one cannot be started, again and again."""
+
+    def restart(self, rank: int) -> None:
+        """End what is left of an engine, so that it is started again."""
+
+
+Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
+"""Starts a host for each engine with what it reads, and runs them until the block ends. The number: GPUs that an
+engine's model is divided over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Engines behind one process.
+
+    ``count``: of engines. ``place``: starts them with vLLM's flags ``argv``. ``host``: address at which their hosts
+    reach this process. ``watchdog``: seconds in which an engine that has requests must send something; 0 for any.
+    """
+
+    count: int
+    argv: Sequence[str]
+    place: Place
+    host: str
+    watchdog: float
 
 
 @asynccontextmanager
-async def start_engines(args: Namespace, argv: Sequence[str], count: int, place: Place) -> AsyncIterator[RunningEngine]:
-    """Run ``count`` engines, whose hosts ``place`` starts with vLLM's flags ``argv``, behind this process."""
+async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEngine]:
+    """Run several engines behind this process until the block ends.
+
+    Raises:
+        InvalidSetting: they cannot be placed, or do not start.
+    """
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    if config.parallel_config.data_parallel_size > 1:
+        raise InvalidSetting("--data-parallel-size cannot be used with --replicas: it makes one engine of several")
     divided_over = config.parallel_config.world_size
-    config.parallel_config.data_parallel_size = count  # to everything above, each engine is a rank
-    model: list[VllmModel] = []
-
-    async def bring_to_state(engine: bytes) -> None:
-        if model:
-            await model[0].bring_to_state(engine)
-
-    core = FleetCore(config, bring_to_state)
-    token = secrets.token_hex(16)
+    config.parallel_config.data_parallel_size = fleet.count  # to everything above, each engine is a rank
+    core, token = FleetCore(config), secrets.token_hex(16)
     hub = Hub(token, core.joined)
-    port = await hub.listen(LOOPBACK)
-    starts = [msgspec.json.encode(Start(list(argv), LOOPBACK, port, token, rank)) for rank in range(count)]
+    port = await hub.listen(fleet.host)
+    start = Start(list(fleet.argv), fleet.host, port, token, 0)
+    starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(fleet.count)]
     try:
-        async with place(starts, divided_over) as placed:
+        async with fleet.place(starts, divided_over) as places:
+            core.on_lost = places.restart
             coming = asyncio.ensure_future(core.wait_for_all())
-            await asyncio.wait([coming, placed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([coming, places.given_up], return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 coming.cancel()
-                placed.result()
+                places.given_up.result()
             with in_place_of_vllms_client(core):
                 async with start_engine(args, config=config) as running:
-                    model.append(running.model)
-                    yield running
+                    core.processor = running.llm.output_processor
+                    core.bring_to_state = Joining(running).bring_to_state
+                    watching = asyncio.ensure_future(watch(core, running.llm, fleet.watchdog))
+                    try:
+                        yield running
+                    finally:
+                        watching.cancel()
+                        core.on_lost = lambda _: None
     finally:
         hub.close()
+
+
+async def watch(core: FleetCore, llm: ShapingLLM, seconds: float) -> None:
+    if seconds:
+        await core.lose_silent(seconds, lambda: llm.should_respond)
+
+
+class Joining:
+    """Brings an engine that has started again to the state of the others."""
+
+    def __init__(self, running: RunningEngine) -> None:
+        self._llm, self._model, self._probes = running.llm, running.model, running.probes
+
+    async def bring_to_state(self, engine: Engine) -> None:
+        """Return when an engine has the weights, the LoRA adapters and the pause of the others, in a turn of the event
+        loop in which they have not changed since.
+
+        Raises:
+            UpdateFailed: it could not load them.
+        """
+        core: Any = self._llm.engine_core
+        await install(core, engine)
+        while True:
+            while self._is_changing():
+                await asyncio.sleep(JOIN_POLL_SECONDS)
+            state = self._state()
+            try:
+                await self._model.bring_to_state(engine.name)
+            except UpdateFailed:
+                if state == self._state():  # otherwise other weights have taken the place of these
+                    raise
+            pause = ("pause_scheduler", "keep", True) if self._llm.engine_pause.is_wanted else ("resume_scheduler",)
+            await core._call_utility_async(*pause, engine=engine.name)
+            if state == self._state() and not self._is_changing():
+                return
+
+    def _is_changing(self) -> bool:
+        """Whether it has to wait; for the next weights from files, if those of now are in none."""
+        updates = self._llm.updates
+        return self._llm.written_by_trainer or (updates is not None and not updates.coordinator.is_settled)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._model.state, self._llm.weight_version, self._llm.engine_pause.is_wanted
 
 
 @contextmanager
@@ -136,7 +215,7 @@ async def start_engine(
             renderer = VllmPromptRenderer(llm, args.chat_template)
             port = VllmEngine(llm, probes)
             name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, name, fingerprint)
+            yield RunningEngine(llm, port, renderer, model, probes, name, fingerprint)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

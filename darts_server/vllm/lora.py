@@ -32,7 +32,18 @@ class VllmLoras:
         self._raw_names: set[str] = set()
         self._pushed: dict[str, LoRARequest] = {}
         self._removed_ids: set[int] = set()
+        self._changes = 0
         self._layers: LoraLayers | None = None
+
+    @property
+    def pushed(self) -> list[LoRARequest]:
+        """The adapters that are served and were pushed."""
+        return list(self._pushed.values())
+
+    @property
+    def state(self) -> int:
+        """Changes with each adapter that is loaded or removed."""
+        return self._changes
 
     def attach(self, registry: Any, raw_names: set[str]) -> None:
         """Register names from now on. ``registry``: vLLM's, of served models. ``raw_names``: the unshaped ones."""
@@ -42,7 +53,7 @@ class VllmLoras:
     async def layers(self) -> LoraLayers:
         if self._layers is None:
             tensors = await self._checkpoint()
-            (names,) = await self._llm.collective_rpc("darts_lora_layers")
+            names = (await self._llm.collective_rpc("darts_lora_layers"))[0]
             shapes = {
                 name: file.tensors[name + WEIGHT].shape
                 for name in names
@@ -73,6 +84,7 @@ class VllmLoras:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error
         if not is_loaded:
             raise UpdateFailed("the engine did not take the LoRA adapter")
+        self._changes += 1
         self._registry.lora_requests[name] = self._pushed[name]
         raw = name + RAW_SUFFIX
         self._registry.lora_requests[raw] = LoRARequest(raw, number, str(folder))
@@ -82,6 +94,7 @@ class VllmLoras:
         if (request := self._pushed.pop(name, None)) is None:
             return
         self._removed_ids.add(request.lora_int_id)
+        self._changes += 1
         for served in (name, name + RAW_SUFFIX):
             self._registry.lora_requests.pop(served, None)
             self._raw_names.discard(served)

@@ -60,13 +60,20 @@ def check_resumable(params: SamplingParams) -> None:
             'must be at most 1 with "carry": "resume", since only log-probs of generated tokens are kept; '
             f'got {params.logprobs}, change it, or use "restart"',
         )
+    if (name := depends_on_prompt_end(params)) is not None:
+        raise InvalidRequest(
+            f"sampling.{name}",
+            'does not work with "carry": "resume", since it depends on which tokens were generated after the '
+            'prompt; leave it out, or use "restart"',
+        )
+
+
+def depends_on_prompt_end(params: SamplingParams) -> str | None:
+    """Return the name of the first parameter that depends on where the prompt ends, if there is one."""
     neutral = SamplingParams()
     for name in params.__struct_fields__:
         if name.startswith("_") or name in RESUMABLE:
             continue
         if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
-            raise InvalidRequest(
-                f"sampling.{name}",
-                'does not work with "carry": "resume", since it depends on which tokens were generated after the '
-                'prompt; leave it out, or use "restart"',
-            )
+            return name
+    return None

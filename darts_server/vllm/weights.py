@@ -1,15 +1,17 @@
 """The model in vLLM's engine, for the weights room."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from anyio.to_thread import run_sync
 from vllm.transformers_utils.repo_utils import get_model_path
 
-from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
+from darts_server.exceptions import EngineError, InvalidRequest, UpdateFailed, UpdateUnsupported
 from darts_server.vllm.compat.engine import set_weight_version
 from darts_server.vllm.controlled import ControlledLLM
+from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.lora import VllmLoras
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
 
@@ -77,23 +79,31 @@ class VllmModel:
         await self._llm.engine_pause.pause("abort")
 
     async def load(self, files: FilePlan) -> None:
-        plan = [(str(file.path), list(file.stamp), list(names)) for file, names in files]
-        await self._call_workers("darts_load_weights", plan)
-        self._loaded = files
+        await self._call_workers("darts_load_weights", _plan_of(files))
+        self._loaded, self._llm.written_by_trainer = files, False
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Equal for as long as the engines have the same weights and LoRA adapters."""
+        return self._loaded, () if self.loras is None else self.loras.state
 
     async def bring_to_state(self, engine: bytes) -> None:
-        """Bring an engine that has started again to the weights of the others.
+        """Bring an engine that has started again to the weights and LoRA adapters of the others.
 
         Raises:
             UpdateFailed
         """
         core: Any = self._llm.engine_core
-        if self._loaded is not None:
-            plan = [(str(file.path), list(file.stamp), list(names)) for file, names in self._loaded]
-            call = ("collective_rpc", "darts_load_weights", None, (plan,), None)
-            errors = [error for error in await core._call_utility_async(*call, engine=engine) if error is not None]
-            if errors:
-                raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
+        try:
+            if self._loaded is not None:
+                call = ("collective_rpc", "darts_load_weights", None, (_plan_of(self._loaded),), None)
+                _raise_error(await core._call_utility_async(*call, engine=engine))
+            if self.loras is not None:
+                for lora in self.loras.pushed:
+                    await core._call_utility_async("add_lora", lora, engine=engine)
+        except EngineError as error:
+            raise UpdateFailed(f"the engine was lost while it loaded weights: {error}") from error
+        await core._call_utility_async("set_weight_version", str(self._llm.weight_version), engine=engine)
 
     async def abandon_update(self) -> None:
         await self._call_workers("darts_abandon_update")
@@ -112,8 +122,7 @@ class VllmModel:
             errors = await self._llm.collective_rpc(method, args=args)
         except Exception as error:
             raise UpdateFailed(f"the engine failed while it loaded weights: {error}") from error
-        if errors := [error for error in errors if error is not None]:
-            raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
+        _raise_error(errors)
 
     def _check_supported(self) -> None:
         """Refuse what was never tested: a model that is served with wrong weights does not fail, it trains badly."""
@@ -122,7 +131,7 @@ class VllmModel:
         for name, value in (
             ("tensor", sizes.tensor_parallel_size),
             ("pipeline", sizes.pipeline_parallel_size),
-            ("data", sizes.data_parallel_size),
+            ("data", 1 if isinstance(self._llm.engine_core, FleetCore) else sizes.data_parallel_size),
         ):
             if value != 1:
                 raise UpdateUnsupported(f"weights of a model with {name} parallelism = {value} cannot be replaced here")
@@ -148,3 +157,17 @@ class VllmModel:
         except InvalidRequest as error:
             raise UpdateUnsupported(f"the model's tensors are unknown: {error}") from error
         return {name: file for name, file in tensors.items() if not name.endswith(IGNORED_SUFFIXES)}
+
+
+def _plan_of(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
+    """Return what the workers take."""
+    return [(str(file.path), list(file.stamp), list(names)) for file, names in files]
+
+
+def _raise_error(answers: Sequence[str | None]) -> None:
+    """
+    Raises:
+        UpdateFailed: of the first worker that has one.
+    """
+    if errors := [error for error in answers if error is not None]:
+        raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")

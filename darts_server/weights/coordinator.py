@@ -106,6 +106,11 @@ class Coordinator:
         assert self._target is not None
         return self._target
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all engines have the same weights, in memory, and keep them in this turn of the event loop."""
+        return self.state in (State.SERVING, State.STAGING) and not self._asleep
+
     def _move(self, after: State) -> None:
         """Change the state.
 

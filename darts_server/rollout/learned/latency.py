@@ -20,11 +20,14 @@ UNLIMITED = 1 << 20
 class Latency:
     """Learn the engine's latency curve and keep it in ``documents``.
 
-    ``capacity``: most sequences that the engine runs at once; ``kv_tokens``: most tokens in its KV cache; ``None`` if
-    unknown.
+    ``capacity``: most sequences that run at once; ``kv_tokens``: most tokens in KV caches; both of all ``engines``, and
+    ``None`` if unknown.
     """
 
-    def __init__(self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None) -> None:
+    def __init__(
+        self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
+    ) -> None:
+        self.engines = engines
         self.capacity = capacity
         self.kv_tokens = kv_tokens
         self._states = StoredValues(documents, KIND, PARSERS[KIND])
@@ -34,7 +37,12 @@ class Latency:
 
     @property
     def curve(self) -> LatencyCurve | None:
-        """Seconds of a decode step by batch size; ``None`` until enough steps were observed."""
+        """Seconds of a decode step by how many run on all engines; ``None`` until enough steps were observed."""
+        curve = self._engine_curve
+        return curve if curve is None or self.engines == 1 else curve.scaled(1 / self.engines)
+
+    @property
+    def _engine_curve(self) -> LatencyCurve | None:
         self._load_restored()
         return self._model.curve
 
@@ -46,12 +54,14 @@ class Latency:
 
     def machine(self) -> Machine | None:
         """Describe the engine to the model of a rollout; ``None`` while the curve is unknown."""
-        curve = self.curve  # read once: a restore in another thread replaces it
+        curve = self._engine_curve  # read once: a restore in another thread replaces it
         if curve is None:
             return None
         times = StepTime(curve, per_start=self.start_seconds or 0.0)
+        sequences = UNLIMITED if self.capacity is None else max(1, self.capacity // self.engines)
         # Blocks of one token: how large they are is not known.
-        return Machine(times, max_num_seqs=self.capacity or UNLIMITED, kv_blocks=self.kv_tokens, block_size=1)
+        blocks = None if self.kv_tokens is None else max(1, self.kv_tokens // self.engines)
+        return Machine(times, replicas=self.engines, max_num_seqs=sequences, kv_blocks=blocks, block_size=1)
 
     def step_seconds(self, batch: int) -> float | None:
         """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""

@@ -117,15 +117,16 @@ class Dataset:
 class Statistics(GroupObserver):
     """Keep statistics of lengths, step times and rewards in ``documents``.
 
-    ``capacity``: most sequences that the engine runs at once; ``kv_tokens``: most tokens in its KV cache; ``None`` if
-    unknown.
+    ``capacity``, ``kv_tokens``, ``engines``: see `Latency`.
     """
 
-    def __init__(self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None) -> None:
+    def __init__(
+        self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
+    ) -> None:
         self.documents = documents
         self.prompts = Prompts(documents)
         self.dataset = Dataset(documents)
-        self.latency = Latency(documents, capacity, kv_tokens)
+        self.latency = Latency(documents, capacity, kv_tokens, engines)
         self.rewards = Rewards(documents)
 
     def group_ended(self, record: GroupRecord) -> None:

@@ -13,6 +13,7 @@ import zmq.asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import HiddenState, Probe
+from darts_server.vllm.fleet_core import Engine, FleetCore
 from darts_server.vllm.probe.capture import READY, STATES, unpack_states
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,10 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
             address = f"ipc://{folder / 'states'}"
             socket.bind(address)
             receiving = asyncio.create_task(_receive_all(socket, probes))
-            answers = await llm.collective_rpc("darts_install_probe", args=(address,))
+            if isinstance(llm.engine_core, FleetCore):
+                answers = await install_everywhere(llm.engine_core, probes)
+            else:
+                answers = await llm.collective_rpc("darts_install_probe", args=(address,))
         except Exception as error:
             probes.disable(f"{type(error).__name__}: {error}")
         else:
@@ -134,6 +138,25 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
             receiving.cancel()
         context.destroy(linger=0)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def install_everywhere(core: FleetCore, probes: ProbeReceiver) -> list[str | None]:
+    """Install the probe in engines elsewhere, whose hosts hand hidden states on. Returns the answers of workers."""
+
+    def receive(frames: Sequence[bytes]) -> None:
+        try:
+            probes.receive(frames)
+        except Exception as error:
+            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
+
+    core.on_hidden_states = receive
+    return [answer for name in core.core_engines for answer in await install(core, core.engines[name])]
+
+
+async def install(core: FleetCore, engine: Engine) -> list[str | None]:
+    call = ("collective_rpc", "darts_install_probe", None, (engine.hidden_states,), None)
+    answers: list[str | None] = await core._call_utility_async(*call, engine=engine.name)
+    return answers
 
 
 async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
