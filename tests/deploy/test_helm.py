@@ -20,7 +20,6 @@ CHART = DEPLOY / "helm" / "darts-server"
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
 ALL: dict[str, Any] = {
     "monitoring": {"serviceMonitor": True, "rules": True, "dashboard": True},
-    "keda": {"enabled": True},
     "auth": {"adminApiKey": "other"},
 }
 """All options that are off by default."""
@@ -65,7 +64,7 @@ def of_kind(objects: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]
 
 
 def container(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    [servers] = of_kind(objects, "StatefulSet")
+    [servers] = of_kind(objects, "Deployment")
     [found] = servers["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
@@ -79,16 +78,15 @@ def test_helm_lint_finds_no_error() -> None:
 @pytest.mark.parametrize("everything", [False, True])
 def test_objects_are_valid_for_kubernetes(version: str, everything: bool) -> None:
     objects = rendered(MODEL, **ALL) if everything else rendered()
-    operators = (*OF_OPERATORS, "keda.sh/")
-    checked = [each for each in objects if not each["apiVersion"].startswith(operators)]
-    assert len(checked) == (6 if everything else 5)
-    assert len(objects) - len(checked) == (3 if everything else 0)
+    checked = [each for each in objects if not each["apiVersion"].startswith(OF_OPERATORS)]
+    assert len(checked) == (7 if everything else 6)
+    assert len(objects) - len(checked) == (2 if everything else 0)
     for each in checked:
         kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_pods_equal_those_of_the_plain_manifests() -> None:
-    [servers] = of_kind(rendered(), "StatefulSet")
+    [servers] = of_kind(rendered(), "Deployment")
     charts, plain = servers["spec"]["template"]["spec"], pod()
     of_chart, of_plain = container(rendered()), server()
     for field in ("securityContext", "enableServiceLinks", "terminationGracePeriodSeconds"):
@@ -107,18 +105,31 @@ def test_pods_equal_those_of_the_plain_manifests() -> None:
     assert set(of_chart["args"]) == set(of_plain["args"])
 
 
-def test_each_server_has_its_own_address_and_volumes() -> None:
-    objects = rendered({"replicaCount": 3})
-    [servers] = of_kind(objects, "StatefulSet")
-    assert servers["spec"]["replicas"] == 3
-    assert {each["metadata"]["name"] for each in servers["spec"]["volumeClaimTemplates"]} == {"cache", "state"}
-    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Service")}
-    assert services[servers["spec"]["serviceName"]]["clusterIP"] == "None"
+def test_a_model_is_one_pod_with_its_own_address_and_volumes() -> None:
+    objects = rendered({"replicas": 3})
+    [servers] = of_kind(objects, "Deployment")
+    assert servers["spec"]["replicas"] == 1
+    assert servers["spec"]["strategy"] == {"type": "Recreate"}
+    volumes = servers["spec"]["template"]["spec"]["volumes"]
+    claimed = {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each}
+    assert claimed == {each["metadata"]["name"] for each in of_kind(objects, "PersistentVolumeClaim")}
+    assert len(claimed) == 2
+    assert {each["name"] for each in volumes} == {each["name"] for each in container(objects)["volumeMounts"]}
+    [service] = of_kind(objects, "Service")
     labels = servers["spec"]["template"]["metadata"]["labels"]
-    selectors = [*(service["selector"] for service in services.values()), servers["spec"]["selector"]["matchLabels"]]
-    assert len(selectors) == 3
-    for selector in selectors:
+    for selector in (service["spec"]["selector"], servers["spec"]["selector"]["matchLabels"]):
         assert selector.items() <= labels.items()
+
+
+def test_the_pod_of_several_engines_has_ray_and_the_gpus_of_all() -> None:
+    one, three = container(rendered()), container(rendered({"replicas": 3, "requestGPU": 2}))
+    assert not [flag for flag in one["args"] if "replicas" in flag]
+    assert "--replicas=3" in three["args"]
+    assert {three["resources"][kind]["nvidia.com/gpu"] for kind in ("requests", "limits")} == {"6"}
+    assert three["image"] == f"{one['image']}-ray"
+    chosen = values({"replicas": 3}, servingEngineSpec={"tag": "mine"})
+    [image] = [line for line in template(chosen).stdout.splitlines() if "image:" in line]
+    assert image.strip() == 'image: "darts-server:mine"'
 
 
 def test_two_models_share_no_objects() -> None:
@@ -127,19 +138,20 @@ def test_two_models_share_no_objects() -> None:
     both["servingEngineSpec"]["modelSpec"].append(first | {"name": "small", "modelURL": "a/b"})
     objects = [document for document in yaml.safe_load_all(template(both).stdout) if document]
     selectors = [
-        tuple(sorted(each["spec"]["selector"]["matchLabels"].items())) for each in of_kind(objects, "StatefulSet")
+        tuple(sorted(each["spec"]["selector"]["matchLabels"].items())) for each in of_kind(objects, "Deployment")
     ]
     assert len(selectors) == len(set(selectors)) == 2
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(names) == len(set(names))
 
 
-def test_metrics_are_scraped_from_each_server_once() -> None:
+def test_metrics_are_scraped_once() -> None:
     objects = rendered(monitoring={"serviceMonitor": True})
     [monitor] = of_kind(objects, "ServiceMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     matching = [each for each in of_kind(objects, "Service") if wanted <= each["metadata"]["labels"].items()]
-    assert [each["spec"].get("clusterIP") for each in matching] == ["None"]
+    assert len(matching) == 1
+    assert monitor["spec"]["endpoints"][0]["port"] == matching[0]["spec"]["ports"][0]["name"]
     assert matching[0]["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "darts-server"
 
 
@@ -159,16 +171,14 @@ def test_flags_reach_the_server_and_a_given_secret_is_used() -> None:
     assert not of_kind(objects, "Secret")
     sources = [each["valueFrom"]["secretKeyRef"] for each in container(objects)["env"]]
     assert {source["name"] for source in sources} == {"mine"}
-    [scaled] = of_kind(objects, "ScaledObject")
-    [servers] = of_kind(objects, "StatefulSet")
-    assert scaled["spec"]["scaleTargetRef"]["name"] == servers["metadata"]["name"]
-    assert "replicas" not in servers["spec"], "the autoscaler's"
 
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (values(keda={"enbled": True}), "enbled"),
+        (values(service={"prt": 1}), "prt"),
+        (values({"replicaCount": 2}), "replicaCount"),
+        (values({"replicas": 0}), "replicas"),
         (values({"dartsConfig": {"redundancy": 0.5}}), "redundancy"),
         (values({"name": "Not_A_Name"}), "name"),
         (values({"modelUrl": "a/b"}), "modelUrl"),

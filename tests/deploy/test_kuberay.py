@@ -1,6 +1,6 @@
-"""KubeRay's job for a model on several nodes, and its service that keeps several servers.
+"""KubeRay's jobs: a model on several nodes, and a server with engines on several nodes.
 
-Against the schemas of Kubernetes, the plain manifests and our own arguments.
+Against the schemas of Kubernetes, the plain manifests and our own flags.
 """
 
 from typing import Any
@@ -10,55 +10,118 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from darts_server.ray.settings import GRACE_SECONDS, gpus_of, read_arguments
+from darts_server import settings
 from darts_server.serving.lifecycle import END_SECONDS
+from darts_server.settings.sources import flag_of
 from tests.deploy.names import DEPLOY, ROOT
 from tests.deploy.test_dockerfiles import PROJECT, arguments
-from tests.deploy.test_kubernetes import NEWEST, OLDEST, objects, one, pod
+from tests.deploy.test_kubernetes import NEWEST, OLDEST, objects, one, pod, server
 
 FOLDER = DEPLOY / "kuberay"
-JOB, JOBS_SERVICE = yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text())
-SERVICE = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
-OF_JOB, OF_SERVICE = JOB["spec"]["rayClusterSpec"], SERVICE["spec"]["rayClusterConfig"]
-SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
-[WORKERS] = OF_SERVICE["workerGroupSpecs"]
+Manifest = tuple[dict[str, Any], dict[str, Any]]
+OF_VLLM = {
+    "--host",
+    "--port",
+    "--max-model-len",
+    "--shutdown-timeout",
+    "--distributed-executor-backend",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+}
 
 
-def groups(cluster: dict[str, Any]) -> list[dict[str, Any]]:
-    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+def read(file: str) -> Manifest:
+    job, service = yaml.safe_load_all((FOLDER / file).read_text())
+    return job, service
 
 
+DIVIDED, REPLICAS = read("rayjob.yaml"), read("replicas.yaml")
+
+each_job = pytest.mark.parametrize("manifest", [DIVIDED, REPLICAS], ids=["divided", "replicas"])
+
+
+def cluster(manifest: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = manifest[0]["spec"]["rayClusterSpec"]
+    return found
+
+
+def flags(manifest: Manifest) -> dict[str, str]:
+    words = manifest[0]["spec"]["entrypoint"].split()
+    return dict(word.split("=") for word in words if word.startswith("--"))
+
+
+def groups(manifest: Manifest) -> list[dict[str, Any]]:
+    return [cluster(manifest)["headGroupSpec"], *cluster(manifest)["workerGroupSpecs"]]
+
+
+def pods(manifest: Manifest) -> list[dict[str, Any]]:
+    """Return the specification of each pod that runs."""
+    return [group["template"]["spec"] for group in groups(manifest) for _ in range(group.get("replicas", 1))]
+
+
+def gpus(manifest: Manifest) -> list[int]:
+    return [int(each["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for each in pods(manifest)]
+
+
+def test_there_are_no_other_manifests() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == {"rayjob.yaml", "replicas.yaml"}
+
+
+@each_job
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_pods_and_service_are_valid_for_kubernetes(version: str) -> None:
-    for group in groups(OF_JOB) + groups(OF_SERVICE):
-        made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
+def test_pods_and_service_are_valid_for_kubernetes(version: str, manifest: Manifest) -> None:
+    for spec in pods(manifest):
+        made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
         kubernetes_validate.validate(made, version, strict=True)
-    kubernetes_validate.validate(JOBS_SERVICE, version, strict=True)
+    kubernetes_validate.validate(manifest[1], version, strict=True)
 
 
-def test_the_model_takes_all_gpus_of_all_pods() -> None:
-    flags = dict(flag.removeprefix("--").split("=") for flag in JOB["spec"]["entrypoint"].split() if "=" in flag)
-    pods = 1 + sum(group["replicas"] for group in OF_JOB["workerGroupSpecs"])
-    containers = [group["template"]["spec"]["containers"][0] for group in groups(OF_JOB)]
-    assert {each["resources"]["limits"]["nvidia.com/gpu"] for each in containers} == {flags["tensor-parallel-size"]}
-    assert pods == int(flags["pipeline-parallel-size"])
-    assert flags["distributed-executor-backend"] == "ray"
+@each_job
+def test_all_flags_of_the_server_exist(manifest: Manifest) -> None:
+    ours = {flag_of(name) for name in settings.Settings.model_fields}
+    assert flags(manifest).keys() <= ours | OF_VLLM
+    assert manifest[0]["spec"]["entrypoint"].startswith("darts-server serve Qwen/")
 
 
-def test_the_service_selects_the_pod_that_the_job_runs_in() -> None:
-    wanted = JOBS_SERVICE["spec"]["selector"].items()
-    [selected] = [group for group in groups(OF_JOB) if wanted <= group["template"]["metadata"]["labels"].items()]
-    assert selected is OF_JOB["headGroupSpec"]
+def test_a_model_that_is_divided_takes_all_gpus_of_all_pods() -> None:
+    assert {str(each) for each in gpus(DIVIDED)} == {flags(DIVIDED)["--tensor-parallel-size"]}
+    assert len(pods(DIVIDED)) == int(flags(DIVIDED)["--pipeline-parallel-size"])
+    assert flags(DIVIDED)["--distributed-executor-backend"] == "ray"
+
+
+def test_each_gpu_has_an_engine_and_its_pod_the_cpus_of_all() -> None:
+    assert sum(gpus(REPLICAS)) == int(flags(REPLICAS)["--replicas"])
+    assert flags(REPLICAS)["--ray-address"] == "auto"
+    assert len(pods(REPLICAS)) > 1
+    for spec, engines in zip(pods(REPLICAS), gpus(REPLICAS), strict=True):
+        cpus = float(spec["containers"][0]["resources"]["requests"]["cpu"])
+        assert engines * float(flags(REPLICAS)["--cpus-per-replica"]) < cpus
+
+
+@each_job
+def test_the_service_selects_the_pod_that_the_job_runs_in(manifest: Manifest) -> None:
+    job, service = manifest
+    wanted = service["spec"]["selector"].items()
+    [selected] = [group for group in groups(manifest) if wanted <= group["template"]["metadata"]["labels"].items()]
+    assert selected is cluster(manifest)["headGroupSpec"]
     [container] = selected["template"]["spec"]["containers"]
-    assert container["ports"][0]["name"] == JOBS_SERVICE["spec"]["ports"][0]["targetPort"]
+    [target] = service["spec"]["ports"]
+    assert container["ports"] == [{"name": target["targetPort"], "containerPort": int(flags(manifest)["--port"])}]
+    assert flags(manifest)["--host"] == "0.0.0.0"
+    assert job["metadata"]["name"] == service["metadata"]["name"]
 
 
-@pytest.mark.parametrize("cluster", [OF_JOB, OF_SERVICE], ids=["job", "service"])
-def test_secrets_volumes_and_users_equal_those_of_the_plain_manifests(cluster: dict[str, Any]) -> None:
+def test_services_of_both_jobs_select_different_pods() -> None:
+    selectors = [manifest[1]["spec"]["selector"] for manifest in (DIVIDED, REPLICAS)]
+    assert selectors[0] != selectors[1]
+    assert one("Service")["spec"]["selector"] != selectors[1]
+
+
+@each_job
+def test_secrets_volumes_and_users_equal_those_of_the_plain_manifests(manifest: Manifest) -> None:
     claims = {each["metadata"]["name"] for each in objects() if each["kind"] == "PersistentVolumeClaim"}
     secret = one("Secret")
-    for group in groups(cluster):
-        spec = group["template"]["spec"]
+    for spec in pods(manifest):
         assert spec["securityContext"] == pod()["securityContext"]
         [container] = spec["containers"]
         keys = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
@@ -66,38 +129,34 @@ def test_secrets_volumes_and_users_equal_those_of_the_plain_manifests(cluster: d
         assert {key["key"] for key in keys} <= set(secret["stringData"])
         used = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
         assert used <= claims
+        assert {each["name"] for each in spec["volumes"]} == {each["name"] for each in container["volumeMounts"]}
 
 
-def test_the_workers_have_room_for_all_servers_and_for_nothing_else() -> None:
-    [application] = SERVE["applications"]
-    spec = read_arguments(application["args"])
-    [container] = WORKERS["template"]["spec"]["containers"]
-    assert spec.server.resources.gpus == gpus_of(spec.server.arguments)
-    assert spec.server.resources.gpus == float(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert spec.server.resources.cpus <= float(container["resources"]["requests"]["cpu"])
-    [servers] = application["deployments"]
-    assert WORKERS["replicas"] == WORKERS["minReplicas"] == WORKERS["maxReplicas"] == servers["num_replicas"]
-    assert servers["name"] == "Server"
-    assert "replicas" not in application["args"], "a change of it would restart all servers"
-    assert OF_SERVICE["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    assert application["import_path"] == "darts_server.ray:app"
+def test_no_engine_has_a_key_in_its_environment() -> None:
+    """Engines have the environment of their pod's container."""
+    head, *workers = pods(REPLICAS)
+    for spec in (head, *workers):
+        assert {each["name"] for each in spec["containers"][0]["env"]} == {"HF_TOKEN", "RAY_worker_niceness"}
+    assert not [volume for spec in workers for volume in spec["volumes"] if "secret" in volume]
+    [keys] = [volume for volume in head["volumes"] if "secret" in volume]
+    [mount] = [each for each in head["containers"][0]["volumeMounts"] if each["name"] == keys["name"]]
+    files = {f"{mount['mountPath']}/{item['path']}" for item in keys["secret"]["items"]}
+    assert files == {flags(REPLICAS)["--api-key-file"], flags(REPLICAS)["--admin-api-key-file"]}
+    assert keys["secret"]["secretName"] == one("Secret")["metadata"]["name"]
+    assert {item["key"] for item in keys["secret"]["items"]} <= set(one("Secret")["stringData"])
 
 
-def test_pods_live_until_their_servers_have_stopped() -> None:
-    spec = read_arguments(SERVE["applications"][0]["args"])
-    assert spec.server.grace > GRACE_SECONDS
-    assert WORKERS["template"]["spec"]["terminationGracePeriodSeconds"] > spec.server.grace + END_SECONDS
+@each_job
+def test_the_head_lives_until_its_server_has_stopped(manifest: Manifest) -> None:
+    grace = int(flags(manifest)["--shutdown-timeout"])
+    assert pods(manifest)[0]["terminationGracePeriodSeconds"] >= grace + END_SECONDS
 
 
-def test_the_port_is_that_of_ray_serves_proxy() -> None:
-    [container] = OF_SERVICE["headGroupSpec"]["template"]["spec"]["containers"]
-    assert container["ports"] == [{"name": "http", "containerPort": SERVE["http_options"]["port"]}]
-    assert SERVE["http_options"]["host"] == "0.0.0.0"
-
-
-def test_the_image_has_the_extra_with_this_version_of_ray() -> None:
+@each_job
+def test_the_image_has_the_extra_with_this_version_of_ray(manifest: Manifest) -> None:
     [needed] = [Requirement(text) for text in PROJECT["optional-dependencies"]["ray"]]
-    assert needed.specifier.contains(OF_SERVICE["rayVersion"])
-    assert needed.extras == {"serve"}
+    assert needed.specifier.contains(cluster(manifest)["rayVersion"])
+    assert {spec["containers"][0]["image"] for spec in pods(manifest)} == {f"{server()['image']}-ray"}
+    assert needed.extras == {"default"}, "a RayJob needs the job server of Ray's dashboard"
     assert arguments("Dockerfile")["EXTRAS"] == ""
     assert '.whl)${EXTRAS}"' in (ROOT / "Dockerfile").read_text()

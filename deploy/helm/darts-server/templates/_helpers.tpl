@@ -24,6 +24,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 darts-server/model: {{ .model.name }}
 {{- end -}}
 
+{{- define "darts.image" -}}
+{{- $tag := printf "%s%s" .root.Chart.AppVersion (ternary "-ray" "" (hasKey .model "replicas")) -}}
+{{- printf "%s:%s" .root.Values.servingEngineSpec.repository (.root.Values.servingEngineSpec.tag | default $tag) -}}
+{{- end -}}
+
+{{- define "darts.gpus" -}}
+{{- mul .model.requestGPU (.model.replicas | default 1) -}}
+{{- end -}}
+
 {{- define "darts.secret" -}}
 {{- .Values.auth.existingSecret | default (printf "%s-keys" .Release.Name) -}}
 {{- end -}}
@@ -35,7 +44,7 @@ darts-server/model: {{ .model.name }}
 - --host=0.0.0.0
 - --port=8000
 - --shutdown-timeout={{ .root.Values.servingEngineSpec.shutdownTimeout }}
-{{- range $flag, $value := dict "max-model-len" $vllm.maxModelLen "tensor-parallel-size" $vllm.tensorParallelSize "data-parallel-size" $vllm.dataParallelSize "gpu-memory-utilization" $vllm.gpuMemoryUtilization "dtype" $vllm.dtype "policy" $darts.policy "redundancy" $darts.redundancy "group-size" $darts.groupSize }}
+{{- range $flag, $value := dict "replicas" .model.replicas "max-model-len" $vllm.maxModelLen "tensor-parallel-size" $vllm.tensorParallelSize "data-parallel-size" $vllm.dataParallelSize "gpu-memory-utilization" $vllm.gpuMemoryUtilization "dtype" $vllm.dtype "policy" $darts.policy "redundancy" $darts.redundancy "group-size" $darts.groupSize }}
 {{- if $value }}
 - --{{ $flag }}={{ $value }}
 {{- end }}
