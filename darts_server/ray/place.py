@@ -38,6 +38,10 @@ END_SECONDS = 2.0
 """Within which an actor ends its host, and notices it."""
 
 
+HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
+"""Beginnings of the names of environment variables that engines get from this process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What Ray reserves for an engine, on one node."""
@@ -170,7 +174,8 @@ class Cluster:
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
-            async with keep_running(starts, Resources(gpus, self.cpus), {}) as placed:
+            environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+            async with keep_running(starts, Resources(gpus, self.cpus), environment) as placed:
                 yield placed
         finally:
             ray.shutdown()

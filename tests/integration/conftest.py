@@ -1,6 +1,8 @@
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -28,12 +30,22 @@ def serve(forks: Launch) -> Serve:
     return partial(serving, launch=forks)
 
 
-@pytest.fixture(scope="session")
-def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="session",
+    params=[1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (2, 3))],
+    ids="engines-{}".format,
+)
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     """darts-server under `uniform`, with the token route, and names of groups in sessions like SkyRL's."""
     flags = ("--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
-    with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", *flags) as running:
+    log = tmp_path_factory.mktemp("darts") / "log"
+    with serve(DARTS, log, *flags) if request.param == 1 else fleet(request.param, log, *flags) as running:
         yield running
+
+
+def fleet(count: int, log: Path, *flags: str) -> AbstractContextManager[Server]:
+    """darts-server with several engines under Ray, on this machine's cores."""
+    return serving(DARTS, log, "--replicas", str(count), "--cpus-per-replica", ".5", *flags)
 
 
 @pytest.fixture(scope="session")
