@@ -10,7 +10,6 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.events import AbortedSample, GroupResult, Unfinished
 from darts_server.rollout.batches.feed import EventFeed
@@ -89,12 +88,6 @@ class Submission(Generic[RequestT, OutputT]):
     def size(self) -> int:
         """Number of prompts."""
         return len(self._groups)
-
-    @property
-    def shared_cohort(self) -> Cohort | None:
-        """The cohort of its groups if that is a part of one whose deadline comes from outside; else ``None``."""
-        cohort = self._groups[0].allocation.cohort
-        return None if cohort is None or cohort.terms.part is None else cohort
 
     def group_id(self, number: int) -> str:
         """Return the id of the group of a prompt."""
