@@ -148,7 +148,6 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         survivors=body.survivors,
         carry=body.carry,
         carried=body.carried,
-        hand_back=True,
     )
 
 

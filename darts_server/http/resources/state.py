@@ -12,6 +12,7 @@ from darts_server.http.openapi import binary_body
 from darts_server.http.resources.groups import StateAnswer
 from darts_server.removed import PARAMETERS
 from darts_server.rollout.learned.prompts import KIND
+from darts_server.rollout.learned.statistics import Statistics
 
 FILE_NAME = "darts-state"
 MAX_FILE_BYTES = 1024**3
@@ -28,15 +29,7 @@ class State(Protocol):
     def count(self, kind: str) -> int: ...
 
 
-class Learner(Protocol):
-    """Holds what is not in the store yet."""
-
-    def flush(self) -> None:
-        """Put all of it into the store."""
-        ...
-
-
-def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
+def routes(state: State, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
     """Create the routes. ``max_bytes``: of a file."""
     api = APIRouter()
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
@@ -49,7 +42,7 @@ def routes(state: State, learner: Learner, max_bytes: int = MAX_FILE_BYTES) -> A
     async def save() -> Response:
         """Return learned state as one file."""
         async with exporting:
-            learner.flush()
+            statistics.flush()
             data = await run_sync(state.export)
         return Response(
             data,

@@ -32,7 +32,6 @@ class BatchRequest:
         carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
             carried over from earlier ones start first.
         carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
-        hand_back: return what the candidates of groups have generated that are aborted, and not carried over.
     """
 
     prompts: Sequence[PromptSpec]
@@ -45,14 +44,13 @@ class BatchRequest:
     survivors: bool | None = None
     carry: Carry = Carry.DROP
     carried: bool = False
-    hand_back: bool = False
 
     @property
     def on_abort(self) -> OnAbort:
         """What happens to a group that is aborted."""
         if self.carry is Carry.RESUME:
             return OnAbort.CARRY
-        return OnAbort.RETURN if self.hand_back and self.carry is Carry.DROP else OnAbort.FAIL
+        return OnAbort.RETURN if self.carry is Carry.DROP else OnAbort.FAIL
 
     @property
     def takes_carried(self) -> bool:
