@@ -18,7 +18,7 @@ from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.response_headers import GROUP_ID, WEIGHTS, ResponseHeader, group_id_of, weights_of
+from darts_server.http.response_headers import GroupIdHeader
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -219,7 +219,7 @@ def make_rooms(
         pruner.record_rewarded_group()
 
     reward_matcher = RewardMatcher(
-        rollouts.exchange, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
+        statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
     )
     rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
 
@@ -263,13 +263,7 @@ def extend(
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
-    application.add_middleware(ResponseHeader, name=GROUP_ID, value_of=group_id_of)
-    served = weights_of(
-        version=lambda: rooms.updates.version,
-        are_initial=lambda: rooms.updates.are_initial,
-        loras=lambda: {name: each.version for name, each in rooms.updates.loras.served.items()},
-    )
-    application.add_middleware(ResponseHeader, name=WEIGHTS, value_of=served)
+    application.add_middleware(GroupIdHeader)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,
@@ -281,9 +275,7 @@ def extend(
     application.include_router(
         router(
             rooms.provenance,
-            statistics.prompts,
-            statistics.rewards,
-            rooms.rollouts.exchange,
+            statistics,
             store,
             rooms.control,
             rooms.batches,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from itertools import chain
 
-from darts_server import logs, settings, startup_checks
+from darts_server import logs, removed, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
-from darts_server.ray.settings import prepare_cluster
+from darts_server.ray import prepare_cluster
 
 USAGE_ERROR = 2
 
@@ -41,7 +41,7 @@ SERVE_MORE = """\
 All of vLLM's flags work too, e.g. --port 8000 --max-model-len 8192 --tensor-parallel-size 2.
   darts-server serve --help=all           every vLLM flag
   darts-server serve --help=FLAG          vLLM's help on one flag or section
-  darts-server serve MODEL --replicas N   N servers behind one address, under Ray; --replicas N --help explains it
+  darts-server serve MODEL --replicas N   N engines behind one address, under Ray
 
 The server listens on 127.0.0.1 unless --host says otherwise. Log-probs are those of the distribution that is sampled
 from unless --logprobs-mode says otherwise (vLLM's own default: raw_logprobs, without temperature, top_k and the like).
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="the same as the command")
     if arguments[:1] == ["--version"]:  # argparse would insist on a command
         return _version([])
+    if arguments and (remedy := removed.COMMANDS.get(arguments[0])) is not None:
+        print(f"darts-server: the command {arguments[0]} is gone; {remedy}", file=sys.stderr)
+        return USAGE_ERROR
     # The remaining arguments have parsers of their own: ours first, then vLLM's.
     run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
@@ -134,12 +137,6 @@ def _trace(argv: list[str]) -> int:
     return trace.main(argv)
 
 
-def _ingress(argv: list[str]) -> int:
-    from darts_server.ingress import command
-
-    return command.main(argv)
-
-
 def _version(_: list[str]) -> int:
     from darts_server.vllm.compat import vllm_version
 
@@ -171,7 +168,6 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "ingress": (_ingress, "put one address in front of several servers"),
     "demo": (_demo, "see what shaped groups save, on a tiny model"),
     "simulate": (_simulate, "see what policies would bring on your workload, without an engine"),
     "trace": (_trace, "write what a server has learned of lengths, for simulate"),

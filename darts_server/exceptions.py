@@ -13,11 +13,6 @@
     ├── Overloaded             too many requests are pending: retry later
     │   └── QuotaReached       this caller has too many requests in flight
     ├── ServerStopping         the server is shutting down
-    ├── ReplicaError           an ingress has no answer of the servers behind it
-    │   ├── NoReplica          none of them serves: retry later
-    │   ├── ReplicaLost        one was lost while it answered
-    │   └── ReplicasDiffer     some of them carried out a request, and others refused it
-    ├── OneServerOnly          an ingress has several servers, and the request concerns one
     ├── InvalidSetting         the operator's mistake: the server does not start
     ├── GroupFailed            too few trajectories of a prompt could finish
     ├── GroupAborted           the group was aborted from outside
@@ -99,30 +94,6 @@ class ServerStopping(DartsError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-class ReplicaError(DartsError):
-    """An ingress has no answer of the servers behind it."""
-
-
-class NoReplica(ReplicaError):
-    """None of the servers behind an ingress serves. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class ReplicaLost(ReplicaError):
-    """A server behind an ingress was lost while it answered."""
-
-
-class ReplicasDiffer(ReplicaError):
-    """Some servers behind an ingress carried out a request that concerns all of them, and others did not."""
-
-
-class OneServerOnly(DartsError):
-    """An ingress has several servers, and the request concerns one. The message says what to do."""
 
 
 class InvalidSetting(DartsError):

@@ -7,6 +7,7 @@ QUEUE = (
     'the server keeps no queue: send batches to POST /darts/v1/rollouts with num_groups and "carry": "resume", or let '
     "client.stream(prompts, ahead=N) run prompts ahead"
 )
+REPLICAS = "one server has all groups, and several engines: use darts-server serve MODEL --replicas N"
 PUSH = "push weights with PUT /darts/v1/weights, or load them from a folder below --weights-root"
 
 SETTINGS: Mapping[str, str] = {
@@ -20,6 +21,9 @@ SETTINGS: Mapping[str, str] = {
     "budget_aversion": "use --policy auto, which weighs shorter groups against time by what it has measured",
 }
 """Flags, environment variables and keys of the file, by the name of the setting."""
+
+COMMANDS: Mapping[str, str] = {"ingress": REPLICAS}
+"""Commands of ``darts-server``."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "policy": {
@@ -37,6 +41,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 ROUTES: Mapping[str, str] = {
     r"/darts/v1/queue(/.*)?": QUEUE,
+    r"/darts/v1/rollouts/plan": REPLICAS,
+    r"/darts/v1/rollouts/.+/deadline": REPLICAS,
+    r"/darts/v1/observations": REPLICAS,
     r"/darts/v1/trajectories/.+:abort": "abort a whole batch with DELETE /darts/v1/rollouts/ID, or requests of vLLM's "
     "routes with POST /abort_requests, which needs an admin key",
 }
@@ -45,10 +52,14 @@ ROUTES: Mapping[str, str] = {
 FIELDS: Mapping[tuple[str, str], str] = {
     ("RolloutsIn", "partial"): "leave it out: what pruned candidates had generated is not kept; the weights of the "
     "returned trajectories make up for them",
+    ("RolloutsIn", "cohort"): REPLICAS,
     ("WeightsIn", "url"): "the server does not pull weights: push them with PUT /darts/v1/weights, or name a file or "
     'folder below --weights-root as {"path": …}',
 }
 """Fields of request bodies, by the model of the body."""
+
+PARAMETERS: Mapping[tuple[str, str], str] = {("PUT /darts/v1/state", "if_new"): REPLICAS}
+"""Query parameters, by the route."""
 
 
 def value_remedy(setting: str, value: object) -> str | None:

@@ -84,27 +84,18 @@ SAMPLED = {"seed": 1, "logprobs": True, "stop": ["#"], **SHORT}
 TINY = {"model": "tiny", "prompt": PROMPT, "n": 3, **LONG}
 TINY_CHAT = {"model": "tiny", "messages": MESSAGES, **SHORT}
 TINY_TOKENS = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"n": 2, "seed": 1, **SHORT}}
-OBSERVED = {"life": "other", "number": 1, "kind": "group", "prompt_key": "a", "policy": "cap", "size": 2}
-ENDED = [{"tokens": 7, "finish_reason": "stop", "selected": True}, {"tokens": 9, "finish_reason": "length"}]
-COUNTS = {"prompt_key": "a", "right": [1, 7.0, 0, 1, 1], "wrong": [0] * 5, "groups": [1, 1]}
-OBSERVATIONS = [
-    {**OBSERVED, "tokens_needed": 9, "weight_version": 1, "bound": 18, "candidates": ENDED},
-    {"life": "other", "number": 2, "kind": "rewards", "prompts": [COUNTS]},
-]
 REWARD = {"trajectory_id": "$trajectory", "reward": 1.0, "correct": True}
 SENT: list[tuple[str, str, Any]] = [
     ("POST", ROLLOUTS, GROUPS),
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [{"messages": MESSAGES}], "sampling": SAMPLED}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "darts_cut", "redundancy": 1.5}, "budget": 8, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "auto"}}),
-    ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "cap"}, "cohort": {"groups": 24, "leads": True}}),
     ("POST", ROLLOUTS, {**GROUPS, "min_groups": 1, "carry": "restart", "survivors": False, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [], "carried": True, "carry": "restart"}),
     ("POST", ROLLOUTS, {**GROUPS, "sampling": LONG, "stream": "tokens", "chunk_tokens": 5}),
     ("POST", ROLLOUTS, {**ROW, "carried": False, "carry": "drop"}),
     *(("POST", ROLLOUTS, {**ROW, "carry": carry, "stream": "tokens"}) for carry in ("restart", "resume")),
     *(("POST", ROLLOUTS, {**ROW, "carry": "resume", "policy": {"name": name}}) for name in ("uniform", "darts_cut")),
-    ("POST", f"{ROLLOUTS}/plan", {**GROUPS, "policy": {"name": "darts"}, "budget": 6}),
     ("POST", "/darts/v1/vote", {"prompt": PROMPT, "n": 2, "sampling": SHORT, "pattern": "#([0-9])", "key": "a"}),
     (
         "POST",
@@ -118,7 +109,6 @@ SENT: list[tuple[str, str, Any]] = [
     ),
     ("POST", "/darts/v1/rewards", {"rewards": [REWARD, REWARD, {"trajectory_id": "$group:0", "reward": -1}]}),
     ("POST", "/darts/v1/rewards", {"rewards": [{"prompt_token_ids": [5], "completion_token_ids": [7], "reward": 0.5}]}),
-    ("POST", "/darts/v1/observations", {"observations": OBSERVATIONS}),
     ("PATCH", POLICY, {"policy": "darts_cut", "redundancy": 1.25, "num_longest": 1}),
     ("PATCH", POLICY, {"policy": "off"}),
     ("POST", COMPLETIONS, TINY),

@@ -41,7 +41,6 @@ from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.exchange.log import MAX_KEPT, ObservationLog
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
@@ -100,7 +99,6 @@ RETAINED = {
     "vote_labels": (BUFFER, 500),
     "window": (WINDOW, 100),
     "batches": (64, 500),
-    "observations": (MAX_KEPT, 10),
 }
 """How much the server retains, or less where so few groups would not fill it: one for so many groups. All of it must be
 full after a tenth of the groups, since growth is measured over the second half."""
@@ -235,10 +233,9 @@ class Stack:
             clock=loop.time,
         )
         self.control.apply_to(self.rollouts)
-        self.rollouts.exchange.log = ObservationLog(keep["observations"])
         self.monitor = Monitor(self.rollouts, loop.time)
         self.reward_matcher = RewardMatcher(
-            self.rollouts.exchange,
+            self.rollouts.statistics.rewards,
             self._rewarded,
             self.metrics,
             keep["groups"],

@@ -7,7 +7,7 @@ import pytest
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.control import Control
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.removed import FIELDS, ROUTES, SETTINGS, VALUES
+from darts_server.removed import COMMANDS, FIELDS, PARAMETERS, ROUTES, SETTINGS, VALUES
 from darts_server.settings import Settings, apply_patch, load, refuse_removed_flags
 from darts_server.simulation.policies import NAMES, parse_policy
 from darts_server.types import POLICIES, RequestOptions
@@ -25,6 +25,12 @@ def test_a_flag_that_is_gone_says_what_to_use_instead(name: str, form: str, caps
         assert main([command, "model", *flag]) in (USAGE_ERROR, 1)
         written = capsys.readouterr()
         assert f"--{name.replace('_', '-')} is gone; {SETTINGS[name]}" in written.err + written.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_is_gone_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--replica", "http://127.0.0.1:8000"]) == USAGE_ERROR
+    assert capsys.readouterr().err == f"darts-server: the command {name} is gone; {COMMANDS[name]}\n"
 
 
 def test_flags_of_others_pass() -> None:
@@ -91,6 +97,10 @@ def test_the_page_of_policies_names_all_of_them() -> None:
         ("GET", "/darts/v1/queue/groups"),
         ("POST", "/darts/v1/queue/ack"),
         ("DELETE", "/darts/v1/queue/jobs/a/b"),
+        ("POST", "/darts/v1/trajectories/group-1:0:abort"),
+        ("GET", "/darts/v1/observations"),
+        ("POST", "/darts/v1/observations"),
+        ("PUT", "/darts/v1/rollouts/batch-1/deadline"),
     ],
 )
 def test_a_route_that_is_gone_is_not_found_and_says_what_to_use_instead(method: str, path: str) -> None:
@@ -102,13 +112,30 @@ def test_a_route_that_is_gone_is_not_found_and_says_what_to_use_instead(method: 
     assert any(error["message"].endswith(remedy) for remedy in ROUTES.values())
 
 
-def test_a_field_that_is_gone_says_what_to_use_instead() -> None:
+def test_a_route_that_is_gone_says_so_too_where_its_path_is_one_of_another_route() -> None:
+    with client() as here:
+        answer = here.post("/darts/v1/rollouts/plan", json={})
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == f"this route is gone; {ROUTES['/darts/v1/rollouts/plan']}"
+
+
+def test_a_query_parameter_that_is_gone_says_what_to_use_instead_and_nothing_is_replaced() -> None:
+    with client() as here:
+        saved = here.get("/darts/v1/state").content
+        answer = here.put("/darts/v1/state?if_new=true", content=b"")
+        assert here.get("/darts/v1/state").content == saved
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "if_new")
+    assert answer.json()["error"]["message"] == f"if_new: is gone; {PARAMETERS['PUT /darts/v1/state', 'if_new']}"
+
+
+@pytest.mark.parametrize(("field", "value"), [("partial", True), ("cohort", {"groups": 24})])
+def test_a_field_that_is_gone_says_what_to_use_instead(field: str, value: object) -> None:
     batch = {"prompts": [{"text": "a"}], "group_size": 2}
     with client() as here:
-        answer = here.post("/darts/v1/rollouts", json=batch | {"partial": True})
+        answer = here.post("/darts/v1/rollouts", json=batch | {field: value})
         unknown = here.post("/darts/v1/rollouts", json=batch | {"partially": True})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "partial")
-    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['RolloutsIn', 'partial']}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['RolloutsIn', field]}")
     assert unknown.json()["error"]["message"].endswith("is unknown; remove it")
 
 

@@ -17,7 +17,7 @@ from ._rollouts import Carry, GroupPayload, RolloutsRequest, build_group, rollou
 
 TENSORS = "application/vnd.safetensors"
 ACCEPT = f"{TENSORS}, application/json;q=0.9"
-"""An ingress that divides the batch, and an earlier server, answer as JSON."""
+"""Earlier servers answer as JSON."""
 HEADER_LENGTH = 8
 TYPES = {"I64": "q", "I32": "i", "F32": "f", "U8": "B"}
 

@@ -17,12 +17,9 @@ from darts_server.exceptions import (
     Forbidden,
     GroupAborted,
     InvalidRequest,
-    NoReplica,
     NotAcceptable,
     NotFound,
-    OneServerOnly,
     Overloaded,
-    ReplicaError,
     ServerStopping,
     StateError,
     StateFull,
@@ -48,9 +45,6 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineRefused: HTTPStatus.BAD_REQUEST,
     ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
-    ReplicaError: HTTPStatus.BAD_GATEWAY,
-    NoReplica: HTTPStatus.SERVICE_UNAVAILABLE,
-    OneServerOnly: HTTPStatus.NOT_IMPLEMENTED,
     StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
     UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -101,7 +95,7 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, Overloaded | ServerStopping | EngineBusy | NoReplica):
+    if isinstance(error, Overloaded | ServerStopping | EngineBusy):
         return {"Retry-After": str(error.retry_after)}
     return {}
 
@@ -118,7 +112,8 @@ def install(app: FastAPI) -> None:
     async def respond_to_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         status, message = HTTPStatus(error.status_code), error.detail
-        if status is HTTPStatus.NOT_FOUND and (remedy := route_remedy(request.url.path)) is not None:
+        is_unknown = status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)  # it may look like another route
+        if is_unknown and (remedy := route_remedy(request.url.path)) is not None:
             message = f"this route is gone; {remedy}"
         body = {"message": message, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
         return JSONResponse({"error": body}, status_code=status.value, headers=error.headers)

@@ -9,23 +9,12 @@ from starlette.routing import Route
 
 from darts_server.exceptions import NotFound
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import (
-    monitor,
-    observations,
-    policy,
-    rewards,
-    rollouts,
-    staged,
-    state,
-    vote,
-    weights,
-)
+from darts_server.http.resources import monitor, policy, rewards, rollouts, staged, state, vote, weights
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.exchange.exchange import Exchange
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.learned.rewards import Rewards, summarize
+from darts_server.rollout.learned.rewards import summarize
+from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting.runner import VoteRunner
@@ -37,9 +26,7 @@ METRICS = "/metrics"
 
 def router(
     provenance: Provenance,
-    prompts: Prompts,
-    learned: Rewards,
-    exchange: Exchange,
+    statistics: Statistics,
     store: state.State,
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
@@ -67,21 +54,20 @@ def router(
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
         """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
-        stats = prompts.stats(prompt_key)
+        stats = statistics.prompts.stats(prompt_key)
         if stats is None:
             raise NotFound(
                 "prompt_key",
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
-        reward_stats = summarize(learned.of_prompt(prompt_key))
+        reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
         answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
     api.include_router(vote.routes(votes))
     api.include_router(rewards.routes(reward_matcher))
-    api.include_router(state.routes(store, exchange))
-    api.include_router(observations.routes(exchange))
+    api.include_router(state.routes(store, statistics))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
     api.include_router(staged.routes(updates))

@@ -6,7 +6,7 @@ longer. Groups that come one at a time use the completion lengths of the groups 
 What deadlines take away is in `deadline_losses`.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -144,7 +144,7 @@ def place_of_need(completion_place: int, candidates: int, mean_candidates: float
 class CohortDeadline:
     """The deadline of a cohort, once enough of its groups have reported how many tokens they need.
 
-    Groups may be any values that can be keys. One that starts again reports again, and what it reports last counts.
+    Groups may be any values that can be keys. Each reports its need at most once, and no minimum afterwards.
 
     Args:
         rule: how the deadline is computed, unless it is ``tokens``; ``None`` if there is none.
@@ -159,58 +159,28 @@ class CohortDeadline:
         """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""
         self._rule = rule
         self._reporting = groups  # groups that have reported their need, or still may
-        self._needs: dict[object, int] = {}
+        self._have_reported: set[object] = set()  # their need
         self._lengths: list[int] = []  # the needs, sorted: a report of one of thousands of groups must not sort them
         self._minimums: dict[object, int | None] = {}  # of groups that have not reported their need
         self._determine()
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it is not known, and what groups report may determine it."""
-        return self._rule is not None and self.tokens is None
-
-    def set_rule(self, rule: Deadline | None, tokens: int | None = None) -> None:
-        """Compute the deadline by a rule that was not known before, also from what was reported until now.
-
-        ``tokens``: the deadline where it is known from the start.
-        """
-        self.tokens = rule.fixed if tokens is None and rule is not None else tokens
-        self._rule = rule
-        self._determine()
-
     def report_need(self, group: object, tokens: int) -> None:
         """Record how many tokens a group needs: the length at its `place_of_need`."""
-        if (earlier := self._needs.get(group)) is not None:
-            del self._lengths[bisect_left(self._lengths, earlier)]
-        self._needs[group] = tokens
+        self._have_reported.add(group)
         insort(self._lengths, tokens)
         self._minimums.pop(group, None)
         self._determine()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
-        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more.
-
-        It does not count if the group has reported its need before it started again.
-        """
-        if group not in self._needs:
-            self._minimums[group] = tokens
-            self._determine()
+        """Record the least that a group can need; ``None`` if it cannot have enough valid candidates any more."""
+        self._minimums[group] = tokens
+        self._determine()
 
     def remove(self, group: object) -> None:
         """Remove a group that has ended. What it needs still counts, if it was reported."""
         self._minimums.pop(group, None)
-        if group not in self._needs:
+        if group not in self._have_reported:
             self._reporting -= 1
-            self._determine()
-
-    def count_without(self, groups: Iterable[object]) -> int:
-        """Return how many have reported their need, or still may, once these are removed too."""
-        return self._reporting - sum(group not in self._needs for group in groups)
-
-    def add(self, group: object) -> None:
-        """Count a group again that was removed, as it starts again."""
-        if group not in self._needs:
-            self._reporting += 1
             self._determine()
 
     def _determine(self) -> None:

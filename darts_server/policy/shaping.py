@@ -71,11 +71,6 @@ class Shaping:
         return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
 
     @property
-    def weighs_prompts(self) -> bool:
-        """Whether what a group gets depends on the other prompts of its cohort."""
-        return self.adaptive or self.budget is not BudgetKind.FIXED
-
-    @property
     def prunes(self) -> bool:
         """Whether candidates are pruned."""
         return self.pruning is not None

@@ -1,34 +1,23 @@
-"""Several servers as a Ray Serve application.
+"""Several engines behind one server: Ray places their hosts, gives them GPUs, and starts them again.
 
 ::
 
-    command.py      darts-server serve MODEL --replicas N: flags, start and end
-    application.py  the deployments: servers, their directory, an ingress; what `serve run darts_server.ray:app` builds
-    server.py       the deployment whose replicas run one darts-server each
-    directory.py    the deployment that keeps the servers' addresses
-    gateway.py      an ingress as a deployment
-    process.py      a darts-server as a child process
-    child.py        the child's main module
-    settings.py     what one application consists of
+    place.py  the cluster, and the hosts in it
 
-Ray Serve places the servers, starts them, restarts those that die and stops those that are too many. The servers shape
-groups, and the ingress, which is the one of ``darts-server ingress``, routes requests. Only this folder imports Ray.
+Only this folder imports Ray, and this module does not: it is imported before Ray may be.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ray.serve import Application
+import os
+import secrets
 
 
-def app(arguments: Mapping[str, object]) -> "Application":
-    """Build the application of ``serve run darts_server.ray:app model=MODEL replicas=2 flags="--max-model-len 8192"``.
+def prepare_cluster() -> None:
+    """Set what a cluster that this process starts has to be started with. Call this before Ray is imported.
 
-    Raises:
-        InvalidSetting
+    * It refuses others, unless the environment says how Ray is to authenticate: Ray listens on all of the machine's
+      addresses, and whoever can reach it may run code.
+    * Its processes have the priority of this one. Ray would lower it by 15, and that of the engines with it.
     """
-    from darts_server.ray.application import build  # the package is imported by processes that do not need Ray
-    from darts_server.ray.settings import read_arguments
-
-    return build(read_arguments(arguments))
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+    os.environ.setdefault("RAY_worker_niceness", "0")

@@ -122,8 +122,8 @@ class GroupRecorder:
         assert group.outcome is not None
         self.closed = True
         now = self._clock()
-        would_be = cohort if cohort is not None and cohort.explored else None
-        rule = None if cohort is None else cohort.rule
+        would_be = cohort if cohort is not None and cohort.terms.explored else None
+        rule = None if cohort is None else cohort.terms.deadline
         weights = selection_weights(group)
         deadline = group.deadline if would_be is None else would_be.tokens
         return GroupRecord(

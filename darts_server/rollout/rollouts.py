@@ -14,7 +14,6 @@ from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
-from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
@@ -90,8 +89,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             opening=lambda: self.gate.opening,
             unfinished=lambda: engine.unfinished,
         )
-        self.exchange = Exchange(statistics, self.allocator)
-        self.observers.add(self.allocator, self.exchange)
+        self.observers.add(self.allocator)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join, intervals.join_named)
         self._engine = engine
         self._scorer = scorer
@@ -267,7 +265,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn what deadlines cost from the rewards of a group, by candidate index."""
-        self.exchange.group_rewarded(record, correct)
+        self.allocator.deadlines.learn_rewards(record, correct)
 
     def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
         """Learn the lengths of a request that the engine has served by itself, as those of a group.

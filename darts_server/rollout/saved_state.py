@@ -3,14 +3,12 @@
 from collections.abc import Callable, Mapping
 
 from darts_server.rollout.allocation import allocator, auto, deadlines
-from darts_server.rollout.exchange import positions
 from darts_server.rollout.learned import latency, prompts, rewards, statistics
 from darts_server.rollout.learned.documents import Document, blob_parsers, parse_document, parse_value
 from darts_server.rollout.pruning.pruner import BLOB_KIND
 from darts_server.rollout.voting.confidence import BLOB_KIND as VOTE_BLOB_KIND
 
-LEARNED = statistics.PARSERS | latency.PARSERS | rewards.PARSERS
-VALUES = allocator.PARSERS | auto.PARSERS | deadlines.PARSERS | LEARNED | positions.PARSERS
+VALUES = allocator.PARSERS | auto.PARSERS | deadlines.PARSERS | statistics.PARSERS | latency.PARSERS | rewards.PARSERS
 PARSERS: Mapping[str, Callable[[Document], object]] = {
     prompts.KIND: prompts.parse_stats,
     **{kind: parse_value(parse) for kind, parse in VALUES.items()},

@@ -89,16 +89,15 @@ class Database:
                 self._reader.execute("ROLLBACK")
 
     @contextmanager
-    def snapshot(self, kind: str | None) -> Iterator[Iterator[Row]]:
-        """Rows of a kind, or of all kinds, as they are at this moment, ordered by kind and key.
+    def snapshot(self) -> Iterator[Iterator[Row]]:
+        """All rows as they are at this moment, ordered by kind and key.
 
         It uses a connection of its own. SQLite's log cannot shrink while it is open.
         """
         with translate_errors(self._path), ExitStack() as opened:
             self._refuse_replaced()
             connection = opened.enter_context(closing(connect(self._path, "ro")))
-            where, arguments = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
-            yield _verified(self._path, connection.execute(f"{_SELECT} {where} ORDER BY kind, key", arguments))
+            yield _verified(self._path, connection.execute(f"{_SELECT} ORDER BY kind, key"))
 
     def generation(self) -> int:
         """Count how often everything was replaced, by any process."""

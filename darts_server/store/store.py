@@ -5,9 +5,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
@@ -137,13 +136,13 @@ class Store(AbstractContextManager["Store"]):
 
     def export(self) -> bytes:
         """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""
-        return archive.pack(self._rows(None))
+        return archive.pack(self._rows())
 
-    def restore(self, data: bytes, limit: int = LIMIT_BYTES, keep: Collection[str] = ()) -> None:
+    def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
 
         Documents that are put before it returns are lost too, here and in other processes. ``limit``: bytes that the
-        data may have when decompressed. ``keep``: kinds of documents that stay as they are here.
+        data may have when decompressed.
 
         Raises:
             StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
@@ -157,8 +156,7 @@ class Store(AbstractContextManager["Store"]):
             try:
                 with self._lock:
                     self._refuse_closed()
-                kept = [row for kind in sorted(keep) for row in self._rows(kind)]
-                rows = chain(kept, (row for row in archive.unpack(data, limit) if row[0] not in keep))
+                rows = archive.unpack(data, limit)
                 if self._database is None:
                     for row in rows:
                         self._add(restored, row)
@@ -196,18 +194,17 @@ class Store(AbstractContextManager["Store"]):
             if len(texts[kind]) > self._max_in_memory:
                 texts[kind].popitem(last=False)
 
-    def _rows(self, kind: str | None) -> Iterator[Row]:
-        """Rows of a kind, or of all, ordered by kind and key, as they are when the first one is taken."""
+    def _rows(self) -> Iterator[Row]:
+        """All rows, ordered by kind and key, as they are when the first one is taken."""
         with ExitStack() as reading:
             with self._lock:
                 self._refuse_closed()
-                kinds = {*self._pending, *self._in_flight} if kind is None else {kind}
                 unwritten = sorted(
-                    (each, key, text)
-                    for each in kinds
-                    for key, text in {**self._in_flight[each], **self._pending[each]}.items()
+                    (kind, key, text)
+                    for kind in {*self._pending, *self._in_flight}
+                    for key, text in {**self._in_flight[kind], **self._pending[kind]}.items()
                 )
-                written = () if self._database is None else reading.enter_context(self._database.snapshot(kind))
+                written = () if self._database is None else reading.enter_context(self._database.snapshot())
             previous: Name | None = None
             for row in heapq.merge(unwritten, written, key=itemgetter(0, 1)):  # of two the unwritten one comes first
                 if row[:2] != previous:

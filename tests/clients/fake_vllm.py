@@ -15,12 +15,7 @@ from .servers import listening
 
 ANSWER, EOS = 5, 1
 STATE = b"learned state"
-METRICS = (
-    'darts_candidates_started_total{{model_name="m"}} {n}.0\n'
-    'darts_weight_version{{replica="a:1",model_name="m"}} 3.0\n'
-    'darts_weight_version{{replica="b:1",model_name="m"}} 3.0\n'
-)
-"""With the version of two servers, as an ingress has them."""
+METRICS = 'darts_candidates_started_total{{model_name="m"}} {n}.0\ndarts_weight_version{{model_name="m"}} 3.0\n'
 
 
 @dataclass

@@ -22,8 +22,6 @@ from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.policy.shaping import Shaping
 from darts_server.records import UpdateRecord
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
@@ -47,12 +45,12 @@ class Work:
 
     def __init__(self, store: Store, lengths: Callable[[str, int], int]) -> None:
         self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
-        self.provenance, self.prompts, self.rewards = Provenance(), Prompts(store), Rewards(store)
-        self.reward_matcher = RewardMatcher(self.rewards, Mock(), Mock())
+        self.provenance, self.statistics = Provenance(), Statistics(store)
+        self.reward_matcher = RewardMatcher(self.statistics.rewards, Mock(), Mock())
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             Planner({"uniform": Shaping(redundancy=1.5)}, "uniform", Limits(1024)),
-            Statistics(store),
+            self.statistics,
             Intervals(allocation=0),
         )
         self.live = Monitor(self.rollouts)
@@ -126,14 +124,14 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
     seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
     updates = Mock(spec=Updates, version=7, state=State.SERVING)
     updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, seconds)
-    monitored = MonitorSources(work.live, work.rewards, updates, lambda: store.fault, lambda: work.stopping())
+    monitored = MonitorSources(
+        work.live, work.statistics.rewards, updates, lambda: store.fault, lambda: work.stopping()
+    )
     control = Control(load({}, None))
     app.include_router(
         router(
             provenance=work.provenance,
-            prompts=work.prompts,
-            learned=work.rewards,
-            exchange=Mock(),
+            statistics=work.statistics,
             store=store,
             control=control,
             batches=Mock(),

@@ -1,6 +1,5 @@
 """Our routes on an app of their own."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +12,11 @@ from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
-from darts_server.http.response_headers import GROUP_ID, STATE_KEY, ResponseHeader, group_id_of
+from darts_server.http.response_headers import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.records import TrajectoryRecord
-from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.exchange.exchange import Exchange
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
@@ -51,7 +48,6 @@ def client(
     with Store() as store:
         statistics, provenance = Statistics(store), Provenance()
         prompts, rewards = statistics.prompts, statistics.rewards
-        exchange = Exchange(statistics, Allocator(statistics, 0.0, Mock(), time.monotonic))
         reward_matcher = RewardMatcher(rewards, Mock(), Mock())
         for observe in (prompts.learn, provenance.group_ended, reward_matcher.group_ended):
             observe(replace(record(*FINISHED), group_id="cmpl-a-0"))
@@ -62,14 +58,12 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        app.add_middleware(ResponseHeader, name=GROUP_ID, value_of=group_id_of)
+        app.add_middleware(GroupIdHeader)
         control = Control(load({}, None))
         app.include_router(
             router(
                 provenance,
-                prompts,
-                rewards,
-                exchange,
+                statistics,
                 state or store,
                 control,
                 batches=Mock(),

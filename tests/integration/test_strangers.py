@@ -24,7 +24,7 @@ SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """TRL's way: without keys, with vLLM's development routes. And as behind an ingress: any proxy is believed."""
+    """TRL's way: without keys, with vLLM's development routes. And as behind a proxy: any is believed."""
     environment = EAGER | {"VLLM_SERVER_DEV_MODE": "1", "FORWARDED_ALLOW_IPS": "*"}
     log = tmp_path_factory.mktemp("strangers") / "log"
     with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment) as running:

@@ -133,44 +133,9 @@ def test_without_a_rule_the_deadline_is_what_was_known() -> None:
     assert cohort.tokens == 7
 
 
-def test_a_rule_may_become_known_after_the_reports() -> None:
-    cohort = CohortDeadline(None, 10)
-    for group in range(8):
-        cohort.report_need(group, 20)
-    cohort.report_minimum(8, 50)
-    assert [cohort.tokens, cohort.waits_beyond] == [None, None]
-    cohort.set_rule(Deadline(stretch=2.0))
-    assert [cohort.tokens, cohort.waits_beyond] == [None, 80]
-    cohort.report_need(9, 30)
-    assert cohort.tokens == 60
-    fixed = CohortDeadline(None, 10)
-    fixed.set_rule(Deadline(tokens=50))
-    assert fixed.tokens == 50
-    few = CohortDeadline(None, 2)
-    few.set_rule(None, 70)
-    few.report_need(0, 10)
-    assert few.tokens == 70
-
-
-def test_a_group_that_starts_again_counts_again_and_with_its_last_need() -> None:
-    cohort = CohortDeadline(Deadline(), 10)
-    for group in range(8):
-        cohort.report_need(group, 20)
-    cohort.remove(0)
-    cohort.remove(8)
-    cohort.add(0)
-    cohort.add(8)
-    cohort.report_minimum(0, None)
-    cohort.report_minimum(9, None)
-    assert cohort.tokens is None, "group 8 may be short"
-    cohort.report_need(0, 30)
-    cohort.report_need(8, 10)
-    assert cohort.tokens == 30
-
-
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["need", "minimum", "none", "remove", "add"]), st.integers(0, 9), st.integers(1, 60)),
+        st.tuples(st.sampled_from(["need", "minimum", "none", "remove"]), st.integers(0, 9), st.integers(1, 60)),
         max_size=60,
     ),
     st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
@@ -181,54 +146,33 @@ def test_what_is_known_follows_from_the_reports(
 ) -> None:
     rule = Deadline(quantile, recent=recent)
     cohort = CohortDeadline(rule, 10)
-    needs: dict[int, int] = {}
-    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)
+    needs: list[int] = []
+    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)  # of the groups that still may report
+    reported: set[int] = set()
     for what, group, tokens in reports:
-        counts = group in needs or group in minimums
-        if what == "need" and counts:
+        if what == "need" and group in minimums:
             cohort.report_need(group, tokens)
-            needs[group] = tokens
-            minimums.pop(group, None)
-        elif what in ("minimum", "none") and counts:
-            minimum = tokens if what == "minimum" else None
-            cohort.report_minimum(group, minimum)
-            minimums |= {} if group in needs else {group: minimum}
-        elif what == "remove" and counts:
+            needs.append(tokens)
+            reported.add(group)
+            del minimums[group]
+        elif what in ("minimum", "none") and group in minimums:
+            minimums[group] = tokens if what == "minimum" else None
+            cohort.report_minimum(group, minimums[group])
+        elif what == "remove" and (group in minimums or group in reported):
             cohort.remove(group)
             minimums.pop(group, None)
-        elif what == "add" and not counts:
-            cohort.add(group)
-            minimums[group] = 0
-        expected = rule.of_cohort(needs.values(), minimums.values())
+        expected = rule.of_cohort(needs, minimums.values())
         assert cohort.tokens == expected
         if expected is not None:
             assert cohort.waits_beyond is None
             return
-        others = rule.without_others(needs.values(), len(minimums))
+        others = rule.without_others(needs, len(minimums))
         assert cohort.waits_beyond == (None if others is None else rule.bound_of(others))
 
 
 def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
     assert [place_of_need(8, candidates, 12.0) for candidates in (8, 9, 12, 16)] == [6, 6, 8, 8]
     assert place_of_need(1, 1, 12.0) == 1
-
-
-def test_a_deadline_is_awaited_while_what_groups_report_may_determine_it() -> None:
-    deadline = CohortDeadline(None, 10)
-    assert not deadline.is_awaited
-    deadline.set_rule(Deadline())
-    assert deadline.is_awaited
-    for group in range(10):
-        deadline.report_need(group, 5)
-    assert not deadline.is_awaited
-
-
-def test_groups_that_have_reported_count_without_being_there() -> None:
-    deadline = CohortDeadline(Deadline(), 10)
-    deadline.report_need(1, 5)
-    deadline.remove(1)
-    deadline.remove(2)
-    assert deadline.count_without([1, 3, 4]) == 7
 
 
 # --- recent lengths ----------------------------------------------------------

@@ -78,19 +78,16 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
 
 
 @pytest.mark.parametrize(
-    ("shaping", "uses_cohort", "weighs_prompts"),
+    ("shaping", "uses_cohort"),
     [
-        (Shaping(), False, False),
-        (Shaping(adaptive=True), True, True),
-        (Shaping(deadline=Deadline()), True, False),
-        (Shaping(budget=BudgetKind.CV_LOG), True, True),
+        (Shaping(), False),
+        (Shaping(adaptive=True), True),
+        (Shaping(deadline=Deadline()), True),
+        (Shaping(budget=BudgetKind.CV_LOG), True),
     ],
 )
-def test_policies_that_allocate_groups_together_use_cohorts(
-    shaping: Shaping, uses_cohort: bool, weighs_prompts: bool
-) -> None:
+def test_policies_that_allocate_groups_together_use_cohorts(shaping: Shaping, uses_cohort: bool) -> None:
     assert shaping.uses_cohort is uses_cohort
-    assert shaping.weighs_prompts is weighs_prompts
 
 
 def test_a_size_other_than_shortest_plus_longest_is_refused() -> None:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,7 +24,7 @@ COUNTERS = {
 """Logged as the increase since the last log. Values: the metric's name, and a label that it must have."""
 
 GAUGES = {"darts/weight_version": "darts_weight_version", "darts/pass_rate": "darts_pass_rate"}
-"""Logged as they are; from an ingress the mean over its servers."""
+"""Logged as they are."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
             for name, value in counts.items()
         }
         self._counts = counts
-        gauges = {name: fmean(values) for name, metric in GAUGES.items() if (values := samples(text, metric))}
+        gauges = {name: value for name, metric in GAUGES.items() if (value := sum_samples(text, metric)) is not None}
         return increases | gauges
 
     def _attempt(self, what: str, action: Callable[[], Any]) -> Any:
@@ -115,15 +114,10 @@ def sum_samples(text: str, metric: str) -> float | None:
     >>> sum_samples('a_total{kind="x"} 1.0\\na_total{kind="y"} 2.0', 'a_total kind="y"')
     2.0
     """
-    values = samples(text, metric)
-    return sum(values) if values else None
-
-
-def samples(text: str, metric: str) -> list[float]:
-    """Return the samples of a metric, as above."""
     name, _, label = metric.partition(" ")
     lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")) and label in line)
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    return sum(values) if values else None
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -35,23 +35,6 @@ def content_policy() -> str:
     )
 
 
-def response() -> Response:
-    """Return the page."""
-    headers = {
-        "Content-Security-Policy": content_policy(),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin",
-        "Cache-Control": "no-cache",
-    }
-    return Response(document(), media_type="text/html", headers=headers)
-
-
-def redirect() -> Response:
-    """Redirect to the page; relative, so that it works behind a proxy that adds a path prefix."""
-    return RedirectResponse("darts/")
-
-
 def routes() -> APIRouter:
     """Create the routes. They need no key: the page asks its user for one, and sends it with its requests."""
     api = APIRouter()
@@ -59,11 +42,18 @@ def routes() -> APIRouter:
     @api.get("/darts/", include_in_schema=False)
     async def page() -> Response:
         """The built-in page."""
-        return response()
+        headers = {
+            "Content-Security-Policy": content_policy(),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+        }
+        return Response(document(), media_type="text/html", headers=headers)
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:
-        """Redirect to the page."""
-        return redirect()
+        """Redirect to the page; relative, so that it works behind a proxy that adds a path prefix."""
+        return RedirectResponse("darts/")
 
     return api

@@ -279,7 +279,6 @@ function described(group, candidate, now) {
   if (candidate.resumed) facts.push(`went on from ${several(candidate.resumed, "token")} of an earlier batch`);
   if (candidate.quality !== undefined) facts.push(`quality ${candidate.quality.toFixed(2)}`);
   facts.push(`group ${group.group_id}`, `prompt ${short(group.prompt_key ?? "without a key", 24)}`, `policy ${group.policy}`);
-  if (group.server !== undefined) facts.push(`server ${group.server}`);
   const kind = KINDS[kindOf(candidate)] ?? candidate.state;
   return [`${kind[0].toUpperCase()}${kind.slice(1)}:`, `${facts.join(" · ")}`];
 }

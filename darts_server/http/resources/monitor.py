@@ -76,7 +76,6 @@ class MonitorGroup(BaseModel):
     outcome: Outcome | None = None
     deadline: int | None = Field(None, description="Tokens at which its tail was cut.")
     error: str | None = None
-    server: str | None = Field(None, description="Where it runs. Only from an ingress.")
     candidates: list[MonitorCandidate]
 
 

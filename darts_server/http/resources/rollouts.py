@@ -14,18 +14,10 @@ from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import choose_media_type, while_connected
 from darts_server.http.resources.rollouts_answers import encode_answer, encode_tensors, stream_events
-from darts_server.http.resources.rollouts_models import (
-    CancelledOut,
-    DeadlineIn,
-    DeadlineOut,
-    PlanOut,
-    RolloutsIn,
-    RolloutsOut,
-)
+from darts_server.http.resources.rollouts_models import CancelledOut, RolloutsIn, RolloutsOut
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.http.token_tensors import MEDIA_TYPE as SAFETENSORS
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
-from darts_server.rollout.allocation.shared import CohortPart, Grant, SharedDeadline
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
@@ -34,7 +26,6 @@ from darts_server.types import PromptSpec
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
-MAX_DEADLINE_BYTES = 4096
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
 """No batch has so many events."""
@@ -86,16 +77,6 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         batch = await batches.open(batch_request, answer_format, key)
         return await _respond(request, batch, 0, media_type)
 
-    @api.post("/rollouts/plan", openapi_extra=json_body(RolloutsIn))
-    async def plan(request: Request) -> PlanOut:
-        """For an ingress: return how many candidates each prompt of a batch gets, and start nothing."""
-        raw = await read_body(request, MAX_BODY_BYTES)
-        body = await parse_body(RolloutsIn, raw, "prompts")
-        grant = await batches.plan(await converted(_batch_request, body, raw))
-        if grant is None:
-            return PlanOut(candidates=None, mean_candidates=None)
-        return PlanOut(candidates=list(grant.candidates), mean_candidates=grant.mean)
-
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(
         batch_id: str,
@@ -117,16 +98,6 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     async def cancel(batch_id: str) -> CancelledOut:
         """Cancel a batch. Callers that wait for it get an error."""
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
-
-    @api.put("/rollouts/{batch_id}/deadline", openapi_extra=json_body(DeadlineIn))
-    async def set_deadline(batch_id: str, request: Request) -> DeadlineOut:
-        """For an ingress: set what is known of the deadline of a batch that was sent with ``cohort``.
-
-        A deadline that is set stays: another one is a conflict.
-        """
-        body = await parse_body(DeadlineIn, await read_body(request, MAX_DEADLINE_BYTES))
-        known = SharedDeadline(body.tokens, body.waits_beyond, body.explored, body.stretch, body.bound)
-        return DeadlineOut(id=batch_id, tokens=batches.set_deadline(batch_id, known))
 
     return api
 
@@ -166,12 +137,6 @@ async def _answer(batch: BatchRun, media_type: str = JSON) -> Response:
 
 
 def _batch_request(body: RolloutsIn) -> BatchRequest:
-    part = None
-    if (cohort := body.cohort) is not None:
-        if cohort.candidates is None or cohort.mean_candidates is None:
-            part = CohortPart(cohort.groups, cohort.leads)
-        else:
-            part = CohortPart(cohort.groups, cohort.leads, Grant(cohort.candidates, cohort.mean_candidates))
     return BatchRequest(
         prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
         group_size=body.group_size,
@@ -183,8 +148,6 @@ def _batch_request(body: RolloutsIn) -> BatchRequest:
         survivors=body.survivors,
         carry=body.carry,
         carried=body.carried,
-        hand_back=True,
-        part=part,
     )
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import Raw
 
 from darts_server.http.resources.rollouts_models import (
-    CohortOut,
     GroupOut,
     RolloutsOut,
     UnfinishedOut,
@@ -32,7 +31,6 @@ from darts_server.rollout.batches.events import (
     Event,
     GroupEnded,
     GroupResult,
-    NeedsReported,
     TokenDelta,
     TrajectorySelected,
     Unfinished,
@@ -146,7 +144,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
 
 
 def _name_and_data(
-    event: BatchStarted | NeedsReported | TrajectorySelected | CandidateDiscarded | BatchDone | BatchFailed,
+    event: BatchStarted | TrajectorySelected | CandidateDiscarded | BatchDone | BatchFailed,
 ) -> tuple[str, dict[str, Any]]:
     match event:
         case TrajectorySelected(name, number, sample, cut):
@@ -154,12 +152,9 @@ def _name_and_data(
             return "trajectory", {"trajectory_id": name, "number": number, **what, "cut": cut}
         case CandidateDiscarded(name, number, length, reason):
             return "discard", {"trajectory_id": name, "number": number, "length": length, "reason": reason}
-        case BatchStarted(batch_id, policy, groups, survivors, sampling, cohort):
+        case BatchStarted(batch_id, policy, groups, survivors, sampling):
             what = {"id": batch_id, "policy": policy, "groups": groups}
-            of_part = {} if cohort is None else {"cohort": CohortOut.of(cohort).model_dump()}
-            return "batch", {**what, "survivors": survivors, "sampling": sampling, **of_part}
-        case NeedsReported(needs, minimums):
-            return "needs", {"needs": list(needs.items()), "minimums": list(minimums.items())}
+            return "batch", {**what, "survivors": survivors, "sampling": sampling}
         case BatchDone():
             usage = usage_of(event).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]

@@ -1,7 +1,6 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
-from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -38,16 +37,11 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
-from darts_server.rollout.allocation.cohort import CohortTerms
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.types import FinishReason
 
 MAX_PROMPTS = 100_000
-MAX_CANDIDATES = 16_384
-"""Of a group."""
-LARGEST = 2**52
-"""Of lengths in tokens, and of factors on them: products are no larger than floats can be."""
 
 
 def _as_json(kind: Any) -> GetPydanticSchema:
@@ -77,28 +71,6 @@ class PromptIn(Body):
         given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
-        return self
-
-
-class CohortIn(Body):
-    """The cohort of which a batch is a part."""
-
-    groups: int = Field(ge=1, le=MAX_PROMPTS, description="Number of groups of the whole cohort.")
-    leads: bool = Field(False, description="Whether this part decides if the cohort explores.")
-    candidates: list[Annotated[int, Field(ge=1, le=MAX_CANDIDATES)]] | None = Field(
-        None,
-        max_length=MAX_PROMPTS,
-        description="Number of candidates of each prompt, from `POST rollouts/plan` for the whole cohort; by default "
-        "this part decides.",
-    )
-    mean_candidates: float | None = Field(
-        None, ge=1, le=MAX_CANDIDATES, allow_inf_nan=False, description="`mean_candidates` of that. With `candidates`."
-    )
-
-    @model_validator(mode="after")
-    def _check_grant(self) -> Self:
-        if (self.candidates is None) != (self.mean_candidates is None):
-            raise ValueError("has only one of candidates and mean_candidates; give both, or none")
         return self
 
 
@@ -141,22 +113,6 @@ class RolloutsIn(Body):
     chunk_tokens: int = Field(
         100, ge=1, description='Minimum tokens of a candidate per event. Only with "stream": "tokens".'
     )
-    cohort: CohortIn | None = Field(
-        None,
-        description="For an ingress, which divides a batch among servers: the prompts are a part of a cohort. Their "
-        "groups report what they need as `needs` events, and get their deadline by `PUT rollouts/{id}/deadline`.",
-    )
-
-    @field_validator("cohort")
-    @classmethod
-    def _check_cohort(cls, value: CohortIn | None, info: ValidationInfo) -> CohortIn | None:
-        if value is None:
-            return None
-        if not info.data.get("stream"):
-            raise ValueError('is only valid with "stream", whose events say what the groups need; omit it')
-        if info.data.get("carry") is not Carry.DROP or info.data.get("carried"):
-            raise ValueError('is not valid with "carry" and "carried"; omit it')
-        return value
 
     @field_validator("chunk_tokens")
     @classmethod
@@ -164,35 +120,6 @@ class RolloutsIn(Body):
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
-
-
-class PlanOut(BaseModel):
-    """How many candidates each prompt of a batch gets."""
-
-    candidates: list[int] | None = Field(
-        description="By prompt, before the load of a server reduces them. Null if what a prompt gets does not "
-        "depend on the other prompts, and under `auto`."
-    )
-    mean_candidates: float | None = Field(description="Wanted on average; null likewise.")
-
-
-class DeadlineIn(Body):
-    """What is known of the deadline of a cohort of which a batch is a part."""
-
-    tokens: int | None = Field(None, ge=1, le=LARGEST, description="The deadline, once it is known.")
-    waits_beyond: int | None = Field(
-        None, ge=1, le=LARGEST, description="Groups that need more tokens shall report the least that they need."
-    )
-    explored: bool = Field(False, description="Whether all groups run past the deadline.")
-    stretch: float = Field(ge=1, le=LARGEST, description="Factor that is in the deadline.")
-    bound: float = Field(ge=1, le=LARGEST, description="How many times the deadline a trajectory may become.")
-
-
-class DeadlineOut(BaseModel):
-    """``tokens``: the deadline in force, null while it is not known."""
-
-    id: str
-    tokens: int | None
 
 
 class TrajectoryOut(SampleOut):
@@ -231,7 +158,6 @@ class GroupOut(BaseModel):
     deadline: int | None
     mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
-    # Before the trajectories: an ingress finds their lengths in the text.
     aborted: list[AbortedCandidateOut] | None = Field(
         description="Of a group that was aborted, what its candidates had generated: they are no group, and none of "
         "them was selected. Null if it was not aborted."
@@ -299,20 +225,6 @@ class UnfinishedOut(BaseModel):
             error=None if unfinished.error is None else error_object(unfinished.error),
             aborted=None if unfinished.group is None else _all_aborted(unfinished.group),
         )
-
-
-class CohortOut(BaseModel):
-    """How a part of a cohort was allocated: what the deadline of the whole cohort is computed by."""
-
-    rule: dict[str, Any]
-    few: bool
-    tokens: int | None
-    explored: bool
-
-    @classmethod
-    def of(cls, terms: CohortTerms) -> Self:
-        assert terms.deadline is not None, "a part has a rule"
-        return cls(rule=asdict(terms.deadline), few=terms.few, tokens=terms.tokens, explored=terms.explored)
 
 
 class RolloutsOut(BaseModel):

@@ -134,7 +134,7 @@ def routes(updates: Updates) -> APIRouter:
         responses={200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
     )
     async def download() -> StreamingResponse:
-        """Return the served weights of the model as one safetensors file, for a server that joins others."""
+        """Return the served weights of the model as one safetensors file."""
         export = await updates.export()
         headers = {"Content-Length": str(export.size), VERSION_HEADER: str(export.version)}
         return StreamingResponse(export.chunks(), media_type=MEDIA_TYPE, headers=headers)

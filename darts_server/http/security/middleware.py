@@ -104,7 +104,7 @@ class SecurityMiddleware:
             or (RouteAccess.ADMIN if _is_route(scope) else RouteAccess.USE)
         )
         return self._access.check(
-            route_access, f"{method} {path}", _key(headers.get(b"authorization", b"")), sender_of(scope, headers)
+            route_access, f"{method} {path}", _key(headers.get(b"authorization", b"")), _sender(scope, headers)
         )
 
     def _limit_body(self, scope: Scope, receive: Receive, who: Caller) -> Receive:
@@ -182,7 +182,7 @@ def _is_route(scope: Scope) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
-def sender_of(scope: Scope, headers: Mapping[bytes, bytes]) -> Sender:
+def _sender(scope: Scope, headers: Mapping[bytes, bytes]) -> Sender:
     """Return where a request comes from."""
     # With --forwarded-allow-ips, or FORWARDED_ALLOW_IPS, uvicorn has replaced the client's address by one of
     # X-Forwarded-For. The header remains, so such an address never counts as this machine's.

@@ -30,9 +30,7 @@ PUBLIC = {
 }
 USE = {
     "/darts/v1/rollouts": "POST",
-    "/darts/v1/rollouts/plan": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
-    "/darts/v1/rollouts/{batch_id}/deadline": "PUT",
     "/darts/v1/vote": "POST",
     "/darts/v1/rewards": "POST",
     "/darts/v1/groups/{group_id:path}": "GET",
@@ -90,7 +88,6 @@ USE = {
 }
 ADMIN = {
     "/darts/v1/state": "PUT",
-    "/darts/v1/observations": "GET POST",  # of all callers' prompts, and what is learned of them
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
     "/darts/v1/weights/tensors": "GET",  # a copy of the model

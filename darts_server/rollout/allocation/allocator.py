@@ -28,7 +28,6 @@ from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
@@ -178,65 +177,40 @@ class Allocator(GroupObserver):
         budget: int | None = None,
         chosen: CohortChoice | None = None,
         room: float = inf,
-        part: CohortPart | None = None,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
         ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
-        without ``room`` for its candidates, `off` instead. ``part``: of which cohort they are a part, if its deadline
-        comes from outside. It has no effect under `auto`. Under policies without deadlines only its grant has.
+        without ``room`` for its candidates, `off` instead.
         """
-        kind = (plan.policy, plan.size)
         if chosen is not None:
             return self._allocate_chosen(plan, chosen, prompt_keys, tokens, room)
         groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
-        grant = None if part is None else part.grant
-        if grant is None:
-            grant = self.grant(plan, prompt_keys, budget)
-        name, scale = _name(*kind), 1.0 if budget is not None else self._scale()
+        counts, mean = self._counts(plan, prompt_keys, budget)
+        name, scale = _name(plan.policy, size), 1.0 if budget is not None else self._scale()
         rule = self.deadlines.current_rule(shaping, plan.policy)
-        if rule is None:
-            part = None
-        # A few groups alone say little about how many tokens groups need.
-        all_groups = groups if part is None else part.groups
-        few, decides = all_groups < MIN_COHORT, part is None or part.leads
+        few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
         if rule is not None and not few:
             rule = self.deadlines.with_recent(rule, name)
         terms = CohortTerms(
             policy=plan.policy,
             groups=groups,
-            mean_candidates=size + (grant.mean - size) * scale,
+            mean_candidates=size + (mean - size) * scale,
             predicted_seconds=self._budgets.seconds(
-                sum(grant.candidates) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
+                sum(counts) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
             ),
             deadline=rule,
             tokens=self.deadlines.recent_deadline(rule, name) if rule is not None and few else None,
             few=few,
-            explored=rule is not None and decides and self.deadlines.should_explore(rule, plan.policy, all_groups),
-            part=part,
+            explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
         )
         cohort = Cohort(terms, self._on_cohort_end, self._clock)
         # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
         # spread, which the load does not change.
         return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), number=number)
-            for number, count in enumerate(grant.candidates)
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
+            for count in counts
         ]
-
-    def weighs_prompts(self, plan: Plan) -> bool:
-        """Whether what a group gets depends on the other prompts of its cohort, but for `auto`."""
-        return plan.auto is None and plan.shaping.weighs_prompts
-
-    def grant(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None = None) -> Grant:
-        """Decide how many candidates the groups of a cohort get, of which parts may run on several servers."""
-        kind, shaping, stds = (plan.policy, plan.size), plan.shaping, [self._prompts.std(key) for key in prompt_keys]
-        if budget is None:
-            mean = self._budgets.mean(shaping, plan.size)
-            return Grant(self._counts(kind, shaping, mean, stds), mean)
-        low, high = shaping.bounds(plan.size)
-        # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
-        spreads = stds if shaping.adaptive else [None] * len(stds)
-        return Grant(allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds))
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
@@ -341,17 +315,24 @@ class Allocator(GroupObserver):
             for reduced, count in zip(candidates, plan.candidates, strict=True)
         ]
 
-    def _counts(self, kind: Kind, shaping: Shaping, target: float, stds: Sequence[float | None]) -> list[int]:
-        low, high = shaping.bounds(kind[1])
+    def _counts(self, plan: Plan, keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
+        """Return how many candidates each group of a cohort gets, before the load reduces them, and M'."""
+        kind, shaping, stds = (plan.policy, plan.size), plan.shaping, [self._prompts.std(key) for key in keys]
+        low, high = shaping.bounds(plan.size)
+        if budget is not None:
+            # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
+            spreads = stds if shaping.adaptive else [None] * len(stds)
+            return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
+        mean = self._budgets.mean(shaping, plan.size)
         if not shaping.adaptive:
-            return self._even(kind, target, len(stds))
-        if len(stds) < MIN_COHORT:
-            price = ShadowPrice(target, low, high, self._prices.load(_name(*kind)))
-            counts = [price.candidates(std) for std in stds]
-            recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
-            self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
-            return counts
-        return allocate_by_std(stds, budget=sum(self._even(kind, target, len(stds))), low=low, high=high)
+            return self._even(kind, mean, len(stds)), mean
+        if len(stds) >= MIN_COHORT:
+            return allocate_by_std(stds, budget=sum(self._even(kind, mean, len(stds))), low=low, high=high), mean
+        price = ShadowPrice(mean, low, high, self._prices.load(_name(*kind)))
+        counts = [price.candidates(std) for std in stds]
+        recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
+        self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
+        return counts, mean
 
     def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
         """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""

@@ -3,17 +3,15 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from darts_server.engine.port import RunningCandidate
-from darts_server.exceptions import Conflict
 from darts_server.policy.deadline import CohortDeadline, Deadline, place_of_need
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord
-from darts_server.rollout.allocation.shared import CohortPart, CohortReports, SharedDeadline
 from darts_server.rollout.plan import Plan
 
 
@@ -39,8 +37,6 @@ class CohortTerms:
         few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
         explored: whether its groups run past the deadline, to measure what the deadline costs.
         chosen: what `auto` does with it, and why; ``None`` under other policies.
-        part: of which cohort these groups are a part, whose deadline comes from outside; ``None`` if they are all.
-            Then ``few`` is said of the whole cohort.
     """
 
     policy: str
@@ -52,7 +48,6 @@ class CohortTerms:
     few: bool = False
     explored: bool = False
     chosen: ChosenOption | None = None
-    part: CohortPart | None = None
 
     def place(self, completion_place: int, candidates: int) -> int:
         """Which of a group's finished candidates, by length, says how many tokens the group needs."""
@@ -73,22 +68,13 @@ class Cohort:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.terms = terms
-        self.rule = terms.deadline
-        """How its deadline is computed; ``None`` if its policy has none."""
-        self.explored = terms.explored
-        """Whether its groups run past the deadline."""
-        self.reports: CohortReports | None = None
-        """Receives what its groups report if it is a part of a cohort."""
-        if terms.part is None:
-            self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
-        else:
-            self._deadline = CohortDeadline(None, terms.groups)
+        self._deadline = CohortDeadline(None if terms.few else terms.deadline, terms.groups, terms.tokens)
         self._on_start = on_start
         self._on_end = on_end
         self._clock = clock
         self._started_at: float | None = None
         self._unfinished = terms.groups
-        self._members: dict[CohortMember, int] = {}
+        self._members: dict[CohortMember, None] = {}  # a set, in the order in which they started
         self._record = CohortRecord(
             terms.policy,
             terms.groups,
@@ -112,32 +98,17 @@ class Cohort:
     @property
     def bound(self) -> int | None:
         """Length in tokens at which every candidate is cut; ``None`` while the deadline is not known."""
-        return None if self.rule is None or self.tokens is None else self.rule.bound_of(self.tokens)
+        rule = self.terms.deadline
+        return None if rule is None or self.tokens is None else rule.bound_of(self.tokens)
 
     @property
     def waits_beyond(self) -> int | None:
         """See `CohortDeadline.waits_beyond`."""
         return self._deadline.waits_beyond
 
-    def set_shared(self, known: SharedDeadline) -> None:
-        """Apply what is known of the deadline of the cohort of which this is a part. Once it is set it stays.
-
-        Raises:
-            Conflict: another deadline was set before.
-        """
-        assert self.rule is not None, "a part has a rule"
-        if self.tokens is not None:
-            if known.tokens not in (None, self.tokens):
-                raise Conflict("tokens", f"the deadline is {self.tokens} already, got {known.tokens}")
-            return
-        self.rule = replace(self.rule, stretch=known.stretch, bound=known.bound)
-        self.explored = known.explored
-        with self._sets_deadline():
-            self._deadline.tokens, self._deadline.waits_beyond = known.tokens, known.waits_beyond
-
-    def join(self, member: CohortMember, number: int = 0) -> None:
-        """Add a group that has started. ``number``: in a part of a cohort, its number there."""
-        self._members[member] = number
+    def join(self, member: CohortMember) -> None:
+        """Add a group that has started."""
+        self._members[member] = None
         if self._started_at is None:
             self._started_at = self._clock()
             self._on_start()
@@ -146,15 +117,11 @@ class Cohort:
 
     def report_need(self, member: CohortMember, tokens: int) -> None:
         """See `CohortDeadline.report_need`."""
-        if self.reports is not None and member in self._members:
-            self.reports.need_reported(self._members[member], tokens)
         with self._sets_deadline():
             self._deadline.report_need(member, tokens)
 
     def report_minimum(self, member: CohortMember, tokens: int | None) -> None:
         """See `CohortDeadline.report_minimum`."""
-        if self.reports is not None and member in self._members:
-            self.reports.minimum_reported(self._members[member], tokens)
         with self._sets_deadline():
             self._deadline.report_minimum(member, tokens)
 
@@ -175,7 +142,7 @@ class Cohort:
             self._deadline.remove(member)
         if self._unfinished == 0:
             record = self._record
-            record.deadline, record.explored = self.tokens, self.explored
+            record.deadline, record.explored = self.tokens, self.terms.explored
             record.measured_seconds = 0.0 if self._started_at is None else self._clock() - self._started_at
             self._on_end(record)
 
@@ -190,7 +157,7 @@ class Cohort:
                 asyncio.get_running_loop().call_soon(self._set_deadline, member)
 
     def _set_deadline(self, member: CohortMember) -> None:
-        if self.tokens is not None and member in self._members and not self.explored:
+        if self.tokens is not None and member in self._members and not self.terms.explored:
             assert self.bound is not None
             member.set_deadline(self.tokens, self.bound)
 
@@ -202,7 +169,6 @@ class Allocation:
     ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
     ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's. ``share``: returns the share of
     the engine that the cohort has now, and so of the extra candidates while nothing was generated; ``None`` for all.
-    ``number``: of the group in its cohort.
     """
 
     candidates: int
@@ -210,7 +176,6 @@ class Allocation:
     saturated: bool = False
     shaping: Shaping | None = None
     share: Callable[[], float] | None = None
-    number: int = 0
 
     def rule(self, plan: Plan) -> SelectionRule:
         """Build the selection rule of the group."""
@@ -245,7 +210,7 @@ class CohortMembership:
         """Join the cohort of an allocation, before the group is opened with it and this rule."""
         self.cohort = cohort
         self.set_candidates(rule, allocation.candidates)
-        cohort.join(self._member, allocation.number)
+        cohort.join(self._member)
 
     def set_candidates(self, rule: SelectionRule, candidates: int) -> None:
         """Set the number of candidates, on which it depends how long the candidates are that the group needs."""

@@ -1,6 +1,6 @@
 """Deadlines of cohorts: learned from earlier groups, and stretched where they cost too many correct answers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,6 @@ class Deadlines:
         self._losses = StoredValues(documents, "losses", PARSERS["losses"])
         self._lost_groups = StoredValues(documents, "lost_groups", PARSERS["lost_groups"])
         self._rng = rng
-        self.on_first_exploration: Callable[[str, int], None] = lambda policy, groups: None
-        """Called with policy and groups of a cohort that explores for want of rewarded groups that did."""
 
     def losses(self, policy: str) -> DeadlineLosses:
         """Return what the policy's deadlines take away, as far as rewards were reported.
@@ -95,15 +93,9 @@ class Deadlines:
         """
         losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            self.explore_first(policy, groups)
-            self.on_first_exploration(policy, groups)
+            self._save(policy, losses, replace(losses, first_groups=min(losses.first_groups + groups, LARGEST)))
             return True
         return self._rng.random() < rule.exploration
-
-    def explore_first(self, policy: str, groups: int) -> None:
-        """Count groups that explore for want of rewarded ones that did."""
-        losses = self.losses(policy)
-        self._save(policy, losses, replace(losses, first_groups=min(losses.first_groups + groups, LARGEST)))
 
     def learn(self, record: GroupRecord, name: str) -> None:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""

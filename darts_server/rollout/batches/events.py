@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from darts_server.records import GroupRecord, VersionSpans
-from darts_server.rollout.allocation.cohort import CohortTerms
 from darts_server.rollout.batches.carried import Carry
 from darts_server.types import DiscardReason, Sample
 
@@ -64,8 +63,7 @@ class Unfinished:
 class BatchStarted:
     """``groups``: number of prompts. ``survivors``: whether a group has all trajectories that were not pruned.
 
-    ``sampling``: the sampling parameters in force. ``cohort``: how it was allocated, if it is a part of a cohort whose
-    deadline comes from outside.
+    ``sampling``: the sampling parameters in force.
     """
 
     batch_id: str
@@ -73,19 +71,6 @@ class BatchStarted:
     groups: int
     survivors: bool
     sampling: Mapping[str, object]
-    cohort: CohortTerms | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NeedsReported:
-    """What groups have reported to the cohort of which the batch is a part, by the numbers of their prompts.
-
-    ``needs``: tokens that they need. ``minimums``: of others the least that they can need, ``None`` if they cannot be
-    complete any more.
-    """
-
-    needs: Mapping[int, int]
-    minimums: Mapping[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +140,5 @@ class BatchFailed:
     error: Exception
 
 
-Event = (
-    BatchStarted
-    | NeedsReported
-    | TokenDelta
-    | TrajectorySelected
-    | CandidateDiscarded
-    | GroupEnded
-    | BatchDone
-    | BatchFailed
-)
+Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
 BatchEnd = BatchDone | BatchFailed

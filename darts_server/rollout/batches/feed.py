@@ -18,7 +18,6 @@ from darts_server.rollout.batches.events import (
     Event,
     GroupEnded,
     GroupResult,
-    NeedsReported,
     TokenDelta,
     TrajectorySelected,
 )
@@ -129,7 +128,7 @@ class EventFeed:
 
     Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
     nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
-    them, so that events can be replayed. Implements :class:`darts_server.rollout.allocation.shared.CohortReports`.
+    them, so that events can be replayed.
 
     Args:
         first: the first event.
@@ -151,8 +150,6 @@ class EventFeed:
         self._dropped = 0  # events that were removed from the front of the log
         self._groups: dict[int, _GroupCursor] = {}
         self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
-        self._needs: dict[int, int] = {}  # reported, and in no event yet
-        self._minimums: dict[int, int | None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
         self._new_entries = self._entries()
@@ -179,15 +176,6 @@ class EventFeed:
         group.result = result
         group.close()
         self._notify(result.number)
-
-    def need_reported(self, number: int, tokens: int) -> None:
-        self._minimums.pop(number, None)
-        self._needs[number] = tokens
-        self._notify()
-
-    def minimum_reported(self, number: int, tokens: int | None) -> None:
-        self._minimums[number] = tokens
-        self._notify()
 
     def batch_ended(self, end: BatchEnd) -> None:
         """Record the batch's end, after which nothing more is recorded."""
@@ -262,7 +250,6 @@ class EventFeed:
     def _entries(self) -> Iterator[_Entry | None]:
         """Yield all entries after the first, each created when it is requested; ``None`` when there is none yet."""
         while not isinstance(self._end, BatchFailed):
-            yield from self._report_entries()
             while self._due:
                 number = next(iter(self._due))
                 del self._due[number]
@@ -282,14 +269,7 @@ class EventFeed:
             for candidate in group.candidates():  # the group may have ended while these entries were read
                 yield from candidate.advance(self._chunk or 1)
             self._groups.pop(group.number, None)
-            yield from self._report_entries()  # its own are of no use after its end
             yield GroupEnded(group.result)
-
-    def _report_entries(self) -> Iterator[_Entry]:
-        if self._needs or self._minimums:
-            reported = NeedsReported(self._needs, self._minimums)
-            self._needs, self._minimums = {}, {}  # before others are reported, while the event is sent
-            yield reported
 
 
 class _GroupCursor:

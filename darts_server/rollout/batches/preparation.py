@@ -11,7 +11,6 @@ from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.allocation.shared import Grant
 from darts_server.rollout.batches.carried import (
     CarriedGroup,
     CarriedPrompt,
@@ -133,32 +132,6 @@ async def prepare_batch(
     )
 
 
-async def plan_batch(
-    batch: BatchRequest,
-    rollouts: Rollouts[RequestT, OutputT],
-    renderer: PromptRenderer[RequestT, OutputT],
-    new_planner: NewPlanner,
-) -> Grant | None:
-    """Decide how many candidates each group of a batch gets, of which parts run on several servers.
-
-    Raises:
-        InvalidRequest: names the field; for a prompt, its number too.
-    """
-    plan, _ = check_terms(batch, rollouts, renderer, new_planner)
-    check_numbers(batch, plan, len(batch.prompts))
-    if not rollouts.allocator.weighs_prompts(plan):
-        return None
-    name = f"plan-{uuid.uuid4().hex}"
-    keys = []
-    for number, prompt in enumerate(batch.prompts):
-        if prompt.key:
-            keys.append(prompt.key)
-            continue
-        request = await _request(renderer, batch, f"prompts[{number}]", prompt, f"{name}-{number}")
-        keys.append(renderer.prompt_key(request))
-    return rollouts.allocator.grant(plan, keys, batch.budget)
-
-
 def _allocate(
     rollouts: Rollouts[RequestT, OutputT],
     ticket: Ticket,
@@ -176,7 +149,7 @@ def _allocate(
     """
     usual, room = ticket.candidates, ticket.room
     ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room, batch.part)
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
     allocations = [
         fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
         for fresh, group in zip(cohort, resumed, strict=True)

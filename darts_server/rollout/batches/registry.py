@@ -12,10 +12,8 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
-from darts_server.rollout.allocation.shared import Grant, SharedDeadline
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, GroupResult
-from darts_server.rollout.batches.preparation import plan_batch
 from darts_server.rollout.batches.request import BatchRequest, NewPlanner
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.batches.saved import SavedPrompts
@@ -166,16 +164,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         # Shielded, because another caller with the same key may be waiting for the same task.
         return await asyncio.shield(keyed.opening)
 
-    async def plan(self, request: BatchRequest) -> Grant | None:
-        """Decide how many candidates each group of a batch gets that is divided among servers.
-
-        ``None`` where each of them may decide for its part.
-
-        Raises:
-            InvalidRequest: names the field.
-        """
-        return await plan_batch(request, self._rollouts, self._renderer, self._new_planner)
-
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.
 
@@ -196,23 +184,10 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             NotFound
         """
-        batch = self._running_or_kept(batch_id)
-        return batch.cancel("the batch was cancelled; send it again under another key to run it again")
-
-    def set_deadline(self, batch_id: str, known: SharedDeadline) -> int | None:
-        """Apply what is known of the deadline of a batch of the caller, durable or not; return the one in force.
-
-        Raises:
-            NotFound
-            Conflict: see `BatchRun.set_deadline`.
-        """
-        return self._running_or_kept(batch_id).set_deadline(known)
-
-    def _running_or_kept(self, batch_id: str) -> BatchRun:
         batch = self._running.get(batch_id)
         if batch is None or not caller.get().may_see(batch.owner):
-            return self.find(batch_id)
-        return batch
+            batch = self.find(batch_id)
+        return batch.cancel("the batch was cancelled; send it again under another key to run it again")
 
     def drain(self) -> None:
         """Cancel batches without a listener: no caller will find them again once the server has stopped."""

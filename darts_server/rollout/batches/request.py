@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest
-from darts_server.rollout.allocation.shared import CohortPart, Grant
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
@@ -33,8 +32,6 @@ class BatchRequest:
         carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
             carried over from earlier ones start first.
         carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
-        hand_back: return what the candidates of groups have generated that are aborted, and not carried over.
-        part: of which cohort its groups are a part; ``None`` if they make a whole one.
     """
 
     prompts: Sequence[PromptSpec]
@@ -47,15 +44,13 @@ class BatchRequest:
     survivors: bool | None = None
     carry: Carry = Carry.DROP
     carried: bool = False
-    hand_back: bool = False
-    part: CohortPart | None = None
 
     @property
     def on_abort(self) -> OnAbort:
         """What happens to a group that is aborted."""
         if self.carry is Carry.RESUME:
             return OnAbort.CARRY
-        return OnAbort.RETURN if self.hand_back and self.carry is Carry.DROP else OnAbort.FAIL
+        return OnAbort.RETURN if self.carry is Carry.DROP else OnAbort.FAIL
 
     @property
     def takes_carried(self) -> bool:
@@ -124,10 +119,6 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
             f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
             f"got {batch.budget}; change it, or leave it out",
         )
-    if batch.part is not None and batch.part.groups < prompts:
-        raise InvalidRequest("cohort.groups", f"must be at least the {prompts} prompts, got {batch.part.groups}")
-    if batch.part is not None and batch.part.grant is not None:
-        _check_grant(batch.part.grant, plan, prompts)
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
     if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:
@@ -136,24 +127,6 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
             f"must be at least 1 and below {prompts}, the number of prompts, got {batch.min_groups}; change it, or "
             "leave it out",
         )
-
-
-def _check_grant(grant: Grant, plan: Plan, prompts: int) -> None:
-    """
-    Raises:
-        InvalidRequest: it is not of these prompts, or a group may not have so many candidates.
-    """
-    if len(grant.candidates) != prompts:
-        raise InvalidRequest(
-            "cohort.candidates", f"must have one number for each of the {prompts} prompts, got {len(grant.candidates)}"
-        )
-    low, high = plan.shaping.bounds(plan.size)
-    for number, candidates in enumerate(grant.candidates):
-        if not low <= candidates <= high:
-            raise InvalidRequest(
-                f"cohort.candidates[{number}]",
-                f"must be {low} to {high} for groups of {plan.size} under policy {plan.policy!r}, got {candidates}",
-            )
 
 
 def check_resumable(rollouts: Rollouts[RequestT, OutputT], plan: Plan, requests: Sequence[RequestT]) -> None:

@@ -9,8 +9,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
-from darts_server.exceptions import Conflict, DartsError, GroupAborted
-from darts_server.rollout.allocation.shared import SharedDeadline
+from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event, GroupResult
 from darts_server.rollout.batches.feed import EventFeed
 from darts_server.rollout.batches.submission import Submission
@@ -65,18 +64,14 @@ class BatchRun:
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self._size = submission.size
-        self._cohort = submission.shared_cohort
-        terms = None if self._cohort is None else self._cohort.terms
         self.answer_format = answer_format
         self.feed = EventFeed(
-            BatchStarted(self.batch_id, self.policy, submission.size, self.survivors, self.sampling, terms),
+            BatchStarted(self.batch_id, self.policy, submission.size, self.survivors, self.sampling),
             answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
             interval,
             replayable,
             clock,
         )
-        if self._cohort is not None:
-            self._cohort.reports = self.feed
         self.listeners = 0
         """Number of listeners."""
         self.end: BatchEnd | None = None
@@ -127,17 +122,6 @@ class BatchRun:
         submission = self._submission
         if submission is not None and not submission.interrupt(error, keep=keep, keep_tokens=keep_tokens):
             self.fail(error)
-
-    def set_deadline(self, known: SharedDeadline) -> int | None:
-        """Apply what is known of the deadline of the cohort of which the batch is a part; return the one in force.
-
-        Raises:
-            Conflict: it is a part of none, or has another deadline already.
-        """
-        if self._cohort is None:
-            raise Conflict("batch_id", f"the deadline of {self.batch_id} does not come from outside")
-        self._cohort.set_shared(known)
-        return self._cohort.tokens
 
     def remove_listener(self) -> None:
         self.listeners -= 1

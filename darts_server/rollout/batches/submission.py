@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.rollout.allocation.cohort import Cohort
+from darts_server.exceptions import DartsError
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.events import AbortedSample, GroupResult, Unfinished
 from darts_server.rollout.batches.feed import EventFeed
@@ -63,7 +62,6 @@ class Submission(Generic[RequestT, OutputT]):
         self._on_abort = batch.on_abort
         self._kept = kept
         self._owner = caller.get().name
-        self._dropped: set[int] = set()
         self._is_running = False
         self._interrupted_by: DartsError | None = None
 
@@ -90,20 +88,9 @@ class Submission(Generic[RequestT, OutputT]):
         """Number of prompts."""
         return len(self._groups)
 
-    @property
-    def shared_cohort(self) -> Cohort | None:
-        """The cohort of its groups if that is a part of one whose deadline comes from outside; else ``None``."""
-        cohort = self._groups[0].allocation.cohort
-        return None if cohort is None or cohort.terms.part is None else cohort
-
     def group_id(self, number: int) -> str:
         """Return the id of the group of a prompt."""
         return f"{self.batch_id}-{number}"
-
-    def drop(self, number: int) -> None:
-        """Stop the group of a prompt, or do not start it; its result has a `GroupAborted`. The others go on."""
-        self._dropped.add(number)
-        self._rollouts.abort(self.group_id(number))
 
     def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> bool:
         """End all groups with what they have generated; whether they run.
@@ -263,8 +250,6 @@ class Submission(Generic[RequestT, OutputT]):
         )
         samples: dict[int, Sample] = {}
         run: GroupRun[RequestT, OutputT] | None = None
-        if group.number in self._dropped:
-            return replace(result, error=GroupAborted("the group was stopped before it started"))
         try:
             run = self._runs[group.number] = self._start(group, early=feed is not None)
             if feed is not None:

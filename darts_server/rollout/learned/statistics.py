@@ -67,11 +67,6 @@ class Dataset:
         self._write_later.run_pending()
         return LengthProfile(self._profiles.load(KEY))
 
-    @property
-    def has_learned(self) -> bool:
-        """Whether a group was learned from."""
-        return bool(self._groups) or self._steps.load(KEY) is not None
-
     def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
         """Learn from a completed group. ``earlier``: statistics of its prompt before this group."""
         observed = observations(record)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from hashlib import blake2b
 from operator import add
-from typing import Protocol
 
 from darts_server.identifiers import from_header
 from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
+from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.serving.admission import caller
 from darts_server.types import Outcome
@@ -199,14 +199,6 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
     return hashed.digest()
 
 
-class RewardLearner(Protocol):
-    """Learns from rewards."""
-
-    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
-        """Learn from newly rewarded trajectories, by prompt key."""
-        ...
-
-
 class RewardMatcher(GroupObserver):
     """Match rewards to trajectories of the newest ``kept`` groups, and learn from them.
 
@@ -222,7 +214,7 @@ class RewardMatcher(GroupObserver):
 
     def __init__(
         self,
-        rewards: RewardLearner,
+        rewards: Rewards,
         on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool]], None],
         observer: RewardObserver,
         kept: int = DEFAULT_KEPT,

@@ -2,7 +2,7 @@ import gzip
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from unittest.mock import Mock
 
 import anyio
@@ -44,7 +44,7 @@ class Slow:
         self._work()
         return b""
 
-    def restore(self, data: bytes, *, keep: Collection[str] = ()) -> None:
+    def restore(self, data: bytes) -> None:
         self._work()
 
     def count(self, kind: str) -> int:

@@ -166,7 +166,7 @@ def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewa
 
 
 def test_with_a_valid_key_the_server_answers_to_every_name_and_page() -> None:
-    """Behind an ingress callers use its name; and no web page has a key unless its user gave it one."""
+    """Behind a proxy callers use its name; and no web page has a key unless its user gave it one."""
     elsewhere = {"Host": "rollouts.example.com", "Origin": "https://app.example.com"}
     app = app_with_keys("one", admin=("root",))
     for key in ("one", "root"):

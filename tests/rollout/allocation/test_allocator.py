@@ -8,8 +8,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.budgets import MIN_COHORT
-from darts_server.rollout.allocation.cohort import Allocation, CohortTerms
-from darts_server.rollout.allocation.shared import CohortPart, Grant
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, new_allocator
@@ -146,76 +145,39 @@ def test_the_cohorts_terms_have_the_scaled_mean() -> None:
     assert batch.terms.mean_candidates == 10
 
 
-# --- parts of a cohort ------------------------------------------------------------
+# --- deadlines --------------------------------------------------------------------
 
 EXPLORING = Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0))
 
 
-def terms_of(shaping: Shaping, groups: int, part: CohortPart | None) -> CohortTerms:
-    allocator = new_allocator(prompts())
+def cohort_of(allocator: Allocator, shaping: Shaping, groups: int) -> Cohort:
     keys = [f"p{number}" for number in range(groups)]
-    allocations = allocator.allocate_cohort(Plan("cut", shaping, SIZE), keys, part=part)
-    assert [allocation.number for allocation in allocations] == list(range(groups))
-    assert allocations[0].cohort is not None
-    return allocations[0].cohort.terms
+    [first, *_] = allocator.allocate_cohort(Plan("cut", shaping, SIZE), keys)
+    assert first.cohort is not None
+    return first.cohort
 
 
 @pytest.mark.parametrize(("groups", "few"), [(MIN_COHORT - 1, True), (MIN_COHORT, False)])
-def test_whether_groups_are_few_is_said_of_the_whole_cohort(groups: int, few: bool) -> None:
-    terms = terms_of(EXPLORING, 3, CohortPart(groups))
-    assert (terms.groups, terms.few, terms.part) == (3, few, CohortPart(groups))
+def test_a_few_groups_are_known_as_such_and_explore_as_others_do(groups: int, few: bool) -> None:
+    terms = cohort_of(new_allocator(prompts()), EXPLORING, groups).terms
+    assert (terms.groups, terms.few, terms.explored) == (groups, few, True)
 
 
-@pytest.mark.parametrize("part", [None, CohortPart(99)])
-def test_a_cohort_has_what_recent_groups_needed_and_a_few_groups_have_it_as_their_deadline(
-    part: CohortPart | None,
-) -> None:
+def test_a_cohort_has_what_recent_groups_needed_and_a_few_groups_have_it_as_their_deadline() -> None:
     documents = prompts()
     documents.put("deadline", f"cut/{SIZE}", {"value": "[30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0]"})
-    allocator, plan = new_allocator(documents), Plan("cut", EXPLORING, SIZE)
-    [first, *_] = allocator.allocate_cohort(plan, [f"p{i}" for i in range(MIN_COHORT)], part=part)
-    assert first.cohort is not None
-    assert first.cohort.rule == replace(EXPLORING.deadline or Deadline(), recent=30)
-    assert first.cohort.terms.tokens is None
-    [alone] = allocator.allocate_cohort(plan, ["p0"])
-    assert alone.cohort is not None
-    assert alone.cohort.rule == EXPLORING.deadline
-    assert alone.cohort.terms.tokens == 43, "a third of them was cut"
+    allocator = new_allocator(documents)
+    terms = cohort_of(allocator, EXPLORING, MIN_COHORT).terms
+    assert terms.deadline == replace(EXPLORING.deadline or Deadline(), recent=30)
+    assert terms.tokens is None
+    alone = cohort_of(allocator, EXPLORING, 1).terms
+    assert alone.deadline == EXPLORING.deadline
+    assert alone.tokens == 43, "a third of them was cut"
 
 
-@pytest.mark.parametrize(("part", "explored"), [(None, True), (CohortPart(9, True), True), (CohortPart(9), False)])
-def test_of_a_cohorts_parts_only_the_one_that_leads_decides_to_explore(part: CohortPart | None, explored: bool) -> None:
-    assert terms_of(EXPLORING, 4, part).explored is explored
-
-
-@pytest.mark.parametrize("shaping", [DARTS, replace(DARTS, deadline=Deadline())])
-@pytest.mark.parametrize("budget", [None, 60])
-def test_parts_with_their_grants_are_what_the_whole_cohort_would_be(shaping: Shaping, budget: int | None) -> None:
-    plan, keys = Plan("darts", shaping, SIZE), [f"p{number}" for number in range(4)]
-    whole = new_allocator(prompts(p0=1.0, p1=2.0, p2=40.0, p3=9.0)).allocate_cohort(plan, keys, budget=budget)
-    leading = new_allocator(prompts(p0=1.0, p1=2.0, p2=40.0, p3=9.0))
-    grant = leading.grant(plan, keys, budget=budget)
-    assert list(grant.candidates) == [each.candidates for each in whole]
-    for start in (0, 2):
-        counts = grant.candidates[start : start + 2]
-        part = CohortPart(4, grant=Grant(counts, grant.mean))
-        share = None if budget is None else sum(counts)
-        found = new_allocator(prompts()).allocate_cohort(plan, keys[start : start + 2], budget=share, part=part)
-        assert [each.candidates for each in found] == counts
-        assert [each.saturated for each in found] == [each.saturated for each in whole[start : start + 2]]
-        assert found[0].cohort is not None
-        assert whole[0].cohort is not None
-        assert found[0].cohort.terms.mean_candidates == whole[0].cohort.terms.mean_candidates
-
-
-def test_the_load_of_each_server_reduces_its_grants_but_for_those_of_a_budget() -> None:
-    part = CohortPart(4, grant=Grant([SIZE, SIZE + 4], SIZE + 2.0))
-    for budget, expected in ((None, [SIZE, SIZE + 2]), (2 * SIZE + 4, [SIZE, SIZE + 4])):
-        allocator = new_allocator(prompts(), scale=0.5)
-        found = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), ["a", "b"], budget=budget, part=part)
+def test_the_load_reduces_what_groups_get_but_for_a_budget() -> None:
+    for budget, expected in ((None, [SIZE + 2, SIZE + 2]), (2 * SIZE + 8, [SIZE + 4, SIZE + 4])):
+        found = new_allocator(prompts(), scale=0.5).allocate_cohort(
+            Plan("darts", DARTS, SIZE), ["a", "b"], budget=budget
+        )
         assert [each.candidates for each in found] == expected
-
-
-def test_without_a_deadline_a_part_is_a_cohort_of_its_own() -> None:
-    terms = terms_of(DARTS, 4, CohortPart(99, True))
-    assert (terms.part, terms.few) == (None, True)

@@ -1,16 +1,13 @@
 """Cohorts: the deadline that their groups determine together, and their record."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from darts_server.exceptions import Conflict
 from darts_server.policy.deadline import Deadline
 from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.cohort import Cohort, CohortTerms
-from darts_server.rollout.allocation.shared import CohortPart, SharedDeadline
 
 pytestmark = pytest.mark.anyio
 SURE = Deadline(exploration=0.0)
@@ -227,77 +224,6 @@ async def test_explored_groups_get_no_deadline_but_the_record_has_it(tokens: int
         harness.cohort.end_group(member)
     [record] = harness.records
     assert (record.explored, record.deadline) == (True, tokens or 8)
-
-
-# --- parts of a cohort ------------------------------------------------------------
-
-PART = CohortPart(24)
-
-
-class RecordingReports:
-    """Records what groups report."""
-
-    def __init__(self) -> None:
-        self.needs: list[tuple[int, int]] = []
-        self.minimums: list[tuple[int, int | None]] = []
-
-    def need_reported(self, number: int, tokens: int) -> None:
-        self.needs.append((number, tokens))
-
-    def minimum_reported(self, number: int, tokens: int | None) -> None:
-        self.minimums.append((number, tokens))
-
-
-def part(groups: int, **terms: Any) -> tuple[CohortHarness, RecordingReports]:
-    harness, reports = CohortHarness(groups, part=PART, **terms), RecordingReports()
-    harness.cohort.reports = reports
-    for number in range(groups):
-        harness.members.append(RecordingMember())
-        harness.cohort.join(harness.members[-1], number)
-    return harness, reports
-
-
-@pytest.mark.parametrize("terms", [{}, {"tokens": 7}, {"deadline": Deadline(tokens=7)}])
-async def test_a_part_of_a_cohort_reports_and_has_no_deadline_of_its_own(terms: dict[str, Any]) -> None:
-    harness, reports = part(3, **terms)
-    harness.cohort.report_minimum(harness.members[2], 90)
-    harness.need(10, 10, 20)
-    harness.cohort.end_group(harness.members[0])
-    harness.cohort.report_need(harness.members[0], 99)
-    harness.cohort.report_minimum(harness.members[0], 99)
-    await turn()
-    assert (reports.needs, reports.minimums) == ([(0, 10), (1, 10), (2, 20)], [(2, 90)])
-    assert (harness.cohort.tokens, harness.deadlines) == (None, [[], [], []])
-
-
-async def test_a_part_gets_its_deadline_from_outside_and_keeps_it() -> None:
-    harness, _ = part(2)
-    cohort = harness.cohort
-    cohort.set_shared(SharedDeadline(waits_beyond=60, stretch=1.5, bound=3.0))
-    assert (cohort.tokens, cohort.waits_beyond, cohort.bound) == (None, 60, None)
-    known = SharedDeadline(20, stretch=1.5, bound=3.0)
-    cohort.set_shared(known)
-    cohort.set_shared(known)
-    cohort.set_shared(SharedDeadline(waits_beyond=60))
-    await turn()
-    assert [(m.deadlines, m.bounds) for m in harness.members] == [([20], [60])] * 2
-    with pytest.raises(Conflict, match="20 already, got 21"):
-        cohort.set_shared(SharedDeadline(21, stretch=1.5, bound=3.0))
-    [late] = harness.join()
-    await turn()
-    assert (late.deadlines, cohort.rule) == ([20], replace(SURE, stretch=1.5, bound=3.0))
-
-
-async def test_a_part_runs_past_its_deadline_if_the_whole_cohort_explores() -> None:
-    harness, _ = part(2)
-    harness.cohort.set_shared(SharedDeadline(explored=True, stretch=1.0, bound=2.0))
-    harness.cohort.set_shared(SharedDeadline(20, explored=True, stretch=1.0, bound=2.0))
-    await turn()
-    assert harness.deadlines == [[], []]
-    for member in harness.members:
-        harness.cohort.end_group(member)
-    [record] = harness.records
-    assert (record.explored, record.deadline, record.groups) == (True, 20, 2)
 
 
 # --- the record ----------------------------------------------------------------

@@ -37,7 +37,7 @@ NIGHTLY = pytest.mark.nightly
 
 def request(*texts: str, carry: Carry = Carry.DROP, **more: Any) -> BatchRequest:
     specs = [PromptSpec(text=text) for text in texts]
-    return BatchRequest(specs, SIZE, carry=carry, hand_back=True, **more)
+    return BatchRequest(specs, SIZE, carry=carry, **more)
 
 
 def by_text(text: str, index: int) -> Script:

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,20 +9,16 @@ from hypothesis import strategies as st
 
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle, slice_from
-from darts_server.exceptions import Conflict
 from darts_server.records import GroupRecord
-from darts_server.rollout.allocation.shared import CohortPart, SharedDeadline
 from darts_server.rollout.batches.events import (
     BatchDone,
     BatchFailed,
     BatchStarted,
     CandidateDiscarded,
     GroupEnded,
-    NeedsReported,
     TokenDelta,
     TrajectorySelected,
 )
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.types import DiscardReason
 from tests.rollout.batches.streams import (
@@ -190,94 +185,6 @@ async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     assert [e.result.number for _, e in events if isinstance(e, GroupEnded)] == [2, 1, 0]
     assert [type(e) for _, e in events] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
-
-
-def part_request(prompts: int, groups: int = 24) -> BatchRequest:
-    return replace(batch_request(prompts), part=CohortPart(groups))
-
-
-@pytest.mark.parametrize("mode", [StreamMode.GROUPS, StreamMode.TOKENS])
-async def test_what_groups_of_a_part_need_is_sent_once_before_they_end_and_together(mode: StreamMode) -> None:
-    harness = Harness(lambda prompt, index: Script(5 + 3 * (prompt == "2")))
-    batch = await new_registry(harness, "cut").open(part_request(3), AnswerFormat(mode, 4), idempotency_key())
-    events = await play(harness, asyncio.ensure_future(read_events(batch)))
-    reports = [(number, event) for number, event in events if isinstance(event, NeedsReported)]
-    assert [event for _, event in reports] == [NeedsReported({0: 5, 1: 5}, {}), NeedsReported({2: 8}, {})]
-    ends = {event.result.number: number for number, event in events if isinstance(event, GroupEnded)}
-    assert all(number < ends[prompt] for number, event in reports for prompt in event.needs)
-    check_replay(events, await read_events(batch), 0)
-    if mode is StreamMode.TOKENS:
-        check_events_match_answer(events, batch)
-
-
-async def test_what_a_group_needs_comes_before_its_end_if_both_happen_while_its_tokens_are_read() -> None:
-    harness = Harness(lengths(6))
-    batch = await new_registry(harness, "cut").open(part_request(2), token_stream(1))
-    with batch.listen() as listener:
-        assert await listener.next() is not None
-        for _ in range(4):
-            await harness.engine.step()
-        found = await listener.next()
-        assert found is not None
-        assert isinstance(found[1], TokenDelta)
-        await harness.engine.run()
-        await settle()
-        events = []
-        while (found := await listener.next()) is not None:
-            events.append(found[1])
-    [at] = [place for place, event in enumerate(events) if isinstance(event, NeedsReported)]
-    assert events[at] == NeedsReported({0: 6, 1: 6}, {})
-    assert at < min(place for place, event in enumerate(events) if isinstance(event, GroupEnded))
-
-
-async def test_a_need_that_is_reported_before_the_next_event_is_read_is_not_lost() -> None:
-    harness = Harness(lambda prompt, index: Script(6 if prompt == "0" else 12))
-    batch = await new_registry(harness, "cut").open(part_request(2), AnswerFormat(StreamMode.GROUPS))
-    with batch.listen() as listener:
-        found = [await listener.next()]
-        for _ in range(9):
-            await harness.engine.step()
-        found.append(await listener.next())
-        await harness.engine.run()
-        await settle()
-        found += [await listener.next() for _ in range(4)]
-    events = [each[1] for each in found if each is not None]
-    assert [event for event in events if isinstance(event, NeedsReported)] == [
-        NeedsReported({0: 6}, {}),
-        NeedsReported({1: 12}, {}),
-    ]
-
-
-async def test_a_group_that_may_need_less_again_says_so_and_its_need_replaces_it() -> None:
-    harness = Harness(lambda prompt, index: Script(300 if prompt == "3" else 5))
-    batch = await new_registry(harness, "cut").open(part_request(4), AnswerFormat(StreamMode.GROUPS))
-    listening = asyncio.ensure_future(read_events(batch))
-    await settle()
-    batch.set_deadline(SharedDeadline(waits_beyond=10, stretch=1.0, bound=2.0))
-    for _ in range(20):
-        await harness.engine.step()
-    assert harness.rollouts.running == 1
-    batch.set_deadline(SharedDeadline(5, stretch=1.0, bound=2.0))
-    events = await play(harness, listening)
-    assert [event for _, event in events if isinstance(event, NeedsReported)] == [
-        NeedsReported({0: 5, 1: 5, 2: 5}, {}),
-        NeedsReported({}, {3: 11}),
-    ]
-    [last] = [event.result for _, event in events if isinstance(event, GroupEnded) and event.result.number == 3]
-    assert {len(sample.token_ids) for sample in last.samples.values()} == {10}
-    feed = batch.feed
-    feed.minimum_reported(1, 7)
-    feed.need_reported(1, 9)
-    assert list(feed._report_entries()) == [NeedsReported({1: 9}, {})]
-
-
-async def test_a_batch_that_is_no_part_reports_nothing_and_takes_no_deadline() -> None:
-    harness = Harness(lengths(5))
-    batch = await new_registry(harness, "cut").open(batch_request(3), AnswerFormat(StreamMode.GROUPS))
-    with pytest.raises(Conflict, match="does not come from outside"):
-        batch.set_deadline(SharedDeadline(5, bound=2.0))
-    events = await play(harness, asyncio.ensure_future(read_events(batch)))
-    assert [type(event) for _, event in events] == [BatchStarted, *[GroupEnded] * 3, BatchDone]
 
 
 async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:

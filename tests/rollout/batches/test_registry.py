@@ -1,7 +1,6 @@
 """Durable batches, which run on without their caller and are kept."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -16,18 +15,15 @@ from darts_server.exceptions import (
     ServerStopping,
     TooLarge,
 )
-from darts_server.rollout.allocation.shared import CohortPart, SharedDeadline
 from darts_server.rollout.batches.events import BatchFailed
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, kept_bytes
 from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.serving.admission import Caller, caller
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import (
     batch_request,
     idempotency_key,
     new_registry,
-    play,
     read_events,
     token_stream,
 )
@@ -294,27 +290,3 @@ async def test_a_batch_that_could_not_be_opened_does_not_count_though_its_caller
     leaving.cancel()
     await settle()
     await registry.open(batch_request(1), WHOLE, idempotency_key("2", body_bytes=150_000))
-
-
-async def open_part(registry: BatchRegistry[str, list[int]]) -> BatchRun:
-    request = replace(batch_request(3), part=CohortPart(24))
-    return await registry.open(request, AnswerFormat(StreamMode.GROUPS))
-
-
-async def test_the_deadline_of_a_part_is_set_by_its_caller_alone() -> None:
-    harness = Harness(lengths(5, 6, 7, 50))
-    registry, known = new_registry(harness, "cut"), SharedDeadline(20, stretch=1.0, bound=2.0)
-    caller.set(Caller("one"))
-    batch = await open_part(registry)
-    listening = asyncio.ensure_future(read_events(batch))
-    assert registry.set_deadline(batch.batch_id, SharedDeadline(waits_beyond=30, bound=2.0)) is None
-    caller.set(Caller("other"))
-    for batch_id in (batch.batch_id, "batch-none"):
-        with pytest.raises(NotFound):
-            registry.set_deadline(batch_id, known)
-    caller.set(Caller("one"))
-    assert registry.set_deadline(batch.batch_id, known) == registry.set_deadline(batch.batch_id, known) == 20
-    await play(harness, listening)
-    assert {record.cohort_deadline for record in harness.recorder.records} == {20}
-    with pytest.raises(NotFound):
-        registry.set_deadline(batch.batch_id, known)
