@@ -168,7 +168,8 @@ async def _serve(
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
-            closing.enter_context(LoopLag(ServingMetrics(engine.model_name).loop_lagged))
+            metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
+            closing.enter_context(LoopLag(metrics.loop_lagged))
             rooms.batches.restore()
             try:
                 await server.serve(engine.llm, application, args, sock, [rooms.batches], supervision)

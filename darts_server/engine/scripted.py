@@ -116,6 +116,11 @@ class ScriptedCandidate:
             self._result.set_exception(error)
             self._result.exception()  # marks it as retrieved: there may be no task that waits for it
 
+    def lose(self, tokens: int = 0) -> None:
+        """End as with an engine that is lost, which has sent the first ``tokens`` tokens."""
+        self.generated = min(self.generated, tokens)
+        self._finish(None)
+
     def _finish(self, reason: FinishReason | None) -> None:
         if self.is_running:
             self._result.set_result(CandidateResult(self.generated, reason, list(range(self.generated))))

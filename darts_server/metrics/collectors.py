@@ -55,10 +55,19 @@ def or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
 
 
 class ServingMetrics(Collectors):
-    """Measure the event loop."""
+    """Measure the event loop, and count engines: those that are ``up``, and those ``lost`` so far."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        up: Callable[[], int] = lambda: 1,
+        lost: Callable[[], int] = lambda: 0,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
         super().__init__(model_name, registry)
+        self._read_gauge("darts_engines_up", "Engines that take requests.", {(): up})
+        what = "Engines that were lost since the start; their candidates were started anew."
+        self._read_gauge("darts_engines_lost", what, {(): lost})
         self._lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",

@@ -50,13 +50,17 @@ class UniformGenerator(Protocol):
     def random(self) -> float: ...
 
 
+MAX_LOSSES = 3
+"""How often a group may lose all that it returns: an engine that fails more often is not worth waiting for."""
+
+
 class Group:
     """One prompt's group.
 
     Args:
         rng: the group's own generator, for the random numbers that decide who gets a sampled tail.
-        max_replacements: how many candidates may be started, in all, to replace ones that failed; ``None`` means as
-            many as the group returns: an engine that fails more often is not worth waiting for.
+        max_replacements: how many candidates may be started, in all, to replace ones that failed; ``None`` means
+            `MAX_LOSSES` times as many as the group returns: it may lose its engine and its next one.
         deliver_early: deliver each trajectory as soon as it is certain to belong to the group, for callers that stream.
         survival_rng: generator for pruning, separate from ``rng`` so that pruning does not change which candidates get
             a sampled tail; ``None`` prunes nothing, whatever is scored.
@@ -160,7 +164,7 @@ class Group:
         self._rule = rule
         self._max_candidates = max_candidates
         self._allocated = candidates
-        self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
+        self._replacements_left = MAX_LOSSES * rule.size if self._max_replacements is None else self._max_replacements
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []

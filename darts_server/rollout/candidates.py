@@ -116,6 +116,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._on_start, self._on_events, self._on_error = on_start, on_events, on_error
         self._cohort: Cohort | None = None
         self._carried = dict(enumerate(carried))
+        self._left_behind: list[CarriedCandidate[OutputT]] = []  # what lost candidates went on from, for others
         self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
         self._aborts: dict[int, asyncio.Future[OutputT | None]] = {}  # of those that `abort_request` has stopped
         self._stopped: dict[int, int] = {}  # tokens of those that were stopped on the engine
@@ -126,6 +127,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def start(self, indices: Iterable[int]) -> None:
         """Start candidates, each in its turn."""
         for index in indices:
+            if self._left_behind:
+                self._carried[index] = self._left_behind.pop()
             self._outputs[index] = asyncio.get_running_loop().create_future()
             task = asyncio.get_running_loop().create_task(self._run(index))
             self._tasks.add(task)
@@ -152,6 +155,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Keep the requests of the candidates for others, before the group is restarted without these."""
         alive = (c.index for c in self._group.candidates if c.alive)
         self._suspended_requests = [self._own_requests[index] for index in alive if index in self._own_requests]
+        self._left_behind.clear()
         self._carried.clear()  # also if none has started yet: it may be too old for the new weights
 
     def resume(self) -> None:
@@ -358,6 +362,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             if not self._is_running(index):  # since before the engine had started it
                 self._stop_running(index)
             result = await running.result()
+            while result.finish_reason is None and result.tokens < self._cuts.get(index, 0):
+                # It was lost with its engine when it had been cut, and before the engine had sent what is kept.
+                running = await self._engine.start(*request, None, order)
+                result = await running.result()
         except EngineError as error:
             if index in self._cuts:
                 self._fail_output(index, error)
@@ -406,6 +414,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._recorder.candidate_stopped(index, result.tokens)
                 self._on_events(Lost(index, by_caller=True))
             else:
+                if index in self._carried:
+                    self._left_behind.append(self._carried[index])
                 self._on_events(Lost(index))
         is_whole = result.finish_reason is not None or index in self._cuts
         self._answer_abort(index, None if is_whole else result.output)

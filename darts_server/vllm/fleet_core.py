@@ -79,6 +79,8 @@ class FleetCore(AsyncMPClient):
         """Called with each message of a probe."""
         self.processor: OutputProcessor | None = None
         """vLLM's, of the outputs of all requests."""
+        self.lost = 0
+        """Engines, so far."""
         self.engines: dict[bytes, Engine] = {}
         """All that are connected."""
         self._joining: set[asyncio.Task[None]] = set()
@@ -130,6 +132,7 @@ class FleetCore(AsyncMPClient):
             return
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
+        self.lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
         for call in engine.calls:
             if (future := self.utility_results.pop(call, None)) is not None and not future.done():

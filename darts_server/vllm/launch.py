@@ -62,6 +62,16 @@ class RunningEngine:
         self.llm.shape(rollouts, merge_options)
         self.llm.updates = updates
 
+    @property
+    def up(self) -> int:
+        """How many engines take requests."""
+        return len(self.llm.engine_core.core_engines)
+
+    @property
+    def lost(self) -> int:
+        """How many engines were lost so far."""
+        return self.llm.engine_core.lost if isinstance(self.llm.engine_core, FleetCore) else 0
+
     def observe_steps(self, listener: StepListener) -> None:
         """Report each step that decodes to ``listener``."""
         self.llm.held.on_step = listener

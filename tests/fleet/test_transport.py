@@ -16,7 +16,7 @@ from darts_server.fleet.transport import LENGTH, Connection, Hello, Hub, Malform
 
 pytestmark = pytest.mark.anyio
 TOKEN = "secret"
-HELLO = Hello(TOKEN, 1, b"ready")
+HELLO = Hello(TOKEN, 1, b"ready", "ipc://states")
 
 
 class End:
@@ -98,7 +98,7 @@ async def test_a_closed_connection_is_noticed_at_both_ends_and_takes_no_more() -
 async def test_what_is_not_in_order_ends_its_connection_alone() -> None:
     async with coordinator() as there:
         end, connection = await there.host()
-        other, _ = await there.host(Hello(TOKEN, 2, b""))
+        other, _ = await there.host(Hello(TOKEN, 2, b"", ""))
         connection.send([b"wrong"])
         await end.reason
         while len(there.ends) < 2:
@@ -109,7 +109,7 @@ async def test_what_is_not_in_order_ends_its_connection_alone() -> None:
 
 @pytest.mark.parametrize(
     ("hello", "says"),
-    [(Hello("guess", 1, b""), "token"), (Hello(TOKEN, 9, b""), "rank 9"), (Hello("ä", 1, b""), "token")],
+    [(Hello("guess", 1, b"", ""), "token"), (Hello(TOKEN, 9, b"", ""), "rank 9"), (Hello("ä", 1, b"", ""), "token")],
 )
 async def test_strangers_are_refused(hello: Hello, says: str, caplog: pytest.LogCaptureFixture) -> None:
     async with coordinator() as there:

@@ -1,13 +1,12 @@
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
 from tests.conftest import FORKS
+from tests.integration.fleets import fleet
 from tests.integration.fork_server import EAGER, Forks, Serve, can_fork
 
 ENVIRONMENT["DARTS_POLICY"] = "uniform"  # most tests are of shaped groups; those of the default name it
@@ -24,34 +23,32 @@ def forks() -> Iterator[Launch]:
     server.close()
 
 
-@pytest.fixture(scope="session")
-def serve(forks: Launch) -> Serve:
-    """`serving` with servers that start fast. Tests of a server's own processes and signals use `serving` itself."""
-    return partial(serving, launch=forks)
-
-
 @pytest.fixture(
     scope="session",
     params=[1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (2, 3))],
     ids="engines-{}".format,
 )
-def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """darts-server under `uniform`, with the token route, and names of groups in sessions like SkyRL's."""
-    flags = ("--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
-    log = tmp_path_factory.mktemp("darts") / "log"
-    with serve(DARTS, log, *flags) if request.param == 1 else fleet(request.param, log, *flags) as running:
-        yield running
+def serve(forks: Launch, request: pytest.FixtureRequest) -> Serve:
+    """`serving` with servers that start fast, of one engine, and at night of several under Ray.
 
-
-def fleet(count: int, log: Path, *flags: str) -> AbstractContextManager[Server]:
-    """darts-server with several engines under Ray, on this machine's cores."""
-    return serving(DARTS, log, "--replicas", str(count), "--cpus-per-replica", ".5", *flags)
+    Tests of a server's own processes and signals use `serving` itself.
+    """
+    count = request.param
+    return partial(serving, launch=forks) if count == 1 else partial(fleet, count)
 
 
 @pytest.fixture(scope="session")
-def plain(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """darts-server under `uniform`, with the token route, and names of groups in sessions like SkyRL's."""
+    flags = ("--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
+    with serve(DARTS, tmp_path_factory.mktemp("darts") / "log", *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def plain(forks: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's own server."""
-    with serve(PLAIN, tmp_path_factory.mktemp("plain") / "log") as running:
+    with serving(PLAIN, tmp_path_factory.mktemp("plain") / "log", launch=forks) as running:
         yield running
 
 

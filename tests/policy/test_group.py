@@ -194,11 +194,12 @@ def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None
     assert group.open(Shortest(2), 2) == []
 
 
-def test_there_are_as_many_replacements_as_the_size_by_default() -> None:
+def test_a_group_may_lose_all_that_it_returns_three_times_by_default() -> None:
     group = unopened_with(1, spare=None)
     assert group.open(Shortest(2), 2) == [Start((1,))]
-    assert group.handle(Lost(0), Lost(1)) == [Start((2, 3))]
-    assert isinstance(group.handle(Lost(2))[-1], GiveUp)
+    for first in (0, 2, 4):
+        assert group.handle(Lost(first), Lost(first + 1)) == [Start((first + 2, first + 3))]
+    assert isinstance(group.handle(Lost(6))[-1], GiveUp)
 
 
 def test_an_unopened_group_that_is_cancelled_stops_its_candidates() -> None:

@@ -62,6 +62,25 @@ async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> No
     assert engine.now >= 7
 
 
+async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
+    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
+    engine = ScriptedEngine(lambda _, index: script[index])
+    engine.stop_lag = 5
+    run = started(engine, Recorder())
+    run.open(CutTail(2, 1), Allocation(len(script)))
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    run.set_deadline(7)
+    for _ in range(100):
+        await engine.step()
+        run.poll()
+        if engine.started[3].stopped and engine.started[3].is_running:
+            engine.started[3].lose(2)
+        await settle()
+    assert {t.index: t.output for t in await waiting}[3] == list(range(7))
+    assert [each.index for each in engine.started].count(3) == 2
+
+
 async def test_a_group_whose_m_th_shortest_is_longer_than_the_limit_is_cut_at_that_length() -> None:
     script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(11)}
     got, recorder, _ = await play(script, limit=7)

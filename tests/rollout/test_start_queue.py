@@ -181,6 +181,22 @@ async def test_stragglers_that_go_on_start_first() -> None:
     assert started(harness) == ["90", "90", "50", "50"]
 
 
+async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_tokens() -> None:
+    harness = new_harness({"90": 90}, slots=8)
+    plan = harness.plan(SIZE, "two")
+    carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
+    spec = GroupSpec.of_plan(plan, "90", "90", "90", (1,))
+    run = harness.rollouts.start(spec, plan, Allocation(SIZE), carried=[carried, CarriedCandidate()])
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    for candidate in harness.engine.running:
+        candidate.lose()
+    await settle()
+    assert sorted(candidate.generated for candidate in harness.engine.running) == [0, 80]
+    await harness.engine.run()
+    assert sorted(trajectory.index for trajectory in await waiting) == [2, 3]
+
+
 def test_the_order_is_that_of_when_a_request_must_start_to_end_with_the_others() -> None:
     assert StartingOrder(10.0, 100.0).of() == pytest.approx(10 - 100 * TOKEN_SECONDS)
     assert StartingOrder(10.0, 100.0).of(40) == StartingOrder(10.0, 100.0).of()

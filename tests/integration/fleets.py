@@ -1,0 +1,79 @@
+"""Servers with several engines, and the processes of these."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+
+from darts_server.demo.server import Server, serving
+
+MARK = "DARTS_TEST_FLEET"
+"""Environment variable by which the processes of a fleet are found: Ray's are no children of the server."""
+HOST = "darts_server.vllm.engine_host"
+BACK_SECONDS = 240.0
+
+
+@contextmanager
+def fleet(
+    count: int, command: Sequence[str], log: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """Run a server with several engines, on this machine's cores."""
+    placed = ("--replicas", str(count), "--cpus-per-replica", "0.1")
+    with serving(command, log, *placed, *flags, env=env) as running:
+        yield running
+
+
+class Marked:
+    """The processes of a fleet. ``env``: to be given to its server."""
+
+    def __init__(self) -> None:
+        self.env = {MARK: uuid4().hex}
+
+    def hosts(self) -> list[psutil.Process]:
+        """The hosts of engines that are up or start, in any order."""
+        return [process for process in psutil.process_iter() if self._is_ours(process) and HOST in _command(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get(MARK) == self.env[MARK]
+        return False
+
+    def process(self, kind: str) -> psutil.Process:
+        """Return a process of one of the engines that are up: its ``host``, its ``actor``, or ``engine`` itself."""
+        host = max(self.hosts(), key=lambda each: len(each.children()))
+        if kind == "host":
+            return host
+        if kind == "actor":
+            return host.parent()
+        [engine] = host.children()
+        return engine
+
+
+def _command(process: psutil.Process) -> Sequence[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return ()
+
+
+def send(process: psutil.Process, number: signal.Signals) -> None:
+    os.kill(process.pid, number)
+
+
+def wait_up(server: Server, count: int) -> float:
+    """Wait until so many engines take requests; return the seconds that it took."""
+    began = time.monotonic()
+    while time.monotonic() < began + BACK_SECONDS:
+        if server.metric("darts_engines_up") == count:
+            return time.monotonic() - began
+        time.sleep(0.02)
+    raise AssertionError(f"{server.metric('darts_engines_up')} of {count} engines are up:\n{server.log_tail()}")
+
+
+def lost(server: Server) -> Any:
+    return server.metric("darts_engines_lost")
