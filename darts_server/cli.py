@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain
 
 from darts_server import logs, removed, settings, startup_checks
@@ -84,6 +85,8 @@ def _serve(argv: list[str]) -> int:
     loaded, vllm_argv = _load_settings(parser, argv)
     logs.set_up(loaded.log_format, loaded.log_level)
 
+    if loaded.replicas is not None and find_spec("ray") is None:
+        raise InvalidSetting("--replicas runs engines under Ray: pip install 'darts-server[ray]'")
     if loaded.replicas is not None and loaded.ray_address is None:
         prepare_cluster()  # before vLLM imports Ray
 

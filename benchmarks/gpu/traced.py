@@ -62,6 +62,10 @@ class TracedEngine:
         return self._port.kv_tokens
 
     @property
+    def engines(self) -> int:
+        return self._port.engines
+
+    @property
     def unfinished(self) -> int:
         return self._port.unfinished
 

@@ -29,6 +29,7 @@ from darts_server.exceptions import EngineBusy, EngineError
 from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.vllm.deferred import is_candidate
+from darts_server.vllm.probe.capture import INSTALL
 from darts_server.vllm.prompt_request import resumed_seed
 from darts_server.vllm.resume import depends_on_prompt_end
 
@@ -196,8 +197,7 @@ class FleetCore(AsyncMPClient):
         if outputs := [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]:
             self.outputs_queue.put_nowait(EngineCoreOutputs(engine_index=rank, outputs=outputs))
 
-    async def _send_input_message(self, message: Sequence[Any], engine: bytes) -> None:  # type: ignore[override]
-        self.ensure_alive()
+    async def _send_input_message(self, message: Sequence[Any], engine: bytes) -> None:
         if (there := self.engines.get(engine)) is None:
             raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
         there.connection.send(message)
@@ -254,11 +254,24 @@ class FleetCore(AsyncMPClient):
         self.utility_results[call] = future
         there.calls.add(call)
         try:
-            message = self.encoder.encode((self.client_index, call, method, args))
+            message: Sequence[Any] = self.encoder.encode((self.client_index, call, method, args))
             there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
             return await future
         finally:
             there.calls.discard(call)
+
+    async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
+        """Install the probe in all engines, also in those that come later. Returns the answers of their workers.
+
+        ``receive``: called with each message of a probe.
+        """
+        self.on_hidden_states = receive
+        return [answer for name in self.core_engines for answer in await self.install_probe(self.engines[name])]
+
+    async def install_probe(self, engine: "Engine") -> list[str | None]:
+        call = ("collective_rpc", INSTALL, None, (engine.hidden_states,), None)
+        answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
+        return answers
 
     def shutdown(self, timeout: float | None = None) -> None:
         for engine in list(self.engines.values()):

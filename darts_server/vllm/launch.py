@@ -27,7 +27,7 @@ from darts_server.vllm.fleet_core import Engine, FleetCore
 from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
-from darts_server.vllm.probe.receiver import ProbeReceiver, install, probing
+from darts_server.vllm.probe.receiver import probing
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.structured_outputs import limit_checks
@@ -45,14 +45,13 @@ class RunningEngine:
     """A started engine, or several behind one port.
 
     ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights.
-    ``probes``: receive hidden states. ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
+    ``fingerprint``: of the model that it was started with, see `fingerprint_of`.
     """
 
     llm: ShapingLLM
     port: VllmEngine
     renderer: VllmPromptRenderer
     model: VllmModel
-    probes: ProbeReceiver
     model_name: str
     fingerprint: str
 
@@ -155,7 +154,7 @@ class Joining:
     """Brings an engine that has started again to the state of the others."""
 
     def __init__(self, running: RunningEngine) -> None:
-        self._llm, self._model, self._probes = running.llm, running.model, running.probes
+        self._llm, self._model = running.llm, running.model
 
     async def bring_to_state(self, engine: Engine) -> None:
         """Return when an engine has the weights, the LoRA adapters and the pause of the others, in a turn of the event
@@ -165,7 +164,7 @@ class Joining:
             UpdateFailed: it could not load them.
         """
         core: Any = self._llm.engine_core
-        await install(core, engine)
+        await core.install_probe(engine)
         while True:
             while self._is_changing():
                 await asyncio.sleep(JOIN_POLL_SECONDS)
@@ -225,7 +224,7 @@ async def start_engine(
             renderer = VllmPromptRenderer(llm, args.chat_template)
             port = VllmEngine(llm, probes)
             name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, probes, name, fingerprint)
+            yield RunningEngine(llm, port, renderer, model, name, fingerprint)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

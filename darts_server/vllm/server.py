@@ -42,9 +42,9 @@ logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MORE_HELP = {
-    "data_parallel_size": "darts-server: engines of one API process, which learns from all of them, and is too slow "
-    "for many; --replicas N runs servers with an API process each.",
-    "api_server_count": "darts-server: only 1, as API processes share no groups; use --replicas N.",
+    "data_parallel_size": "darts-server: ranks of one engine, for models with experts: if one dies, all do. For more "
+    "GPUs --replicas N runs N engines.",
+    "api_server_count": "darts-server: only 1, as API processes share no groups.",
 }
 KEY_VARIABLE = "VLLM_API_KEY"
 GROUP_SPAN = "darts_group"
@@ -199,8 +199,7 @@ def _refuse_other_modes(args: Namespace) -> None:
         raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
     if args.api_server_count not in (None, 1):
         raise InvalidSetting(
-            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one; where "
-            "that is too slow, --replicas N runs N servers behind one address"
+            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one"
         )
     args.api_server_count = None
 

@@ -146,7 +146,8 @@ def test_messages_are_found_however_their_bytes_come(messages: list[list[bytes]]
         LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) for part in parts) + b"".join(parts)
         for parts in messages
     )
-    parser, found = Parser(1000), []
+    parser = Parser(1000)
+    found: list[list[bytes]] = []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         found += parser.feed(stream[:size])

@@ -41,7 +41,7 @@ class Marked:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
-            return process.environ().get(MARK) == self.env[MARK]
+            return bool(process.environ().get(MARK) == self.env[MARK])
         return False
 
     def process(self, kind: str) -> psutil.Process:
@@ -57,7 +57,7 @@ class Marked:
 
 def _command(process: psutil.Process) -> Sequence[str]:
     with suppress(psutil.Error):
-        return process.cmdline()
+        return list(process.cmdline())
     return ()
 
 

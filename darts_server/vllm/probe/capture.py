@@ -21,6 +21,8 @@ from darts_server.vllm.probe.steps import Step, reader_for
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
+INSTALL = "darts_install_probe"
+"""Name of the workers' method that installs the probe."""
 
 READY = b"ready"
 """Followed by the width of the states and the name of the model runner, as text: this worker will send states."""

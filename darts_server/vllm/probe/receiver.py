@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -13,8 +14,7 @@ import zmq.asyncio
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import HiddenState, Probe
-from darts_server.vllm.fleet_core import Engine, FleetCore
-from darts_server.vllm.probe.capture import READY, STATES, unpack_states
+from darts_server.vllm.probe.capture import INSTALL, READY, STATES, unpack_states
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,10 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
             address = f"ipc://{folder / 'states'}"
             socket.bind(address)
             receiving = asyncio.create_task(_receive_all(socket, probes))
-            if isinstance(llm.engine_core, FleetCore):
-                answers = await install_everywhere(llm.engine_core, probes)
+            if hasattr(llm.engine_core, "install_probes"):  # engines elsewhere, whose hosts hand hidden states on
+                answers = await llm.engine_core.install_probes(partial(receive, probes))
             else:
-                answers = await llm.collective_rpc("darts_install_probe", args=(address,))
+                answers = await llm.collective_rpc(INSTALL, args=(address,))
         except Exception as error:
             probes.disable(f"{type(error).__name__}: {error}")
         else:
@@ -140,30 +140,15 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def install_everywhere(core: FleetCore, probes: ProbeReceiver) -> list[str | None]:
-    """Install the probe in engines elsewhere, whose hosts hand hidden states on. Returns the answers of workers."""
-
-    def receive(frames: Sequence[bytes]) -> None:
-        try:
-            probes.receive(frames)
-        except Exception as error:
-            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
-
-    core.on_hidden_states = receive
-    return [answer for name in core.core_engines for answer in await install(core, core.engines[name])]
-
-
-async def install(core: FleetCore, engine: Engine) -> list[str | None]:
-    call = ("collective_rpc", "darts_install_probe", None, (engine.hidden_states,), None)
-    answers: list[str | None] = await core._call_utility_async(*call, engine=engine.name)
-    return answers
-
-
 async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
     while True:
-        frames = await socket.recv_multipart()
-        try:
-            probes.receive(frames)
-        except Exception as error:
-            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
+        receive(probes, await socket.recv_multipart())
         await asyncio.sleep(0)  # receiving from a queue that is not empty does not yield to the loop
+
+
+def receive(probes: ProbeReceiver, frames: Sequence[bytes]) -> None:
+    """Handle a message of a worker, or report no width any more if that fails."""
+    try:
+        probes.receive(frames)
+    except Exception as error:
+        probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")

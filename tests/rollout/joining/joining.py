@@ -92,6 +92,7 @@ class SigningEngine:
         self._engine = engine
         self.capacity = engine.capacity
         self.kv_tokens = engine.kv_tokens
+        self.engines = engine.engines
         self.probe_width = engine.probe_width
         self.has_priorities = engine.has_priorities
         self.aborted = asyncio.Event()
