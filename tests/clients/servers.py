@@ -17,8 +17,6 @@ from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
 from darts_server.http.routes import router
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.learned.prompts import Prompts
-from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
@@ -132,13 +130,13 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
     engine = ScriptedEngine(script)
     control = Control(load({"policy": "uniform"}, None))
     with Store() as store:
-        prompts, rewards, provenance = Prompts(store), Rewards(store), Provenance()
+        statistics, provenance = Statistics(store), Provenance()
         confidence = Confidence(store)
-        reward_matcher = RewardMatcher(rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
+        reward_matcher = RewardMatcher(statistics.rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
             engine,
             control.planner,
-            Statistics(store),
+            statistics,
             Intervals(poll=STEP_SECONDS, allocation=0),
         )
         rollouts.observe(provenance, reward_matcher)
@@ -161,9 +159,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
         errors.install(app)
         routes = router(
             provenance,
-            prompts,
-            rewards,
-            Mock(),
+            statistics,
             store,
             control,
             batches=batches,

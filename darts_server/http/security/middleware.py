@@ -1,6 +1,5 @@
 """Check every request, on vLLM's routes and ours: API keys, body limits, shutdown, and the form of errors."""
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from http import HTTPStatus
@@ -39,8 +38,6 @@ HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
-DEADLINE = re.compile(r"/darts/v1/rollouts/[^/]+/deadline")
-"""Of a batch that runs. Without it groups would run on for longer than they have to, and the server waits for them."""
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
 
@@ -168,13 +165,9 @@ def _trace(scope: Scope) -> dict[str, str]:
 
 
 def _is_refused_at_shutdown(scope: Scope) -> bool:
-    """Return whether a stopping server refuses the request.
-
-    What it has can be fetched and rewarded, and batches that run get their deadlines.
-    """
+    """Return whether a stopping server refuses the request. What it has can be fetched and rewarded."""
     path = get_route_path(scope)
-    starts_work = scope.get("method") not in SAFE and path != REWARDS and not DEADLINE.fullmatch(path)
-    return path in HEALTH or starts_work
+    return path in HEALTH or (scope.get("method") not in SAFE and path != REWARDS)
 
 
 def _is_route(scope: Scope) -> bool:

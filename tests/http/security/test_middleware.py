@@ -378,16 +378,8 @@ def test_a_stopping_server_still_returns_results_and_accepts_rewards() -> None:
     app.lifecycle.stop(ServerStopping("the server is stopping", 30))
     assert app.client().get("/brand_new").status_code == 200
     assert app.client().post("/darts/v1/rewards").status_code == 200
-    assert app.client().post("/darts/v1/vote").status_code == 503
-
-
-def test_batches_of_a_stopping_server_still_get_their_deadlines() -> None:
-    app = App()
-    app.app.add_api_route("/darts/v1/rollouts/{batch_id}/deadline", app.record, methods=["PUT"])
-    app.lifecycle.stop(ServerStopping("the server is stopping", 30))
-    assert app.client().put("/darts/v1/rollouts/batch-1/deadline").status_code == 200
-    assert app.client().put("/darts/v1/rollouts/a/b/deadline").status_code == 503
-    assert app.client().post("/darts/v1/rollouts").status_code == 503
+    for path in ("/darts/v1/vote", "/darts/v1/rollouts"):
+        assert app.client().post(path).status_code == 503
 
 
 def test_requests_in_flight_when_the_engine_dies_get_its_error() -> None:

@@ -8,14 +8,12 @@ OURS = "/darts/v1/"
 OWNED = {
     "/darts/v1/rollouts",
     "/darts/v1/rollouts/{batch_id}",
-    "/darts/v1/rollouts/{batch_id}/deadline",
     "/darts/v1/vote",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",
 }
 """What they show belongs to a key; `tests/integration/test_shares.py` tries each with another one."""
 SHARED = {
-    "/darts/v1/rollouts/plan",
     "/darts/v1/rewards",
     "/darts/v1/prompts/{prompt_key:path}",
     "/darts/v1/state",
