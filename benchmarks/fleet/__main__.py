@@ -141,7 +141,7 @@ async def measure(engines: int, rate: float, mean: float, seconds: float, logpro
             turn = 0
             while not end:
                 turn += 1
-                prompt = {"prompt_token_ids": [6, 22, 7 + number % 20, 7 + turn % 20, 25]}
+                prompt = {"type": "token", "prompt_token_ids": [6, 22, 7 + number % 20, 7 + turn % 20, 25]}
                 async for output in llm.generate(prompt, params, f"g{number}-{turn}"):
                     assert len(output.outputs) == GROUP_SIZE
                 groups += 1

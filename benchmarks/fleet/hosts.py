@@ -58,6 +58,8 @@ class ScriptedHost:
         self.running: dict[str, EngineCoreRequest] = {}
         self.is_stopped = False
         """Whether it sends nothing, as a process that is stopped."""
+        self.is_deaf = False
+        """Whether it does nothing that it is told."""
         self._script, self._rng = script, np.random.default_rng(rank)
         self._requests, self._calls_decoder = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
         self._encoder = MsgpackEncoder()
@@ -90,6 +92,8 @@ class ScriptedHost:
 
     def received(self, parts: list[bytes]) -> None:
         kind, *rest = parts
+        if self.is_deaf:
+            return
         if kind == EngineCoreRequestType.ADD.value:
             self._add(self._requests.decode(rest))
         elif kind == EngineCoreRequestType.ABORT.value:

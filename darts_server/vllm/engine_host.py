@@ -30,6 +30,10 @@ from darts_server.vllm.plugin import end_with_process
 logger = logging.getLogger(__name__)
 
 
+WATCH_SECONDS = 0.1
+"""How often the host looks whether its engine runs."""
+
+
 class Start(msgspec.Struct, forbid_unknown_fields=True):
     """``argv``: vLLM's flags. ``host``, ``port``: of the coordinator. ``token``, ``rank``: see `Hello`."""
 
@@ -75,6 +79,14 @@ async def hand_on(engine: LocalEngine, connection: Connection) -> str:
             return "the engine has died"
 
 
+async def watch(engine: LocalEngine) -> str:
+    """Return why an engine has ended that could not say so."""
+    manager: Any = engine.resources.engine_manager
+    while not manager.finished_procs():
+        await asyncio.sleep(WATCH_SECONDS)
+    return f"the engine was ended: {manager.finished_procs()}"
+
+
 async def hand_on_hidden_states(socket: zmq.asyncio.Socket, connection: Connection) -> None:
     while True:
         connection.send([HIDDEN_STATES, *await socket.recv_multipart()])
@@ -98,6 +110,7 @@ async def run(start: Start, folder: Path) -> str:
             tasks = [
                 asyncio.ensure_future(hand_on(engine, connection)),
                 asyncio.ensure_future(hand_on_hidden_states(hidden_states, connection)),
+                asyncio.ensure_future(watch(engine)),
                 relay.ended,
             ]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

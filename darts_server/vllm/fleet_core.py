@@ -9,7 +9,7 @@ another. Any other request goes on elsewhere with the tokens that were received,
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, _process_utility_output
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import EngineBusy, EngineError
@@ -100,7 +101,7 @@ class FleetCore(AsyncMPClient):
             self._apply_ready_response(hello.ready)
         engine = Engine(self, hello, connection)
         if (before := self.engines.get(engine.name)) is not None:
-            before.lost("another one has come in its place")
+            self._lose(before, "another one has come in its place")
             before.connection.close("another one has come in its place")
         self.engines[engine.name] = engine
         task = asyncio.get_running_loop().create_task(self._join(engine))
@@ -119,7 +120,8 @@ class FleetCore(AsyncMPClient):
         if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
             self._change.set()
-            logger.info("engine %d is there; %d of %d", engine.rank, len(self.core_engines), len(self._seen))
+            up, count = len(self.core_engines), len(self.engine_ranks_managed)
+            logger.info("engine %d is there; %d of %d", engine.rank, up, count)
 
     async def wait_for_all(self) -> None:
         """Wait until every engine has come."""
@@ -128,9 +130,12 @@ class FleetCore(AsyncMPClient):
             await self._change.wait()
 
     def lose(self, engine: "Engine", reason: str) -> None:
-        """Let others do what an engine was doing."""
-        if self.engines.get(engine.name) is not engine:
-            return
+        """Let others do what an engine was doing, and let another be started."""
+        if self.engines.get(engine.name) is engine:
+            self._lose(engine, reason)
+            self.on_lost(engine.rank)
+
+    def _lose(self, engine: "Engine", reason: str) -> None:
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.lost += 1
@@ -139,7 +144,6 @@ class FleetCore(AsyncMPClient):
             if (future := self.utility_results.pop(call, None)) is not None and not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         self.outputs_queue.put_nowait(Lost(engine.rank, engine.requests, engine.aborted))
-        self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
@@ -190,14 +194,11 @@ class FleetCore(AsyncMPClient):
                 if state.queue is not None:
                     state.queue.put(error)
                 ended.append(name)
-        self._end(ended, lost.rank)
+        # For vLLM's metrics: it runs nothing now.
+        ends = EngineCoreOutputs(engine_index=lost.rank, outputs=aborted(ended), scheduler_stats=SchedulerStats())
+        self.outputs_queue.put_nowait(ends)
 
-    def _end(self, requests: Sequence[str], rank: int = 0) -> None:
-        """Give requests what an engine that aborts them sends."""
-        if outputs := [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]:
-            self.outputs_queue.put_nowait(EngineCoreOutputs(engine_index=rank, outputs=outputs))
-
-    async def _send_input_message(self, message: Sequence[Any], engine: bytes) -> None:
+    async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
         if (there := self.engines.get(engine)) is None:
             raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
         there.connection.send(message)
@@ -219,7 +220,8 @@ class FleetCore(AsyncMPClient):
                 await self._send_input(EngineCoreRequestType.ABORT, here, name)
                 for each in here:
                     del left[each]
-        self._end(list(left))  # those of an engine that is lost; the others have ended, and this is ignored
+        if left:  # those of an engine that is lost; the others have ended, and this is ignored
+            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call all engines, and return the results of those that are not lost meanwhile.
@@ -319,6 +321,11 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
     state.routed_experts_chunks, state.sampling_mask_chunks = [], []
     return follower
+
+
+def aborted(requests: Iterable[str]) -> list[EngineCoreOutput]:
+    """Return what an engine sends of requests that it has aborted."""
+    return [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]
 
 
 def has_more_than_tokens(state: RequestState) -> bool:

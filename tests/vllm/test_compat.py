@@ -54,6 +54,7 @@ NEW = {
     "vllm.outputs:SamplingMask",
     "vllm.outputs:SamplingMask.token_ids",
     "vllm.v1.engine:EngineCoreOutput.new_sampling_mask",
+    "vllm.v1.engine.output_processor:RequestState.sampling_mask_chunks",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
     "vllm.v1.metrics.stats:SchedulerStats.ec_connector_stats",
 }
@@ -89,7 +90,7 @@ METHODS = {
     "self._collector.get": "vllm.v1.engine.output_processor:RequestOutputCollector.get",
     "self._llm.add_request": f"{LLM}.add_request",
     "self._llm.collective_rpc": f"{LLM}.collective_rpc",
-    "self.engine_core._call_utility_async": "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+    "core._call_utility_async": "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
     "AsyncLLM.pause_generation": f"{LLM}.pause_generation",
     "self._llm.remove_lora": f"{LLM}.remove_lora",
     "AsyncLLM.resume_generation": f"{LLM}.resume_generation",

@@ -45,7 +45,7 @@ LEANED_ON = {
     },
     "vllm.config.load": {"LoadConfig": "load_format"},
     "vllm.config.lora": {"LoRAConfig": "max_lora_rank"},
-    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size"},
+    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"},
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
     "vllm.config.vllm": {
         "VllmConfig": "load_config lora_config num_speculative_tokens parallel_config scheduler_config "
@@ -145,9 +145,9 @@ LEANED_ON = {
         "new_token_ids num_nans_in_logits pooling_output prefill_stats request_id routed_experts",
         "EngineCoreOutputs": "engine_index finished_requests outputs scheduler_stats start_wave timestamp "
         "utility_output wave_complete",
-        "EngineCoreRequest": "cache_salt client_index data_parallel_rank lora_request mm_features prompt_token_ids "
-        "request_id resumable sampling_params",
-        "EngineCoreRequestType": "EXECUTOR_FAILED",
+        "EngineCoreRequest": "cache_salt client_index data_parallel_rank lora_request mm_features prompt_embeds "
+        "prompt_token_ids request_id resumable sampling_params",
+        "EngineCoreRequestType": "ABORT ADD EXECUTOR_FAILED UTILITY",
         "FinishReason": "ABORT",
     },
     "vllm.v1.engine.async_llm": {
@@ -159,12 +159,17 @@ LEANED_ON = {
     },
     "vllm.v1.engine.core": {
         "EngineCore": "abort_requests preprocess_add_request scheduler",
-        "EngineCoreProc": "_send_abort_outputs input_queue output_queue process_input_sockets process_output_sockets",
+        "EngineCoreProc": "ENGINE_CORE_DEAD _send_abort_outputs input_queue output_queue process_input_sockets process_output_sockets",
     },
     "vllm.v1.engine.core_client": {
-        "AsyncMPClient": "_call_utility_async add_request_async client_index core_engines get_output_async",
-        "BackgroundResources": "engine_manager",
-        "MPClient": "decoder resources",
+        "_process_utility_output": "",
+        "AsyncMPClient": "_call_utility_async _ensure_output_queue_task _send_input _send_input_message "
+        "abort_requests_async add_request_async call_utility_async client_count client_index core_engines "
+        "get_output_async outputs_queue",
+        "BackgroundResources": "engine_dead engine_manager output_socket",
+        "EngineCoreClient": "make_async_mp_client",
+        "MPClient": "_apply_ready_response core_engine decoder encoder engine_ranks_managed ensure_alive input_socket "
+        "resources shutdown utility_results",
     },
     "vllm.v1.engine.detokenizer": {
         "IncrementalDetokenizer": "from_new_request get_next_output_text num_output_tokens output_token_ids update"
@@ -173,19 +178,20 @@ LEANED_ON = {
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
     "vllm.v1.engine.logprobs": {
         "NONES": "",
-        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer",
+        "LogprobsProcessor": "from_new_request _update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer",
     },
     "vllm.v1.engine.output_processor": {
         "OutputProcessor": "_update_stats_from_output abort_requests add_request external_req_ids "
         "get_num_unfinished_requests propagate_error request_states",
         "RequestOutputCollector": "get output request_id",
-        "RequestState": "detokenizer logprobs_processor",
+        "RequestState": "detokenizer logprobs_processor queue routed_experts_chunks sampling_mask_chunks",
     },
     "vllm.v1.outputs": {"LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks"},
     "vllm.v1.serial_utils": {"MsgpackDecoder": "decode oob_tensor_provider", "MsgpackEncoder": "encode"},
     "vllm.v1.structured_output.backend_guidance": {"validate_guidance_grammar": ""},
     "vllm.v1.structured_output.backend_outlines": {"validate_structured_output_request_outlines": ""},
     "vllm.v1.structured_output.backend_xgrammar": {"validate_xgrammar_grammar": ""},
+    "vllm.v1.executor": {"Executor": "get_class"},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": "finished_procs"},
     "vllm.v1.metrics.loggers": {"StatLoggerManager": "record"},
     "vllm.v1.worker.gpu.input_batch": {

@@ -1,0 +1,37 @@
+"""Two engines under Ray behind one server: groups, new weights and metrics; and what is left when it ends."""
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from darts_server.demo.server import DARTS
+from tests.integration.fleets import Marked, fleet
+from tests.integration.weights import ORIGINAL, check_served, max_difference, perturbed, put
+
+pytestmark = pytest.mark.engine
+SIZE = 4
+
+
+def test_two_engines_serve_as_one_and_end_with_their_server(tmp_path: Path) -> None:
+    marked = Marked()
+    with fleet(2, DARTS, tmp_path / "log", env=marked.env) as server:
+        prompts = [{"text": f"{number}a+4b*2>"} for number in range(1, 9)]
+        body = {"prompts": prompts, "group_size": SIZE, "sampling": {"max_tokens": 60, "logprobs": True}}
+        answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
+        assert answer.status_code == 200, answer.text
+        assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [SIZE] * len(prompts)
+        assert server.metric("darts_engines_up") == 2
+        assert all(server.metric("vllm:generation_tokens_total", engine=str(rank)) for rank in range(2))
+        check_served(server, put(server, perturbed(1)), perturbed(1))
+        assert max_difference(server, ORIGINAL) > 1e-3
+        hosts = marked.hosts()
+        assert len(hosts) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    deadline = time.monotonic() + 30
+    while left := [each for each in hosts if each.is_running()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
