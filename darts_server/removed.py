@@ -9,6 +9,8 @@ QUEUE = (
 )
 REPLICAS = "one server has all groups, and several engines: use darts-server serve MODEL --replicas N"
 PUSH = "push weights with PUT /darts/v1/weights, or load them from a folder below --weights-root"
+BESIDE = "an update fetches and checks the new weights beside running groups anyway"
+NOT_STAGED = f"leave it out: {BESIDE}"
 
 SETTINGS: Mapping[str, str] = {
     "queue_prompts": QUEUE,
@@ -44,6 +46,8 @@ ROUTES: Mapping[str, str] = {
     r"/darts/v1/rollouts/plan": REPLICAS,
     r"/darts/v1/rollouts/.+/deadline": REPLICAS,
     r"/darts/v1/observations": REPLICAS,
+    r"/darts/v1/weights/staged/.*": f"use PUT /darts/v1/weights: {BESIDE}",
+    r"/darts/v1/weights/tensors": "save the weights in the trainer",
     r"/darts/v1/trajectories/.+:abort": "abort a whole batch with DELETE /darts/v1/rollouts/ID, or requests of vLLM's "
     "routes with POST /abort_requests, which needs an admin key",
 }
@@ -55,10 +59,20 @@ FIELDS: Mapping[tuple[str, str], str] = {
     ("RolloutsIn", "cohort"): REPLICAS,
     ("WeightsIn", "url"): "the server does not pull weights: push them with PUT /darts/v1/weights, or name a file or "
     'folder below --weights-root as {"path": …}',
+    ("WeightsIn", "stage"): NOT_STAGED,
+    ("WeightsIn", "expires_after"): NOT_STAGED,
+    ("LoraIn", "stage"): NOT_STAGED,
+    ("LoraIn", "expires_after"): NOT_STAGED,
 }
 """Fields of request bodies, by the model of the body."""
 
-PARAMETERS: Mapping[tuple[str, str], str] = {("PUT /darts/v1/state", "if_new"): REPLICAS}
+PARAMETERS: Mapping[tuple[str, str], str] = {
+    ("PUT /darts/v1/state", "if_new"): REPLICAS,
+    ("PUT /darts/v1/weights", "stage"): NOT_STAGED,
+    ("PUT /darts/v1/weights", "expires_after"): NOT_STAGED,
+    ("PUT /darts/v1/weights/lora/{name}", "stage"): NOT_STAGED,
+    ("PUT /darts/v1/weights/lora/{name}", "expires_after"): NOT_STAGED,
+}
 """Query parameters, by the route."""
 
 

@@ -1,6 +1,7 @@
 """What earlier versions had is refused with what to use instead: neither silently nor as if it had never been."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from darts_server.removed import COMMANDS, FIELDS, PARAMETERS, ROUTES, SETTINGS,
 from darts_server.settings import Settings, apply_patch, load, refuse_removed_flags
 from darts_server.simulation.policies import NAMES, parse_policy
 from darts_server.types import POLICIES, RequestOptions
+from darts_server.weights.updates import Updates
 from tests.http.serving import client
 
 GONE = sorted(SETTINGS.keys() - Settings.model_fields.keys())
@@ -101,6 +103,9 @@ def test_the_page_of_policies_names_all_of_them() -> None:
         ("GET", "/darts/v1/observations"),
         ("POST", "/darts/v1/observations"),
         ("PUT", "/darts/v1/rollouts/batch-1/deadline"),
+        ("GET", "/darts/v1/weights/tensors"),
+        ("POST", "/darts/v1/weights/staged/ab12:switch"),
+        ("DELETE", "/darts/v1/weights/staged/ab12"),
     ],
 )
 def test_a_route_that_is_gone_is_not_found_and_says_what_to_use_instead(method: str, path: str) -> None:
@@ -119,13 +124,17 @@ def test_a_route_that_is_gone_says_so_too_where_its_path_is_one_of_another_route
     assert answer.json()["error"]["message"] == f"this route is gone; {ROUTES['/darts/v1/rollouts/plan']}"
 
 
-def test_a_query_parameter_that_is_gone_says_what_to_use_instead_and_nothing_is_replaced() -> None:
-    with client() as here:
+@pytest.mark.parametrize(("route", "name"), PARAMETERS)
+def test_a_query_parameter_that_is_gone_says_what_to_use_instead_and_nothing_is_replaced(route: str, name: str) -> None:
+    method, path = route.split()
+    updates = Mock(spec=Updates)
+    with client(updates=updates) as here:
         saved = here.get("/darts/v1/state").content
-        answer = here.put("/darts/v1/state?if_new=true", content=b"")
+        answer = here.request(method, path.format(name="a"), params={name: "true"}, content=b"")
         assert here.get("/darts/v1/state").content == saved
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "if_new")
-    assert answer.json()["error"]["message"] == f"if_new: is gone; {PARAMETERS['PUT /darts/v1/state', 'if_new']}"
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert answer.json()["error"]["message"] == f"{name}: is gone; {PARAMETERS[route, name]}"
+    assert updates.mock_calls == []
 
 
 @pytest.mark.parametrize(("field", "value"), [("partial", True), ("cohort", {"groups": 24})])
@@ -137,6 +146,17 @@ def test_a_field_that_is_gone_says_what_to_use_instead(field: str, value: object
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS['RolloutsIn', field]}")
     assert unknown.json()["error"]["message"].endswith("is unknown; remove it")
+
+
+@pytest.mark.parametrize(("path", "model"), [("weights", "WeightsIn"), ("weights/lora/a", "LoraIn")])
+@pytest.mark.parametrize(("field", "value"), [("stage", True), ("expires_after", 60)])
+def test_a_field_of_an_update_that_is_gone_says_what_to_use_instead(
+    path: str, model: str, field: str, value: object
+) -> None:
+    with client() as here:
+        answer = here.post(f"/darts/v1/{path}", json={"path": "step-7", field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS[model, field]}")
 
 
 def test_a_field_that_is_gone_is_named_although_the_one_that_replaced_it_is_missing() -> None:

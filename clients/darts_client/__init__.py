@@ -47,7 +47,6 @@ from ._records import (
     LoraRecord,
     PromptRecord,
     PromptRewards,
-    StagedRecord,
     UpdateRecord,
     WeightsRecord,
 )
@@ -91,7 +90,6 @@ __all__ = [
     "RolloutPrompts",
     "Rollouts",
     "ServerFault",
-    "StagedRecord",
     "StatusError",
     "TimedOut",
     "Trajectory",

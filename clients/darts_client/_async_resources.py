@@ -10,11 +10,10 @@ from typing import Any, Literal
 from pydantic import RootModel
 
 from ._async_transport import AsyncTransport
-from ._errors import ProtocolError
 from ._io import AsyncBody, Source, async_run_blocking, write_atomically
 from ._models import WireModel, parse_response
 from ._prompts import drop_none
-from ._records import GroupRecord, PromptRecord, StagedRecord, WeightsRecord
+from ._records import GroupRecord, PromptRecord, WeightsRecord
 from ._requests import API, quote_segment
 
 Rule = Literal["finish", "keep", "resume", "restart"]
@@ -147,71 +146,6 @@ class AsyncWeightsApi:
         body = {"path": os.fspath(path)} | _update_options(rule, version, partial)
         return await self._update("POST", f"{API}/weights", json=body)
 
-    async def stage(
-        self,
-        source: Source | None = None,
-        *,
-        path: str | PathLike[str] | None = None,
-        rule: Rule | None = None,
-        version: int | None = None,
-        partial: bool = False,
-        expires_after: float | None = None,
-    ) -> StagedRecord:
-        """Send new weights and have them checked, without serving them; `switch` serves them, `drop` removes them.
-
-        So several servers can switch together: stage on all of them, and switch only if no one refuses. One of
-        `source` (as for `push`) and `path` (as for `load`). The server removes them `expires_after` seconds later (1800
-        by default), and when another update replaces the weights first.
-        """
-        if (source is None) == (path is None):
-            raise ValueError("give one of source and path")
-        options = _update_options(rule, version, partial) | _stage_options(expires_after)
-        if source is not None:
-            body = await async_run_blocking(AsyncBody, source)
-            return _staged(await self._upload(f"{API}/weights", body, body.size, options))
-        assert path is not None
-        return _staged(await self._update("POST", f"{API}/weights", json={"path": os.fspath(path)} | options))
-
-    async def stage_lora(
-        self,
-        name: str,
-        source: Source,
-        *,
-        config: Mapping[str, Any] | None = None,
-        rule: Rule | None = None,
-        version: int | None = None,
-        expires_after: float | None = None,
-    ) -> StagedRecord:
-        """Send a LoRA adapter as `push_lora` does, without serving it; see `stage`."""
-        params = {"config": await async_run_blocking(_lora_config, source, config)}
-        params |= _update_options(rule, version) | _stage_options(expires_after)
-        body = await async_run_blocking(AsyncBody, _lora_tensors(source))
-        return _staged(await self._upload(_lora_path(name), body, body.size, params))
-
-    async def switch(
-        self,
-        staged: StagedRecord | str,
-        *,
-        rule: Rule | None = None,
-        version: int | None = None,
-        keep_previous: bool = False,
-    ) -> WeightsRecord:
-        """Serve staged weights, or change nothing; returns when they are served. `staged`: their record, or its `id`.
-
-        `rule` and `version` override those of `stage`. With `keep_previous` the weights that were served until then
-        are staged: `staged` of the result, to switch back to them, or to drop.
-
-        NotFound if they have expired or were dropped; BadRequest with status 409 if another update has replaced the
-        weights since, or a staged file was changed. After a failure of the switch (status 503) the old weights are
-        served, and these stay staged. After a TimedOut or ConnectionFailed the server may still switch: see `get()`.
-        """
-        params = drop_none({"rule": rule, "version": version, "keep_previous": keep_previous or None})
-        return await self._update("POST", f"{_staged_path(staged)}:switch", params=params)
-
-    async def drop(self, staged: StagedRecord | str) -> WeightsRecord:
-        """Remove staged weights. NotFound if there are none of this id any more."""
-        return await self._update("DELETE", _staged_path(staged))
-
     async def push_lora(
         self,
         name: str,
@@ -257,20 +191,6 @@ class AsyncWeightsApi:
 
 def _lora_path(name: str) -> str:
     return f"{API}/weights/lora/{quote_segment(name)}"
-
-
-def _staged_path(staged: StagedRecord | str) -> str:
-    return f"{API}/weights/staged/{quote_segment(staged if isinstance(staged, str) else staged.id)}"
-
-
-def _stage_options(expires_after: float | None) -> dict[str, Any]:
-    return drop_none({"stage": True, "expires_after": expires_after})
-
-
-def _staged(weights: WeightsRecord) -> StagedRecord:
-    if weights.staged is None:
-        raise ProtocolError("the server does not stage weights, and serves these now: it is older than this client")
-    return weights.staged
 
 
 def _update_options(rule: Rule | None, version: int | None, partial: bool | None = None) -> dict[str, Any]:

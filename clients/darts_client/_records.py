@@ -109,7 +109,7 @@ class UpdateRecord(WireModel):
     """The result of an update of the weights. `version` is served after it.
 
     `outcome`: "completed"; "refused" before the engine was changed; "failed", with the old weights still served;
-    "lost". `source`: "push", "disk", "delete", "previous" for a switch back, or "vllm" for vLLM's own routes.
+    "lost". `source`: "push", "disk", "delete", or "vllm" for vLLM's own routes.
     `lora`: the name of the LoRA adapter that was updated, None for the model itself. `seconds` by phase, such as
     "transfer", "wait", "load".
     """
@@ -133,29 +133,12 @@ class LoraRecord(WireModel):
     scale: float
 
 
-class StagedRecord(WireModel):
-    """Weights that the server has transferred and checked, and does not serve. `version` is what they get.
-
-    They are removed at `expires_at`, in Unix seconds. `source`: as of an update, or "previous" for the weights that
-    were served before the last switch. `lora`: the name of the LoRA adapter, None for the model itself.
-    """
-
-    id: str
-    version: int
-    source: str
-    lora: str | None
-    rule: str
-    partial: bool
-    expires_at: float
-    seconds: dict[str, float]
-
-
 class WeightsRecord(WireModel):
     """The weights that are served. `state` is "serving", or the phase of an update; "lost" until the server restarts.
 
     `rule` applies to updates that name none. `last` is the last update, `last_error` the error of the last failed one.
     `intact`: whether all tensors are of that version; if not, a trainer died while it was writing them, and a full set
-    repairs them. `loras`: the LoRA adapters that are served. `staged`: weights that wait for `weights.switch`.
+    repairs them. `loras`: the LoRA adapters that are served.
     """
 
     version: int
@@ -163,6 +146,5 @@ class WeightsRecord(WireModel):
     intact: bool = True
     rule: str
     loras: Sequence[LoraRecord] = ()
-    staged: StagedRecord | None = None
     last: UpdateRecord | None
     last_error: str | None

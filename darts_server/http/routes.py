@@ -7,11 +7,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from darts_server.exceptions import NotFound
+from darts_server.exceptions import InvalidRequest, NotFound
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import monitor, policy, rewards, rollouts, staged, state, vote, weights
+from darts_server.http.resources import monitor, policy, rewards, rollouts, state, vote, weights
 from darts_server.http.resources.groups import GroupAnswer, GroupsAnswer, PromptAnswer, PromptRewardsAnswer
 from darts_server.identifiers import from_header
+from darts_server.removed import PARAMETERS
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.rewards import summarize
 from darts_server.rollout.learned.statistics import Statistics
@@ -37,7 +38,7 @@ def router(
     needs_key: bool,
 ) -> APIRouter:
     """Create the routes. ``needs_key``: whether their description names a key, which `SecurityMiddleware` checks."""
-    dependencies = [Depends(BEARER)] if needs_key else []
+    dependencies = [Depends(refuse_removed_parameters), *([Depends(BEARER)] if needs_key else [])]
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
     @api.get("/groups/{group_id:path}")  # callers' own request ids may have slashes
@@ -70,9 +71,19 @@ def router(
     api.include_router(state.routes(store, statistics))
     api.include_router(policy.routes(control))
     api.include_router(weights.routes(updates))
-    api.include_router(staged.routes(updates))
     api.include_router(monitor.routes(monitored))
     return api
+
+
+async def refuse_removed_parameters(request: Request) -> None:
+    """
+    Raises:
+        InvalidRequest: the query has a parameter that the route does not have any more.
+    """
+    route = f"{request.method} {request.scope['route'].path}"
+    for name in request.query_params:
+        if (remedy := PARAMETERS.get((route, name))) is not None:
+            raise InvalidRequest(name, f"is gone; {remedy}")
 
 
 def serve_metrics_in_the_loop(application: FastAPI) -> None:

@@ -88,7 +88,7 @@ class Coordinator:
         self._model = model
         self._gate = gate
         self._groups = groups
-        self.observers = Observers(observers)
+        self._observers = Observers(observers)
         self.state = State.SERVING
         self.version = model.weight_version
         """In the state LOST: the version that was served last."""
@@ -136,18 +136,6 @@ class Coordinator:
             WeightsLost
         """
         self.begin(update, version)
-        await self.stage(update, transaction)
-        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
-        self._task = asyncio.create_task(self._run_staged(update, transaction))
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._task)
-
-    async def stage(self, update: Update, transaction: Transaction) -> None:
-        """Stage the weights of an update that has begun. If that fails, the update ends before it was announced.
-
-        Raises:
-            InvalidRequest, UpdateError: nothing was changed.
-        """
         try:
             await transaction.stage(update)
             if update.when_staged is not None:
@@ -157,6 +145,10 @@ class Coordinator:
             self._move(State.SERVING)
             self._end(update, UpdateOutcome.REFUSED, error)
             raise
+        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
+        self._task = asyncio.create_task(self._run_staged(update, transaction))
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._task)
 
     async def _run_staged(self, update: Update, transaction: Transaction) -> UpdateRecord:
         try:
@@ -187,19 +179,18 @@ class Coordinator:
 
     # --- an update, from its beginning to its end ---------------------------
 
-    def begin(self, update: Update, version: int | None, *, is_applied: bool = True) -> None:
-        """Begin an update. ``version``: of the new weights; ``None`` for the next one. Not ``is_applied``: only stage.
+    def begin(self, update: Update, version: int | None) -> None:
+        """Begin an update. ``version``: of the new weights; ``None`` for the next one.
 
         Raises:
             InvalidRequest: the version is served already.
-            Conflict: the weights are not in memory, and are to be replaced.
+            Conflict: the weights are not in memory.
             UpdateRunning, WeightsLost
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         self.check_free()
-        if is_applied:
-            self._check_weights_awake()
+        self._check_weights_awake()
         self._source = update.source
         self._move(State.STAGING)
         self._target = self.version + 1 if version is None else version
@@ -214,11 +205,6 @@ class Coordinator:
         if self._source is not None:
             raise self._update_running()
 
-    def set_aside(self) -> None:
-        """End the staging of weights that another update may apply."""
-        self._move(State.SERVING)
-        self._source = None
-
     async def pause(self, update: Update) -> None:
         """Announce the update, apply its rule to running groups and pause the engine. A failure ends the update.
 
@@ -227,7 +213,7 @@ class Coordinator:
             UpdateFailed, WeightsLost
         """
         self._move(State.ANNOUNCED)
-        self.observers.notify(lambda observer: observer.update_announced(self.target))
+        self._observers.notify(lambda observer: observer.update_announced(self.target))
         self._gate.close(UPDATE)
         try:
             self._check_weights_awake()
@@ -499,5 +485,5 @@ class Coordinator:
         if record.error is not None:
             self.last_error = record.error
             logger.warning("a weight update was %s: %s", record.outcome, record.error)
-        self.observers.notify(lambda observer: observer.update_ended(record))
+        self._observers.notify(lambda observer: observer.update_ended(record))
         return record

@@ -7,7 +7,7 @@ The engine may read an adapter's files at any time, also for requests that began
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -26,7 +26,6 @@ from darts_server.weights.lora_config import (
 )
 from darts_server.weights.port import LoraEngine
 from darts_server.weights.rules import Rule, Update
-from darts_server.weights.staged import StagedUpdates
 from darts_server.weights.staging import BUFFER_BYTES, Staging
 from darts_server.weights.tensors import read_tensors, resolve_path
 
@@ -60,7 +59,6 @@ class Loras:
     def __init__(
         self,
         coordinator: Coordinator,
-        staged: StagedUpdates,
         engine: LoraEngine | None,
         staging: Staging,
         root: Path | None,
@@ -68,7 +66,6 @@ class Loras:
         self.coordinator = coordinator
         self._staging = staging
         self.served: dict[str, LoadedLora] = {}
-        self.staged = staged
         self._engine = engine
         self._root = root
 
@@ -79,12 +76,10 @@ class Loras:
         body: Callable[[int], AsyncIterator[bytes]],
         rule: Rule | None = None,
         version: int | None = None,
-        stage_seconds: float | None = None,
-    ) -> UpdateRecord | None:
+    ) -> UpdateRecord:
         """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield. ``stage_seconds``: see `UpdateOptions`;
-        returns ``None`` if the adapter is only staged.
+        ``body`` is called with the largest number of bytes that it may yield.
 
         Raises:
             Forbidden: the server was started without LoRA.
@@ -97,7 +92,7 @@ class Loras:
             parsed = parse_config(config, "config")
             return parsed, await self.write_tensors(body(layers.max_bytes))
 
-        return await self._put("push", name, fetch, "body", rule, version, stage_seconds=stage_seconds)
+        return await self._put("push", name, fetch, "body", rule, version)
 
     async def load(
         self,
@@ -106,11 +101,10 @@ class Loras:
         rule: Rule | None = None,
         version: int | None = None,
         when_staged: Callable[[], Awaitable[None]] | None = None,
-        stage_seconds: float | None = None,
-    ) -> UpdateRecord | None:
+    ) -> UpdateRecord:
         """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
 
-        ``when_staged``: see `Update`. ``stage_seconds``: as for `push`.
+        ``when_staged``: see `Update`.
 
         Raises:
             Forbidden: the server was started without LoRA, or there is no root.
@@ -124,7 +118,7 @@ class Loras:
             config = await run_sync(read_config, folder, root)
             return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
 
-        return await self._put("disk", name, fetch, "path", rule, version, when_staged, stage_seconds)
+        return await self._put("disk", name, fetch, "path", rule, version, when_staged)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -142,9 +136,9 @@ class Loras:
         return await self.coordinator.run(update, None, _LoraRemoval(self, engine, name))
 
     def clean_up(self) -> None:
-        """Remove the folders of adapters that are neither served nor staged, and the links of those not served."""
+        """Remove the folders and links of adapters that are not served."""
         folders = {lora.folder for lora in self.served.values()}
-        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - folders - self.staged.files:
+        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - folders:
             shutil.rmtree(folder, ignore_errors=True)
         for link in self._staging.glob(f"{LINK_PREFIX}*"):
             if link.name.removeprefix(LINK_PREFIX) not in self.served:
@@ -180,8 +174,7 @@ class Loras:
         rule: Rule | None,
         version: int | None,
         when_staged: Callable[[], Awaitable[None]] | None = None,
-        stage_seconds: float | None = None,
-    ) -> UpdateRecord | None:
+    ) -> UpdateRecord:
         engine = self._require_lora()
         engine.check_name(name)
         settings = self.coordinator.settings
@@ -189,9 +182,6 @@ class Loras:
             source, rule or settings.rule, lora=name, timeout=settings.step_timeout, when_staged=when_staged
         )
         transaction = _LoraUpdate(self, engine, name, fetch, field)
-        if stage_seconds is not None:
-            await self.staged.stage(update, version, transaction, stage_seconds)
-            return None
         return await self.coordinator.run(update, version, transaction)
 
     def _require_lora(self) -> LoraEngine:
@@ -201,7 +191,7 @@ class Loras:
 
 
 class _LoraUpdate:
-    """Implements :class:`darts_server.weights.port.StageableTransaction`: adds or replaces a LoRA adapter."""
+    """Implements :class:`darts_server.weights.port.Transaction`: adds or replaces a LoRA adapter."""
 
     def __init__(
         self,
@@ -219,10 +209,6 @@ class _LoraUpdate:
         self._old = loras.served.get(name)
         self._new: LoadedLora
 
-    @property
-    def files(self) -> set[Path]:
-        return {self._new.folder}
-
     async def stage(self, update: Update) -> None:
         layers = await self._engine.layers()
         config, folder = await update.run_phase("transfer", lambda: self._fetch(layers))
@@ -234,15 +220,6 @@ class _LoraUpdate:
 
         await update.run_phase("check", lambda: run_sync(check))
         self._new = LoadedLora(self._loras.coordinator.target, config, folder)
-
-    async def check_again(self) -> None:
-        self._engine.check_name(self._name)
-        self._new = replace(self._new, version=self._loras.coordinator.target)
-
-    async def reversal(self) -> "_LoraUpdate":
-        raise InvalidRequest(
-            "keep_previous", "is for the model itself; leave it out, and push the earlier adapter again"
-        )
 
     async def apply(self, update: Update) -> None:
         await self._load(update, "load", self._new)
@@ -258,9 +235,6 @@ class _LoraUpdate:
 
     def clean_up(self) -> None:
         self._loras.clean_up()
-
-    def discard(self) -> None:
-        shutil.rmtree(self._new.folder, ignore_errors=True)
 
     async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
         link = self._loras.link(self._name, lora.folder)

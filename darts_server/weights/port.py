@@ -3,15 +3,10 @@
 from pathlib import Path
 from typing import Protocol
 
-from darts_server.exceptions import Conflict
 from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.rules import Update
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
-
-
-class StagedFileChanged(Conflict):
-    """A file was changed since it was staged, so its weights can never be applied."""
 
 
 class Transaction(Protocol):
@@ -43,32 +38,6 @@ class Transaction(Protocol):
 
     def clean_up(self) -> None:
         """Remove staged files that are no longer needed, whatever the outcome."""
-
-
-class StageableTransaction(Transaction, Protocol):
-    """A transaction that may be applied some time after `stage`."""
-
-    @property
-    def files(self) -> set[Path]:
-        """Paths that must not be removed until it is applied."""
-
-    async def check_again(self) -> None:
-        """Check that what was staged can still be applied.
-
-        Raises:
-            StagedFileChanged: it never can.
-            InvalidRequest: it cannot now.
-        """
-
-    async def reversal(self) -> "StageableTransaction":
-        """Return a staged transaction that goes back to what is served now. Called before `apply`.
-
-        Raises:
-            InvalidRequest: that is not possible.
-        """
-
-    def discard(self) -> None:
-        """Remove what was staged, except what is served. Other weights may be on their way into the same folder."""
 
 
 class LoraEngine(Protocol):

@@ -81,11 +81,6 @@ class Staging:
         for path in set(self.glob(f"*{SUFFIX}")) - files:
             path.unlink(missing_ok=True)
 
-    def remove(self, files: set[Path]) -> None:
-        """Remove those of these files that were staged here."""
-        for path in files & set(self.glob(f"*{SUFFIX}")):
-            path.unlink(missing_ok=True)
-
     def glob(self, pattern: str) -> list[Path]:
         """Paths in the folder whose names match a pattern."""
         return [] if self._folder is None else list(self._folder.glob(pattern))

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterable, Iterable
+import time
+from collections.abc import AsyncIterable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from darts_client import (
 )
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.weights.rules import Update
+from darts_server.weights.coordinator import State
 from darts_server.weights.updates import Updates
 from tests.weights.model import SHAPES, FakeModel, tensors, write
 
@@ -179,13 +180,18 @@ def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: P
 def test_refusals_are_received_while_the_body_is_still_being_sent(
     url: str, updates: Updates, model: FakeModel, large: Path
 ) -> None:
-    with Client(url) as client:
-        other = Update("vllm", None)
-        updates.coordinator.begin(other, 1)
-        with pytest.raises(BadRequest, match="an update by vllm is in progress") as busy:
+    def pieces() -> Iterator[bytes]:
+        yield b"8"
+        while updates.state is not State.STAGING:
+            time.sleep(0.001)
+        with pytest.raises(BadRequest, match="an update by push is in progress") as busy:
             client.weights.push(large)
         assert busy.value.status_code == 409
-        updates.coordinator.set_aside()
+        yield b"9"
+
+    with Client(url) as client:
+        with pytest.raises(BadRequest, match="not a whole safetensors file"):
+            client.weights.push_stream(pieces(), 2)
         with pytest.raises(BadRequest, match="not a whole safetensors file") as bad:
             client.weights.push(large)
         assert bad.value.param == "body"

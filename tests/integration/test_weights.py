@@ -356,37 +356,6 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
     check_served(server, put(server, ORIGINAL), ORIGINAL)
 
 
-@pytest.mark.nightly
-@pytest.mark.anyio
-async def test_weights_are_staged_beside_running_groups_switched_and_switched_back(server: Server) -> None:
-    """The switch finishes groups as an update does, and the weights before come back under their version."""
-    version = put(server, ORIGINAL).json()["version"]
-    before = sample(server)
-    body = {"prompts": [{"text": PROMPT}] * 16, "group_size": 4, "sampling": {"max_tokens": 250, "ignore_eos": True}}
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        started = server.metric("darts_candidates_started_total")
-        batch = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))
-        await asyncio.to_thread(waiting.wait_started, server, started + 1)
-        answer = await client.put("/darts/v1/weights?stage=true", content=save(perturbed(20)))
-        assert answer.status_code == 200, answer.text
-        assert not batch.done(), "staging waits for no group"
-        staged = answer.json()["staged"]
-        assert (answer.json()["version"], staged["version"]) == (version, version + 1)
-        switched = await client.post(f"/darts/v1/weights/staged/{staged['id']}:switch?keep_previous=true")
-        groups = (await batch).json()["groups"]
-    last = check_served(server, switched, perturbed(20))
-    assert (last["version"], switched.json()["staged"]["source"]) == (version + 1, "previous")
-    assert last["seconds"].keys() == {"transfer", "check", "wait", "pause", "load", "resume"}
-    assert {t[f"weight_version_{end}"] for g in groups for t in g["trajectories"] for end in ("start", "end")} == {
-        version
-    }
-    previous = switched.json()["staged"]
-    back = httpx.post(f"{server.url}/darts/v1/weights/staged/{previous['id']}:switch", timeout=240)
-    check_served(server, back, ORIGINAL)
-    assert back.json()["version"] == status(server)["version"] == version
-    assert is_same(sample(server), before)
-
-
 @pytest.mark.anyio
 async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> None:
     """Must be the last test. New weights change while a group is waited for, and the old ones are gone."""

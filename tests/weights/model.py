@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from darts_server.exceptions import Conflict, InvalidRequest
+from darts_server.exceptions import InvalidRequest
 from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
@@ -104,7 +104,6 @@ class FakeLoras:
 
     def __init__(self, model: FakeModel) -> None:
         self.served: dict[str, float] = {}
-        self.is_taken = False  # the name, by vLLM's route
         self._model = model
 
     async def layers(self) -> LoraLayers:
@@ -114,8 +113,6 @@ class FakeLoras:
     def check_name(self, name: str) -> None:
         if name == "model":
             raise InvalidRequest("name", "is the model itself")
-        if self.is_taken:
-            raise Conflict("name", "was loaded by vLLM's route; unload it first")
 
     async def load(self, name: str, folder: Path) -> None:
         assert not self._model.running, "groups run while a LoRA adapter is loaded"

@@ -10,7 +10,6 @@ from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
 from darts_server.http.resources.groups import StateAnswer
-from darts_server.removed import PARAMETERS
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
 
@@ -53,8 +52,6 @@ def routes(state: State, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES
     @api.put("/state", openapi_extra=binary_body("A saved file."))
     async def restore(request: Request) -> StateAnswer:
         """Replace learned state by a saved file, or change nothing."""
-        if "if_new" in request.query_params:
-            raise InvalidRequest("if_new", f"is gone; {PARAMETERS['PUT /darts/v1/state', 'if_new']}")
         async with restoring:
             data = await read_body(request, max_bytes)
             return StateAnswer(prompts=await run_sync(_restore, state, data))

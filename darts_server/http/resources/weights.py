@@ -5,31 +5,20 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import StreamingResponse
 
-from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
 from darts_server.weights.rules import Rule, RuleName, find_rule
-from darts_server.weights.staged import EXPIRE_SECONDS, StagedUpdate
 from darts_server.weights.updates import UpdateOptions, Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
 """Of the JSON that names a path."""
 MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
-MEDIA_TYPE = "application/octet-stream"
-VERSION_HEADER = "X-Darts-Weight-Version"
 RULE = "What happens to running groups; --weights-rule by default. `resume` is another name of `keep`."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
-STAGE = "Only check and keep the weights, until `/darts/v1/weights/staged/ID:switch` serves them."
-MAX_STAGE_SECONDS = 86_400
-EXPIRES_AFTER = f"Seconds after which staged weights that are not switched are removed; {EXPIRE_SECONDS:g} by default."
-ExpiresAfter = Annotated[float | None, Query(ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)]
-
-
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
 MAX_CONFIG_CHARS = 4096
 
@@ -40,8 +29,6 @@ class LoraIn(Body):
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
-    stage: bool = Field(False, description=STAGE)
-    expires_after: float | None = Field(None, ge=1, le=MAX_STAGE_SECONDS, description=EXPIRES_AFTER)
 
 
 class WeightsIn(LoraIn):
@@ -58,9 +45,7 @@ class UpdateAnswer(BaseModel):
 
     version: int = Field(description="Version served after it.")
     outcome: Literal["completed", "refused", "failed", "lost"]
-    source: str = Field(
-        description="`push`, `disk`, `delete`, `previous` for a switch back, or `vllm` for its own routes."
-    )
+    source: str = Field(description="`push`, `disk`, `delete`, or `vllm` for its own routes.")
     lora: str | None = Field(description="Name of the LoRA adapter that was updated; null for the model itself.")
     rule: str | None
     partial: bool
@@ -68,34 +53,6 @@ class UpdateAnswer(BaseModel):
         description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
     )
     error: str | None
-
-
-class StagedAnswer(BaseModel):
-    """Weights that are transferred and checked, and not served."""
-
-    id: str
-    version: int = Field(description="Version that they get, unless the switch names another.")
-    source: str = Field(description="`push`, `disk`, or `previous`: they were served before the last switch.")
-    lora: str | None = Field(description="Name of the LoRA adapter; null for the model itself.")
-    rule: str = Field(description="What happens to running groups, unless the switch names another.")
-    partial: bool
-    expires_at: float = Field(description="Unix time in seconds when they are removed.")
-    seconds: dict[str, float] = Field(description="By phase: `transfer`, `check`.")
-
-    @classmethod
-    def of(cls, staged: StagedUpdate) -> "StagedAnswer":
-        update = staged.update
-        assert update.rule is not None
-        return cls(
-            id=staged.id,
-            version=staged.version,
-            source=update.source,
-            lora=update.lora,
-            rule=update.rule.value,
-            partial=update.partial,
-            expires_at=staged.expires_at,
-            seconds=dict(update.seconds),
-        )
 
 
 class LoraAnswer(BaseModel):
@@ -115,7 +72,6 @@ class WeightsAnswer(BaseModel):
     intact: bool = Field(description="Whether all weights have this version. If not, send a full set.")
     rule: str = Field(description="Rule for updates that name none.")
     loras: list[LoraAnswer]
-    staged: StagedAnswer | None = Field(description="Weights that wait for their switch.")
     last: UpdateAnswer | None = Field(description="The last update, successful or not.")
     last_error: str | None = Field(description="Error of the last failed update.")
 
@@ -128,38 +84,22 @@ def routes(updates: Updates) -> APIRouter:
         """Return the served version and the result of the last update."""
         return answer(updates)
 
-    @api.get(
-        "/weights/tensors",
-        response_class=StreamingResponse,
-        responses={200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
-    )
-    async def download() -> StreamingResponse:
-        """Return the served weights of the model as one safetensors file."""
-        export = await updates.export()
-        headers = {"Content-Length": str(export.size), VERSION_HEADER: str(export.version)}
-        return StreamingResponse(export.chunks(), media_type=MEDIA_TYPE, headers=headers)
-
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
         request: Request,
         rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
-        stage: Annotated[bool, Query(description=STAGE)] = False,
-        expires_after: ExpiresAfter = None,
     ) -> WeightsAnswer:
-        """Replace the weights by those in the body, or change nothing. Responds when they are served, or staged."""
-        seconds = stage_seconds(stage, expires_after)
-        await updates.push(body_of(request), UpdateOptions(rule_of(rule), version, partial, stage_seconds=seconds))
+        """Replace the weights by those in the body, or change nothing. Responds when they are served."""
+        await updates.push(body_of(request), UpdateOptions(rule_of(rule), version, partial))
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Replace the weights by those at a path, or change nothing. Responds when they are served, or staged."""
+        """Replace the weights by those at a path, or change nothing. Responds when they are served."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        seconds = stage_seconds(body.stage, body.expires_after)
-        options = UpdateOptions(rule_of(body.rule), body.version, body.partial, stage_seconds=seconds)
-        await updates.load(body.path, options)
+        await updates.load(body.path, UpdateOptions(rule_of(body.rule), body.version, body.partial))
         return answer(updates)
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
@@ -174,20 +114,16 @@ def routes(updates: Updates) -> APIRouter:
         ],
         rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
-        stage: Annotated[bool, Query(description=STAGE)] = False,
-        expires_after: ExpiresAfter = None,
     ) -> WeightsAnswer:
         """Serve this adapter under that name, replacing an earlier one, or change nothing."""
-        seconds = stage_seconds(stage, expires_after)
-        await updates.loras.push(name, config, body_of(request), rule_of(rule), version, seconds)
+        await updates.loras.push(name, config, body_of(request), rule_of(rule), version)
         return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
         """Serve the adapter in that folder under that name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        seconds = stage_seconds(body.stage, body.expires_after)
-        await updates.loras.load(name, body.path, rule_of(body.rule), body.version, stage_seconds=seconds)
+        await updates.loras.load(name, body.path, rule_of(body.rule), body.version)
         return answer(updates)
 
     @api.delete("/weights/lora/{name}")
@@ -208,19 +144,6 @@ def rule_of(rule: RuleName | None) -> Rule | None:
     return None if rule is None else find_rule(rule)
 
 
-def stage_seconds(stage: bool, expires_after: float | None) -> float | None:
-    """Return for how long weights are to be staged; ``None``: they are to be served at once.
-
-    Raises:
-        InvalidRequest: ``expires_after`` without ``stage``.
-    """
-    if not stage:
-        if expires_after is not None:
-            raise InvalidRequest("expires_after", "is for staged weights; add stage=true, or leave it out")
-        return None
-    return EXPIRE_SECONDS if expires_after is None else expires_after
-
-
 def answer(updates: Updates) -> WeightsAnswer:
     """Return the weights that are served now."""
     return WeightsAnswer(
@@ -232,7 +155,6 @@ def answer(updates: Updates) -> WeightsAnswer:
             LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
             for name, one in updates.loras.served.items()
         ],
-        staged=None if updates.staged.current is None else StagedAnswer.of(updates.staged.current),
         last=None if updates.last is None else UpdateAnswer.model_validate(updates.last),
         last_error=updates.last_error,
     )

@@ -90,10 +90,7 @@ ADMIN = {
     "/darts/v1/state": "PUT",
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
-    "/darts/v1/weights/tensors": "GET",  # a copy of the model
     "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
-    "/darts/v1/weights/staged/{staged_id}:switch": "POST",
-    "/darts/v1/weights/staged/{staged_id}": "DELETE",
     "/pause": "POST",
     "/resume": "POST",
     "/abort_requests": "POST",  # without ids it aborts all requests

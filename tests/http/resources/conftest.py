@@ -13,5 +13,5 @@ __all__ = ["here", "model", "updates"]
 @pytest.fixture
 def here(updates: Updates) -> Iterator[TestClient]:
     """The server's routes, with weights that can be updated."""
-    with client(updates=updates) as caller, caller:  # one event loop for all requests: staged weights have timers
+    with client(updates=updates) as caller, caller:  # one event loop for all requests, as in the server
         yield caller

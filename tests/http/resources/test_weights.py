@@ -1,11 +1,11 @@
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from safetensors.numpy import save
 from starlette.testclient import TestClient
 
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
-from darts_server.weights.rules import Update
 from darts_server.weights.updates import Updates
 from tests.weights.lora_sets import CONFIG, bytes_of, save_to
 from tests.weights.model import SHAPES, FakeModel, tensors, write
@@ -27,6 +27,15 @@ def test_a_pushed_file_is_served_with_the_version_that_was_requested(here: TestC
     assert last["seconds"].keys() == {"transfer", "check", "pause", "load", "resume"}
 
 
+def test_resume_is_another_name_of_keep(here: TestClient, tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", 6, "layers.0.weight")
+    for answer in (
+        here.put(f"{URL}?rule=resume", content=save(tensors(5))),
+        here.post(URL, json={"path": "one.safetensors", "partial": True, "rule": "resume"}),
+    ):
+        assert (answer.status_code, answer.json()["last"]["rule"]) == (200, "keep")
+
+
 def test_a_file_that_is_named_is_served(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", 5, "layers.0.weight")
     answer = here.post(URL, json={"path": "one.safetensors", "partial": True})
@@ -42,7 +51,6 @@ def test_before_any_update_there_is_none(here: TestClient) -> None:
         "intact": True,
         "rule": "finish",
         "loras": [],
-        "staged": None,
         "last": None,
         "last_error": None,
     }
@@ -90,27 +98,17 @@ def test_faults_have_statuses_of_their_own(here: TestClient, updates: Updates, m
 
     model.fail["checkpoint_tensors"] = [UpdateUnsupported("quantized")]
     assert status() == 501
-    other = Update("vllm", None)
-    updates.coordinator.begin(other, 1)
+    assert here.portal is not None
+    here.portal.call(updates.external.start, AsyncMock())
     assert status() == 409
-    updates.coordinator.set_aside()
+    with pytest.raises(UpdateFailed):
+        here.portal.call(updates.external.finish, AsyncMock(side_effect=UpdateFailed("broken")))
     model.fail["load"] = [UpdateFailed("broken")]
     assert status() == 503
     assert status() == 200
     model.fail["load"] = [UpdateFailed("broken"), UpdateFailed("broken")]
     assert status() == 503
     assert here.get(URL).json()["state"] == "lost"
-
-
-def test_the_served_weights_can_be_read_and_pushed_again(here: TestClient) -> None:
-    here.put(f"{URL}?version=7", content=save(tensors(5)))
-    answer = here.get(f"{URL}/tensors")
-    assert answer.status_code == 200
-    assert (answer.headers["X-Darts-Weight-Version"], len(answer.content)) == (
-        "7",
-        int(answer.headers["content-length"]),
-    )
-    assert here.put(f"{URL}?version=8", content=answer.content).json()["version"] == 8
 
 
 def test_an_adapter_is_pushed_named_and_removed(here: TestClient, tmp_path: Path) -> None:
