@@ -68,7 +68,7 @@ class ScriptedHost:
         self._fixed = np.zeros((0, 3), dtype=np.int64)
         self._count, self._sent = np.zeros(0), np.zeros(0, dtype=np.int64)
         self._last = time.monotonic()
-        self.connection: Connection
+        self.connection: Connection | None = None
         self.tokens = 0
         """That were generated."""
         self.late: list[float] = []
@@ -87,6 +87,15 @@ class ScriptedHost:
             await asyncio.sleep(REPORT_SECONDS)
             if not self.is_stopped:
                 self.step()
+
+    def close(self) -> None:
+        """End as a process that is killed."""
+        if self.connection is not None:
+            self.connection.close("killed")
+
+    def _reply(self, message: EngineCoreOutputs) -> None:
+        if self.connection is not None:
+            self.connection.send(self._encoder.encode(message))
 
     # --- messages of the coordinator --------------------------------------------
 
@@ -111,7 +120,7 @@ class ScriptedHost:
             if method == "collective_rpc" and answer is None:
                 answer = [None]
             output = UtilityOutput(call, None, UtilityResult(answer))
-            self.connection.send(self._encoder.encode(EngineCoreOutputs(utility_output=output)))
+            self._reply(EngineCoreOutputs(utility_output=output))
 
     def lost(self, reason: str) -> None:
         self.running.clear()
@@ -184,8 +193,7 @@ class ScriptedHost:
         held = self._fixed[:, 0] > 0
         numbers = array("q", self._fixed[held, 0].tolist()).tobytes()
         counts = array("i", self._count[held].astype(np.int64).tolist()).tobytes()
-        report = Report(outputs=outputs, timestamp=time.monotonic(), numbers=numbers, counts=counts)
-        self.connection.send(self._encoder.encode(report))
+        self._reply(Report(outputs=outputs, timestamp=time.monotonic(), numbers=numbers, counts=counts))
 
 
 def group_of(name: str) -> str:

@@ -59,6 +59,7 @@ class Relay:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
+        self.connection: Connection | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def received(self, parts: list[bytes]) -> None:
@@ -67,6 +68,12 @@ class Relay:
     def lost(self, reason: str) -> None:
         if not self.ended.done():
             self.ended.set_result(f"the connection to the coordinator has ended: {reason}")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self.connection is not None:
+            self.connection.close("the engine has ended")
+            await asyncio.sleep(0)  # in which it is
 
 
 async def hand_on(engine: LocalEngine, connection: Connection) -> str:
@@ -106,7 +113,7 @@ async def run(start: Start, folder: Path) -> str:
             hidden_states.bind(address)
             relay = Relay(engine)
             hello = Hello(start.token, start.rank, engine.ready, address)
-            connection = await connect(start.host, start.port, hello, relay)
+            relay.connection = connection = await connect(start.host, start.port, hello, relay)
             tasks = [
                 asyncio.ensure_future(hand_on(engine, connection)),
                 asyncio.ensure_future(hand_on_hidden_states(hidden_states, connection)),
@@ -118,6 +125,7 @@ async def run(start: Start, folder: Path) -> str:
         finally:
             for task in tasks:
                 task.cancel()
+            await relay.close()  # before what takes seconds: its requests are waited for
             engine.shutdown()
 
 

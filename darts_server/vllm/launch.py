@@ -143,7 +143,6 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
                         core.on_lost = lambda _: None
     finally:
         hub.close()
-        await asyncio.sleep(0)  # in which connections that are to be closed are
 
 
 async def watch(core: FleetCore, llm: ShapingLLM, seconds: float) -> None:

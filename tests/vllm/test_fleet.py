@@ -33,7 +33,7 @@ class Places:
 
     def __init__(self) -> None:
         self.hosts: dict[int, ScriptedHost] = {}
-        self.restarts = True
+        self.restarts = False
         """Whether an engine that is lost is started again."""
         self.rate = RATE
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -45,10 +45,8 @@ class Places:
         for rank in range(len(starts)):
             self.start(rank)
         yield self
-        for task in self._tasks.values():
-            task.cancel()
-        for host in self.hosts.values():
-            host.connection.close("the test has ended")
+        for rank in self.hosts:
+            self.kill(rank)
 
     def start(self, rank: int) -> None:
         start = self._starts[rank]
@@ -63,7 +61,7 @@ class Places:
 
     def kill(self, rank: int) -> None:
         self._tasks[rank].cancel()
-        self.hosts[rank].connection.close("killed")
+        self.hosts[rank].close()
 
 
 class Running:
@@ -117,7 +115,6 @@ async def test_requests_go_on_elsewhere_when_their_engine_is_lost_and_only_what_
         await fleet.until(lambda: sum(fleet.running_requests) == 8)
         assert fleet.running_requests == [4, 4]
         await fleet.until(lambda: fleet.places.hosts[0].tokens > 400)
-        fleet.places.restarts = False
         fleet.places.kill(0)
         answers = await asyncio.gather(*tasks)
         assert (fleet.core.lost, fleet.running.up) == (1, 1)
@@ -160,7 +157,6 @@ async def test_a_request_that_was_aborted_ends_though_its_engine_is_lost() -> No
 
 async def test_without_an_engine_requests_are_refused_for_now_and_later_ones_are_served() -> None:
     async with fleet_of(1) as fleet:
-        fleet.places.restarts = False
         task = asyncio.create_task(fleet.generate(**FINAL))
         await fleet.until(lambda: sum(fleet.running_requests))
         fleet.places.kill(0)
@@ -177,6 +173,7 @@ async def test_without_an_engine_requests_are_refused_for_now_and_later_ones_are
 
 async def test_an_engine_that_sends_nothing_is_given_up() -> None:
     async with fleet_of(2, watchdog=0.4) as fleet:
+        fleet.places.restarts = True
         tasks = [asyncio.create_task(fleet.generate(**FINAL)) for _ in range(2)]
         await fleet.until(lambda: fleet.running_requests == [1, 1])
         hung = fleet.places.hosts[1]
@@ -199,6 +196,7 @@ async def test_calls_reach_all_engines_and_those_that_are_lost_do_not_count() ->
 
 async def test_an_engine_that_comes_back_gets_weights_and_pause_before_requests() -> None:
     async with fleet_of(2) as fleet:
+        fleet.places.restarts = True
         file = SimpleNamespace(path="/weights", stamp=(1, 2))
         await fleet.running.model.load([(file, ["a"])])
         await fleet.running.model.set_version(7)
@@ -217,6 +215,7 @@ async def test_an_engine_that_comes_back_gets_weights_and_pause_before_requests(
 
 async def test_an_engine_waits_while_weights_change_and_when_they_are_in_no_file() -> None:
     async with fleet_of(2) as fleet:
+        fleet.places.restarts = True
         settled = SimpleNamespace(is_settled=False)
         fleet.llm.updates = SimpleNamespace(coordinator=settled)  # type: ignore[assignment]
         fleet.llm.written_by_trainer = True

@@ -45,7 +45,9 @@ LEANED_ON = {
     },
     "vllm.config.load": {"LoadConfig": "load_format"},
     "vllm.config.lora": {"LoRAConfig": "max_lora_rank"},
-    "vllm.config.parallel": {"ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"},
+    "vllm.config.parallel": {
+        "ParallelConfig": "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"
+    },
     "vllm.config.scheduler": {"SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens max_num_seqs"},
     "vllm.config.vllm": {
         "VllmConfig": "load_config lora_config num_speculative_tokens parallel_config scheduler_config "
@@ -159,7 +161,8 @@ LEANED_ON = {
     },
     "vllm.v1.engine.core": {
         "EngineCore": "abort_requests preprocess_add_request scheduler",
-        "EngineCoreProc": "ENGINE_CORE_DEAD _send_abort_outputs input_queue output_queue process_input_sockets process_output_sockets",
+        "EngineCoreProc": "ENGINE_CORE_DEAD _send_abort_outputs input_queue output_queue process_input_sockets "
+        "process_output_sockets",
     },
     "vllm.v1.engine.core_client": {
         "_process_utility_output": "",
@@ -178,7 +181,8 @@ LEANED_ON = {
     "vllm.v1.engine.input_processor": {"InputProcessor": "process_inputs"},
     "vllm.v1.engine.logprobs": {
         "NONES": "",
-        "LogprobsProcessor": "from_new_request _update_sample_logprobs cumulative_logprob logprobs num_logprobs tokenizer",
+        "LogprobsProcessor": "_update_sample_logprobs cumulative_logprob from_new_request logprobs num_logprobs "
+        "tokenizer",
     },
     "vllm.v1.engine.output_processor": {
         "OutputProcessor": "_update_stats_from_output abort_requests add_request external_req_ids "
