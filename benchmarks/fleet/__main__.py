@@ -117,7 +117,9 @@ class ScriptedPlaces:
 @asynccontextmanager
 async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any]:
     """Run everything that a server has above its engines, and yield vLLM's engine client."""
-    loaded = settings.load({"policy": "uniform", "redundancy": CANDIDATES / GROUP_SIZE, "log_level": "ERROR"}, None)
+    loaded = settings.load(
+        {"policy": "uniform", "redundancy": str(CANDIDATES / GROUP_SIZE), "log_level": "ERROR"}, None
+    )
     args = server.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
     fleet = launch.Fleet(engines, ARGV, places.place, "127.0.0.1", 0.0)
     with Store(None) as store, CarriedFile(None) as carried, Staging(None) as staging, ExitStack() as closing:

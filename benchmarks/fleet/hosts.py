@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -95,7 +96,8 @@ class ScriptedHost:
 
     def _reply(self, message: EngineCoreOutputs) -> None:
         if self.connection is not None:
-            self.connection.send(self._encoder.encode(message))
+            parts: Sequence[Any] = self._encoder.encode(message)
+            self.connection.send(parts)
 
     # --- messages of the coordinator --------------------------------------------
 
@@ -109,7 +111,7 @@ class ScriptedHost:
             aborted = self._calls_decoder.decode(rest)
             now = time.monotonic()
             for each in aborted:
-                then, longer = self._decided.get(group_of(each), (now, ()))
+                then, longer = self._decided.get(group_of(each), (now, set()))
                 if each in longer:
                     self.late.append(now - then)
             self._send(self._end([each for each in aborted if each in self.running], FinishReason.ABORT))

@@ -103,8 +103,8 @@ async def fleet_of(count: int, watchdog: float = 0.0) -> AsyncIterator[Running]:
         yield Running(running.llm, places, running)
 
 
-FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
-STREAM = {"output_kind": RequestOutputKind.DELTA}
+FINAL: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
+STREAM: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
 
 
 async def test_requests_go_on_elsewhere_when_their_engine_is_lost_and_only_what_cannot_ends() -> None:
