@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks.fleet.__main__ import ARGV, CANDIDATES, GROUP_SIZE, SLOTS, ScriptedPlaces
+from benchmarks.fleet.bench import ARGV, CANDIDATES, GROUP_SIZE, SLOTS, ScriptedPlaces
 from darts_server import app, cli
 from darts_server.vllm import launch
 

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.fleet.__main__ import ARGV, ready
+from benchmarks.fleet.bench import ARGV, ready
 from benchmarks.fleet.hosts import TOKEN, Scripted, ScriptedHost
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.exceptions import EngineBusy
