@@ -126,6 +126,7 @@ class ScriptedHost:
 
     def lost(self, reason: str) -> None:
         self.running.clear()
+        self._ids.clear()
 
     def _add(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params

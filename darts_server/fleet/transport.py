@@ -29,9 +29,9 @@ MAX_BYTES = 1 << 30
 HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0
 """A connection that has not said who it is by then is closed."""
 READ_BYTES = 1 << 18
-KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4000}
-"""A host whose machine is gone, or whose network is, is noticed after some seconds: without an answer, or with data
-that was not acknowledged for so many milliseconds."""
+KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""A host whose machine is gone, or whose network is, is noticed after some seconds without an answer, or with data that
+was not taken for so many milliseconds: longer than either end may be too busy to read."""
 
 
 class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

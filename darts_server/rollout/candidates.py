@@ -64,6 +64,10 @@ def compact(tokens: TokenSlice) -> TokenSlice:
     return TokenSlice(array("i", tokens.token_ids), logprobs)
 
 
+MAX_TRIES = 100
+"""Candidates that are generated in place of one that was lost after it was cut."""
+
+
 class CandidateRunner(Generic[RequestT, OutputT]):
     """Run the candidates of one group, by index.
 
@@ -149,6 +153,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             and tokens >= tokens_due
         ]
         events += [] if self.scorer is None else self.scorer.poll()
+        for index, kept in self._cuts.items():  # one that is generated again
+            if index in self.running and index not in self._stopped and self.count_running(index) >= kept:
+                self._stop_running(index)
         return events
 
     def suspend(self) -> None:
@@ -227,6 +234,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running = self._running_at(index)
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
+
+    def count_running(self, index: int) -> int:
+        """Return how many tokens a candidate has on the engine; 0 once it has ended."""
+        return self.running[index].tokens() or 0
 
     def _running_at(self, index: int) -> RunningCandidate[OutputT] | None:
         return self.running.get(index) if self._group.candidates[index].running else None
@@ -362,10 +373,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             if not self._is_running(index):  # since before the engine had started it
                 self._stop_running(index)
             result = await running.result()
-            while result.finish_reason is None and result.tokens < self._cuts.get(index, 0):
-                # It was lost with its engine when it had been cut, and before the engine had sent what is kept.
-                running = await self._engine.start(*request, None, order)
+            for _ in range(MAX_TRIES):
+                if result.tokens >= self._cuts.get(index, 0):
+                    break
+                # It was lost with its engine when it had been cut, and before the engine had sent what is kept. It had
+                # so many tokens: one that ends before is not of its distribution.
+                self.running[index] = running = await self._engine.start(*request, None, order)
+                self._stopped.pop(index, None)
                 result = await running.result()
+            else:
+                raise CandidateFailed(f"candidate {index} was cut and then lost, and none as long came in its place")
         except EngineError as error:
             if index in self._cuts:
                 self._fail_output(index, error)

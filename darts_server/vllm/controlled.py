@@ -46,7 +46,9 @@ class ControlledLLM(AsyncLLM):
     @cached_property
     def ranks(self) -> Ranks:
         """Which data-parallel engine runs what."""
-        return Ranks(self.vllm_config.parallel_config.data_parallel_size)
+        core = self.engine_core
+        up = lambda: [int.from_bytes(name, "little") for name in core.core_engines]  # noqa: E731
+        return Ranks(self.vllm_config.parallel_config.data_parallel_size, up)
 
     @cached_property
     def engine_pause(self) -> "EnginePause":
@@ -184,8 +186,12 @@ class ControlledLLM(AsyncLLM):
 
     async def update_weights(self, request: Any) -> None:
         """As vLLM's; a failure ends the update."""
-        self.written_by_trainer = True
-        write = partial(super().update_weights, request)
+        update = partial(super().update_weights, request)
+
+        async def write() -> None:
+            self.written_by_trainer = True
+            await update()
+
         await (write() if self.updates is None else self.updates.external.write(write, _tensor_names(request)))
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ another. Any other request goes on elsewhere with the tokens that were received,
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
@@ -30,12 +31,16 @@ from darts_server.exceptions import EngineBusy, EngineError
 from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.vllm.deferred import is_candidate
+from darts_server.vllm.held import number_of
 from darts_server.vllm.probe.capture import INSTALL
 from darts_server.vllm.prompt_request import resumed_seed
 from darts_server.vllm.resume import depends_on_prompt_end
 
 logger = logging.getLogger(__name__)
 
+MAX_MOVES = 3
+"""How often a request may lose its engine."""
+INIT_TRANSFER, TRANSFERS = "init_weight_transfer_engine", ("start_weight_update", "update_weights")
 NCCL_BACKENDS = ("nccl", "sparse_nccl")
 """Of vLLM's ways to transfer weights, those in which each worker has a rank after that of the trainer."""
 
@@ -77,7 +82,7 @@ class FleetCore(AsyncMPClient):
         """Brings an engine that has come to the state of the others, before it gets requests."""
         self.on_lost: Callable[[int], None] = lambda _: None
         """Called with the rank of each engine that is lost."""
-        self.on_hidden_states: Callable[[Sequence[bytes]], None] = lambda _: None
+        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
         """Called with each message of a probe."""
         self.processor: OutputProcessor | None = None
         """vLLM's, of the outputs of all requests."""
@@ -85,7 +90,10 @@ class FleetCore(AsyncMPClient):
         """Engines, so far."""
         self.engines: dict[bytes, Engine] = {}
         """All that are connected."""
-        self._joining: set[asyncio.Task[None]] = set()
+        self.moves = Counter[str]()
+        """How often requests have lost their engine."""
+        self._lost: list[Lost] = []  # in the queue
+        self._transfer: list[Engine] | None = None
         self._seen: set[int] = set()
         self._calls = count()
         self._change = asyncio.Event()
@@ -104,13 +112,13 @@ class FleetCore(AsyncMPClient):
             self._lose(before, "another one has come in its place")
             before.connection.close("another one has come in its place")
         self.engines[engine.name] = engine
-        task = asyncio.get_running_loop().create_task(self._join(engine))
-        self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        engine.joining = asyncio.get_running_loop().create_task(self._join(engine))
         return engine
 
     async def _join(self, engine: "Engine") -> None:
         try:
+            if self.on_hidden_states is not None:
+                await self.install_probe(engine)
             if self.bring_to_state is not None:
                 await self.bring_to_state(engine)
         except Exception as error:
@@ -143,7 +151,9 @@ class FleetCore(AsyncMPClient):
         for call in engine.calls:
             if (future := self.utility_results.pop(call, None)) is not None and not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
-        self.outputs_queue.put_nowait(Lost(engine.rank, engine.requests, engine.aborted))
+        engine.joining.cancel()
+        self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
+        self.outputs_queue.put_nowait(self._lost[-1])
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
@@ -174,6 +184,7 @@ class FleetCore(AsyncMPClient):
     async def get_output_async(self) -> EngineCoreOutputs:
         while isinstance(outputs := await self.outputs_queue.get(), Lost):
             await self._move(outputs)
+            self._lost.remove(outputs)
         result: EngineCoreOutputs = outputs
         return result
 
@@ -183,17 +194,23 @@ class FleetCore(AsyncMPClient):
         for name, request in lost.requests.items():
             state = None if self.processor is None else self.processor.request_states.get(name)
             if state is None:
+                self.moves.pop(name, None)
                 continue
             follower = None if name in lost.aborted else following(request, state)
             if follower is None:
                 ended.append(name)
                 continue
+            self.moves[name] += 1
             try:
+                if self.moves[name] > MAX_MOVES:  # it may be the reason
+                    raise EngineBusy(f"the request has lost its engine {self.moves[name]} times", RETRY_SECONDS)
                 await self.add_request_async(follower)
             except EngineBusy as error:
                 if state.queue is not None:
                     state.queue.put(error)
                 ended.append(name)
+        for name in ended:
+            self.moves.pop(name, None)
         # For vLLM's metrics: it runs nothing now.
         ends = EngineCoreOutputs(engine_index=lost.rank, outputs=aborted(ended), scheduler_stats=SchedulerStats())
         self.outputs_queue.put_nowait(ends)
@@ -216,25 +233,25 @@ class FleetCore(AsyncMPClient):
         left = dict.fromkeys(request_ids)
         for name, engine in list(self.engines.items()):
             if here := [each for each in left if each in engine.requests]:
-                engine.aborted.update(here)
-                await self._send_input(EngineCoreRequestType.ABORT, here, name)
                 for each in here:
                     del left[each]
+                    if number_of(engine.requests[each].sampling_params):
+                        engine.aborted.add(each)  # it is answered
+                    else:
+                        engine.forget(each)
+                await self._send_input(EngineCoreRequestType.ABORT, here, name)
+        for lost in self._lost:
+            lost.aborted.update(left)
         if left:  # those of an engine that is lost; the others have ended, and this is ignored
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all engines, and return the results of those that are not lost meanwhile.
-
-        Raises:
-            EngineBusy: there is none.
-        """
+        """Call all engines; return the results of those that are not lost meanwhile. Those that come get the state."""
+        if method == "collective_rpc":
+            self._check_transfer(args[0])
         calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = [each for each in results if not isinstance(each, EngineLost)]
-        if not answers:
-            _ = self.core_engine  # says that there is none
-            return await self.call_all(method, *args)  # another one has come meanwhile
         for each in answers:
             if isinstance(each, BaseException):
                 raise each
@@ -245,7 +262,21 @@ class FleetCore(AsyncMPClient):
         results = await self.call_all(method, *args)
         if method == "collective_rpc":
             return [each for result in results for each in result]
-        return all(results) if all(isinstance(each, bool) for each in results) else results[0]
+        if len(results) > 1 and all(isinstance(each, bool) for each in results):
+            return all(results)
+        return results[0] if results else None
+
+    def _check_transfer(self, called: str) -> None:
+        """Check that vLLM's own transfers of weights reach those engines that have joined them.
+
+        Raises:
+            EngineError
+        """
+        engines = [self.engines[name] for name in self.core_engines]
+        if called == INIT_TRANSFER:
+            self._transfer = engines
+        elif called in TRANSFERS and self._transfer not in (None, engines):
+            raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
@@ -268,7 +299,9 @@ class FleetCore(AsyncMPClient):
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
-        return [answer for name in self.core_engines for answer in await self.install_probe(self.engines[name])]
+        installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
+        results = await asyncio.gather(*installed, return_exceptions=True)
+        return [answer for each in results if not isinstance(each, BaseException) for answer in each]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         call = ("collective_rpc", INSTALL, None, (engine.hidden_states,), None)
@@ -278,8 +311,7 @@ class FleetCore(AsyncMPClient):
     def shutdown(self, timeout: float | None = None) -> None:
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
-        for task in self._joining:
-            task.cancel()
+            engine.joining.cancel()
 
 
 def for_engine(config: VllmConfig, rank: int, method: str, timeout: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -287,7 +319,7 @@ def for_engine(config: VllmConfig, rank: int, method: str, timeout: Any, args: A
     workers = config.parallel_config.world_size
     transfer: Any = config.weight_transfer_config
     infos = dict(kwargs or {})
-    if method == "init_weight_transfer_engine" and transfer is not None and transfer.backend in NCCL_BACKENDS:
+    if method == INIT_TRANSFER and transfer is not None and transfer.backend in NCCL_BACKENDS:
         info = infos["init_info"]
         infos["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + rank * workers}
     elif method == "update_weights" and isinstance(infos.get("update_info"), list):  # one for each worker of all
@@ -303,12 +335,14 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     params, follower = request.sampling_params, copy(request)
     if is_candidate(state) or request.resumable:
         return None
-    tokens = [] if state.detokenizer is None else list(state.detokenizer.output_token_ids)
+    prompt = request.prompt_token_ids or []
+    # If it was moved before, its prompt has some of them already.
+    tokens = [] if state.detokenizer is None else state.detokenizer.output_token_ids[len(prompt) - state.prompt_len :]
     if params is None or not tokens:
         return follower
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more_than_tokens(state):
-        follower.prompt_token_ids = [*(request.prompt_token_ids or ()), *tokens]
+        follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = rest = copy(params)
         rest.max_tokens = None if params.max_tokens is None else params.max_tokens - len(tokens)
         rest.min_tokens = max(0, params.min_tokens - len(tokens))
@@ -344,6 +378,7 @@ class Engine:
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
         self.calls: set[int] = set()
+        self.joining: asyncio.Task[None]
         self.silent = 0.0
         """Seconds since its last message."""
         self._core = core
@@ -351,7 +386,8 @@ class Engine:
     def received(self, parts: list[bytes]) -> None:
         self.silent = 0.0
         if parts[0] == HIDDEN_STATES:
-            self._core.on_hidden_states(parts[1:])
+            if self._core.on_hidden_states is not None:
+                self._core.on_hidden_states(parts[1:])
             return
         if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
             self.connection.close("it has died")
@@ -364,10 +400,15 @@ class Engine:
             return
         for output in outputs.outputs:
             if output.finish_reason is not None:
-                self.requests.pop(output.request_id, None)
-                self.aborted.discard(output.request_id)
+                self.forget(output.request_id)
         if outputs.outputs or outputs.scheduler_stats:
             self._core.outputs_queue.put_nowait(outputs)
+
+    def forget(self, request: str) -> None:
+        """Note that a request has ended."""
+        self.requests.pop(request, None)
+        self.aborted.discard(request)
+        self._core.moves.pop(request, None)
 
     def lost(self, reason: str) -> None:
         self._core.lose(self, reason)

@@ -398,6 +398,8 @@ class HeldRequests:
                 await add(request)
                 return
             extra = params.extra_args or {}
+            if (moved := _held(state)) is not None:
+                self._counts.pop(moved.number, None)
             number = next(self._numbers)
             before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
             setattr(state, ARGUMENT, HeldRequest(number, before))

@@ -121,7 +121,7 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
     core, token = FleetCore(config), secrets.token_hex(16)
     hub = Hub(token, core.joined)
     port = await hub.listen(fleet.host)
-    start = Start(list(fleet.argv), fleet.host, port, token, 0)
+    start = Start(without_keys(fleet.argv), fleet.host, port, token, 0)
     starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(fleet.count)]
     try:
         async with fleet.place(starts, divided_over) as places:
@@ -145,6 +145,16 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
         hub.close()
 
 
+def without_keys(argv: Sequence[str]) -> list[str]:
+    """Return vLLM's flags without ``--api-key KEY…``, which engines need not know."""
+    kept, is_key = [], False
+    for word in argv:
+        is_key = word.startswith("--api-key") or (is_key and not word.startswith("-"))
+        if not is_key:
+            kept.append(word)
+    return kept
+
+
 async def watch(core: FleetCore, llm: ShapingLLM, seconds: float) -> None:
     if seconds:
         await core.lose_silent(seconds, lambda: llm.should_respond)
@@ -164,7 +174,6 @@ class Joining:
             UpdateFailed: it could not load them.
         """
         core: Any = self._llm.engine_core
-        await core.install_probe(engine)
         while True:
             while self._is_changing():
                 await asyncio.sleep(JOIN_POLL_SECONDS)

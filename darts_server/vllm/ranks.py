@@ -1,7 +1,7 @@
 """Which data-parallel engine runs a group, and vLLM's priorities, by which waiting requests start."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,11 @@ MOST = (1 << 22) - 1
 class Ranks:
     """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A new group gets the engine with the fewest running candidates and later turns; of equals the first.
+    A new group gets the engine that is ``up`` with the fewest running candidates and later turns; of equals the first.
     """
 
-    def __init__(self, count: int, kept: int = KEPT_GROUPS) -> None:
+    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None, kept: int = KEPT_GROUPS) -> None:
+        self._up = up or (lambda: range(count))
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
@@ -36,7 +37,7 @@ class Ranks:
     def enter(self, group: str) -> int:
         """Assign one more candidate of a group. Returns the engine's rank."""
         if group not in self._rank_of:
-            least_loaded = min(range(len(self._running)), key=self._running.__getitem__)
+            least_loaded = min(self._up(), key=self._running.__getitem__, default=0)
             # A group of single requests goes on when its first candidates have ended before its next request comes.
             self._rank_of[group] = self._ended.pop(group, least_loaded)
         rank = self._rank_of[group]

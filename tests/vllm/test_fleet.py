@@ -17,7 +17,7 @@ from darts_server.demo.server import ENVIRONMENT
 from darts_server.exceptions import EngineBusy
 from darts_server.vllm import server
 from darts_server.vllm.engine_host import Start
-from darts_server.vllm.fleet_core import FleetCore, for_engine
+from darts_server.vllm.fleet_core import MAX_MOVES, FleetCore, for_engine
 from darts_server.vllm.launch import Fleet, start_fleet
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
@@ -163,12 +163,64 @@ async def test_without_an_engine_requests_are_refused_for_now_and_later_ones_are
         for refused in (task, asyncio.create_task(fleet.generate(**FINAL))):
             with pytest.raises(EngineBusy, match="no engine is up"):
                 await refused
-        with pytest.raises(EngineBusy):
-            await fleet.llm.collective_rpc("anything")
+        assert await fleet.llm.collective_rpc("anything") == []
         assert fleet.running.port.unfinished == 0
         fleet.places.start(0)
         await fleet.until(lambda: fleet.running.up)
         assert (await fleet.generate(**FINAL))[-1].finish_reason == "length"
+
+
+async def test_weights_change_while_no_engine_is_up_and_one_that_comes_gets_them() -> None:
+    async with fleet_of(1) as fleet:
+        fleet.places.kill(0)
+        await fleet.until(lambda: fleet.core.lost)
+        model = fleet.running.model
+        await model.pause()
+        await model.load([(SimpleNamespace(path="/weights", stamp=(1, 2)), ["a"])])  # type: ignore[list-item]
+        await model.set_version(2)
+        await model.resume()
+        fleet.places.start(0)
+        await fleet.until(lambda: fleet.running.up)
+        assert [args[0] for method, args in fleet.places.hosts[0].calls if method == "collective_rpc"] == [
+            "darts_install_probe",
+            "darts_load_weights",
+        ]
+
+
+async def test_a_stream_that_is_aborted_leaves_nothing() -> None:
+    async with fleet_of(1) as fleet:
+        task = asyncio.create_task(fleet.generate(**STREAM))
+        await fleet.until(lambda: sum(fleet.running_requests))
+        await fleet.llm.abort("request-1")
+        assert (await task)[-1].finish_reason == "abort"
+        [engine] = fleet.core.engines.values()
+        assert not engine.requests
+        assert not engine.aborted
+
+
+async def test_a_request_that_loses_its_engine_again_goes_on_and_is_given_up_at_last() -> None:
+    async with fleet_of(2) as fleet:
+        fleet.places.restarts = True
+        task = asyncio.create_task(fleet.generate(**STREAM, max_tokens=4000))
+        sent: list[tuple[int, int]] = []
+        for move in range(MAX_MOVES + 1):
+            await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
+            rank = fleet.running_requests.index(1)
+            host = fleet.places.hosts[rank]
+            [request] = host.running.values()
+            assert request.prompt_token_ids is not None
+            assert request.sampling_params is not None
+            sent.append((len(request.prompt_token_ids), request.sampling_params.max_tokens or 0))
+            await fleet.until(lambda host=host: host.tokens > 20)
+            fleet.places.kill(rank)
+            await fleet.until(lambda move=move: fleet.core.lost == move + 1)
+        with pytest.raises(EngineBusy, match="4 times"):
+            await task
+        await fleet.until(lambda: fleet.running.up == 2)
+        assert {length + left for length, left in sent} == {4 + 4000}
+        assert sorted(sent) == sent
+        assert len(set(sent)) == MAX_MOVES + 1
+        assert not fleet.core.moves
 
 
 async def test_an_engine_that_sends_nothing_is_given_up() -> None:

@@ -80,6 +80,7 @@ class Engines(ShapingLLM):
 
     def __init__(self, count: int) -> None:
         self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=count))
+        self.engine_core: Any = SimpleNamespace(core_engines=[rank.to_bytes(2, "little") for rank in range(count)])
         self.gate = Gate()
         self.seen: list[Any] = []
 
