@@ -116,6 +116,7 @@ def serving(
     port: int = 0,
     env: dict[str, str] | None = None,
     launch: Launch = launch,
+    patience: float = STARTUP_SECONDS,
 ) -> Iterator[Server]:
     """Run a server that is healthy when the block begins and stopped when it ends, also by SIGTERM to this process.
 
@@ -123,6 +124,7 @@ def serving(
         command: what to run with ``python -m``: `DARTS` or `PLAIN`.
         log: file for its output.
         port: 0 for a free one.
+        patience: seconds that it may take to start.
 
     Raises:
         RuntimeError: it exited or did not become healthy; the message has the end of its log.
@@ -136,7 +138,7 @@ def serving(
     server = Server(process, port, log)
     with _sigterm_interrupts():
         try:
-            _wait_until_healthy(server)
+            _wait_until_healthy(server, patience)
             yield server
         finally:
             _stop(process)
@@ -156,8 +158,8 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _wait_until_healthy(server: Server) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
+def _wait_until_healthy(server: Server, patience: float) -> None:
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise RuntimeError(f"the server exited with code {server.process.returncode}:\n{server.log_tail()}")
@@ -165,7 +167,7 @@ def _wait_until_healthy(server: Server) -> None:
             if httpx.get(f"{server.url}/health", verify=False).status_code == 200:
                 return
         time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"the server is not healthy after {STARTUP_SECONDS:.0f} s:\n{server.log_tail()}")
+    raise RuntimeError(f"the server is not healthy after {patience:.0f} s:\n{server.log_tail()}")
 
 
 def _stop(process: Process) -> None:

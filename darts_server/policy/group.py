@@ -51,7 +51,7 @@ class UniformGenerator(Protocol):
 
 
 MAX_LOSSES = 3
-"""How often a group may lose all that it returns: an engine that fails more often is not worth waiting for."""
+"""How often a group may lose all that it returns with its engine."""
 
 
 class Group:
@@ -59,8 +59,9 @@ class Group:
 
     Args:
         rng: the group's own generator, for the random numbers that decide who gets a sampled tail.
-        max_replacements: how many candidates may be started, in all, to replace ones that failed; ``None`` means
-            `MAX_LOSSES` times as many as the group returns: it may lose its engine and its next one.
+        max_replacements: how many candidates may be started, in all, to replace ones that failed; ``None`` means as
+            many as the group returns, as an engine that fails more often is not worth waiting for; and for those that
+            are lost with their engine `MAX_LOSSES` times as many.
         deliver_early: deliver each trajectory as soon as it is certain to belong to the group, for callers that stream.
         survival_rng: generator for pruning, separate from ``rng`` so that pruning does not change which candidates get
             a sampled tail; ``None`` prunes nothing, whatever is scored.
@@ -89,6 +90,7 @@ class Group:
         self._survival_rng = survival_rng
         self._max_replacements = max_replacements
         self._replacements_left = 0
+        self._losses_left = 0  # that do not count as replacements
         self._failed_for_good = False
         self._deliver_early = deliver_early
         self._max_candidates = 0
@@ -164,7 +166,8 @@ class Group:
         self._rule = rule
         self._max_candidates = max_candidates
         self._allocated = candidates
-        self._replacements_left = MAX_LOSSES * rule.size if self._max_replacements is None else self._max_replacements
+        self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
+        self._losses_left = (MAX_LOSSES - 1) * rule.size if self._max_replacements is None else 0
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []
@@ -285,6 +288,9 @@ class Group:
                     self._failed_for_good = True
                     self._replacements_left = 0
             case Lost(index=index, by_caller=by_caller) if was_running:
+                if self._losses_left and not by_caller:
+                    self._losses_left -= 1
+                    self._replacements_left += 1
                 self._last_error = GroupAborted(
                     f"the {'caller' if by_caller else 'engine'} aborted candidate {index}, and too few others are left"
                 )

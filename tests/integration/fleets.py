@@ -16,6 +16,8 @@ from darts_server.demo.server import Server, serving
 MARK = "DARTS_TEST_FLEET"
 """Environment variable by which the processes of a fleet are found: Ray's are no children of the server."""
 HOST = "darts_server.vllm.engine_host"
+START_SECONDS = 900.0
+"""Each engine imports vLLM by itself: half a minute of a core, beside whatever other tests do."""
 BACK_SECONDS = 240.0
 
 
@@ -25,7 +27,7 @@ def fleet(
 ) -> Iterator[Server]:
     """Run a server with several engines, on this machine's cores."""
     placed = ("--replicas", str(count), "--cpus-per-replica", "0.1")
-    with serving(command, log, *placed, *flags, env=env) as running:
+    with serving(command, log, *placed, *flags, env=env, patience=START_SECONDS) as running:
         yield running
 
 

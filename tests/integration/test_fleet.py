@@ -11,7 +11,7 @@ from darts_server.demo.server import DARTS
 from tests.integration.fleets import Marked, fleet
 from tests.integration.weights import ORIGINAL, check_served, max_difference, perturbed, put
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SIZE = 4
 
 

@@ -31,6 +31,7 @@ from darts_server.vllm.deferred import (
     DeferredCompletion,
     change_new_states,
     changing_state,
+    is_candidate,
     make_deferred,
     sampled_logprobs,
     truncate_output,
@@ -393,10 +394,10 @@ def test_an_unknown_field_is_an_attribute_error() -> None:
 
 class Processor:
     def __init__(self) -> None:
-        self.request_states: dict[str, str] = {}
+        self.request_states: dict[str, Any] = {}
 
     def add_request(self, request: Any) -> None:
-        self.request_states[request.request_id] = f"state of {request.request_id}"
+        self.request_states[request.request_id] = SimpleNamespace(of=request.request_id)
 
 
 def new_processor() -> Any:
@@ -412,7 +413,8 @@ def test_only_the_first_state_in_a_block_is_changed() -> None:
         processor.add_request(SimpleNamespace(request_id="one"))
         processor.add_request(SimpleNamespace(request_id="another"))
     processor.add_request(SimpleNamespace(request_id="after"))
-    assert changed == ["state of one"]
+    assert [state.of for state in changed] == ["one"]
+    assert [is_candidate(state) for state in processor.request_states.values()] == [False, True, False, False]
 
 
 def test_a_request_whose_state_was_not_changed_fails() -> None:

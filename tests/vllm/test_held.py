@@ -223,7 +223,7 @@ class Engine:
         for each in request_ids:
             self.scheduler.requests.pop(each, None)
 
-    def process_output_sockets(self) -> None:
+    def process_output_sockets(self, *_: Any) -> None:
         self.sent = [self.output_queue.get() for _ in range(2)]
 
     def _send_abort_outputs(self, requests: list[Any]) -> None:
@@ -246,7 +246,7 @@ def test_an_engine_holds_and_releases_and_answers_aborts_of_what_it_runs() -> No
     engine.preprocess_add_request(new_request("vllms"))
     getattr(engine, RELEASE)(0, ["numbered"])
     engine.output_queue.put_nowait(b"dead")
-    engine.process_output_sockets()
+    engine.process_output_sockets(None, None, 0)
     assert [message.outputs for _, message in engine.sent[:1]] == [[]]
     assert engine.sent[1] == b"dead"
     engine.abort_requests(["numbered", "vllms", "ended"])

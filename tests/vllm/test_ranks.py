@@ -84,6 +84,9 @@ class Engines(ShapingLLM):
         self.gate = Gate()
         self.seen: list[Any] = []
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Has nothing to end."""
+
 
 def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[str, None]:
     async def outputs() -> AsyncGenerator[str, None]:

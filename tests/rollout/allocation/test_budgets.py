@@ -32,7 +32,7 @@ class KnownLatency(Latency):
         return self.cost
 
     @property
-    def curve(self) -> LatencyCurve:
+    def _engine_curve(self) -> LatencyCurve:
         return self.curves
 
 
