@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,14 @@ class Running:
         async with asyncio.timeout(SECONDS):
             while not condition():
                 await asyncio.sleep(0.005)
+
+
+def has_generated(host: ScriptedHost, tokens: int) -> bool:
+    return host.tokens > tokens
+
+
+def has_lost(fleet: Running, engines: int) -> bool:
+    return fleet.core.lost == engines
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +185,7 @@ async def test_weights_change_while_no_engine_is_up_and_one_that_comes_gets_them
         await fleet.until(lambda: fleet.core.lost)
         model = fleet.running.model
         await model.pause()
-        await model.load([(SimpleNamespace(path="/weights", stamp=(1, 2)), ["a"])])  # type: ignore[list-item]
+        await model.load([(SimpleNamespace(path="/weights", stamp=(1, 2)), ["a"])])
         await model.set_version(2)
         await model.resume()
         fleet.places.start(0)
@@ -211,9 +220,9 @@ async def test_a_request_that_loses_its_engine_again_goes_on_and_is_given_up_at_
             assert request.prompt_token_ids is not None
             assert request.sampling_params is not None
             sent.append((len(request.prompt_token_ids), request.sampling_params.max_tokens or 0))
-            await fleet.until(lambda host=host: host.tokens > 20)
+            await fleet.until(partial(has_generated, host, 20))
             fleet.places.kill(rank)
-            await fleet.until(lambda move=move: fleet.core.lost == move + 1)
+            await fleet.until(partial(has_lost, fleet, move + 1))
         with pytest.raises(EngineBusy, match="4 times"):
             await task
         await fleet.until(lambda: fleet.running.up == 2)
