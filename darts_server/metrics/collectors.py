@@ -66,7 +66,7 @@ class ServingMetrics(Collectors):
     ) -> None:
         super().__init__(model_name, registry)
         self._read_gauge("darts_engines_up", "Engines that take requests.", {(): up})
-        what = "Engines that were lost since the start; their candidates were started anew."
+        what = "Engines that were lost since the start; their candidates were started again elsewhere."
         self._read_gauge("darts_engines_lost", what, {(): lost})
         self._lag = self._histogram(
             "darts_event_loop_lag_seconds",

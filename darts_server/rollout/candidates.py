@@ -154,7 +154,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         ]
         events += [] if self.scorer is None else self.scorer.poll()
         for index, kept in self._cuts.items():  # one that is generated again
-            if index in self.running and index not in self._stopped and self.count_running(index) >= kept:
+            running = None if index in self._stopped else self.running.get(index)
+            if running is not None and (running.tokens() or 0) >= kept:
                 self._stop_running(index)
         return events
 
@@ -234,10 +235,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running = self._running_at(index)
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
-
-    def count_running(self, index: int) -> int:
-        """Return how many tokens a candidate has on the engine; 0 once it has ended."""
-        return self.running[index].tokens() or 0
 
     def _running_at(self, index: int) -> RunningCandidate[OutputT] | None:
         return self.running.get(index) if self._group.candidates[index].running else None
