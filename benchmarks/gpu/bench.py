@@ -52,6 +52,8 @@ class Bench:
         self.renderer: VllmPromptRenderer
         self.log = StepLog()
         self.curve: LatencyCurve | None = None
+        self.traced: TracedEngine | None = None
+        """What runs candidates since `shape_with`."""
         self._seed = seed
         self._stores: list[Store] = []
         self._running: RunningEngine
@@ -84,12 +86,12 @@ class Bench:
         observers: Sequence[GroupObserver],
     ) -> VllmRollouts:
         """Shape with these policies from now on, with lengths from a trace."""
-        port = TracedEngine(self.port, lengths)
-        rollouts = RepeatableRollouts(port, Planner(policies, OFF, LIMITS), self._statistics(documents))
+        self.traced = TracedEngine(self.port, lengths)
+        rollouts = RepeatableRollouts(self.traced, Planner(policies, OFF, LIMITS), self._statistics(documents))
         rollouts.observe(*observers)
         rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
         self._running.shape(rollouts, merge_options)
-        self._log_steps(learn=self._unshaped.statistics.latency.observe)
+        self._log_steps(learn=rollouts.statistics.latency.observe)
         return rollouts
 
     def shape_nothing(self, *, plain: bool = False) -> None:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_outlook(options: Options) -> Outlook:
-    trace = load_or_sample(None if options.trace is None else str(options.trace), options.seed)
+    trace = load_or_sample([*map(str, options.traces)], options.seed)[0]
     return Outlook.of(trace.first(max(options.prompts)) if options.dry else trace, options.policies)
 
 
@@ -82,7 +82,8 @@ def measure_model(name: str, options: Options, card: Card, budget: Budget) -> Fi
             prompts=options.prompts,
             policies=options.policies,
             bandwidth=card.bandwidth,
-            trace=None if options.trace is None else str(options.trace),
+            traces=tuple(map(str, options.traces)),
+            parts=options.parts,
             logprobs=options.logprobs,
             dry=options.dry,
             flags=options.flags,

@@ -54,7 +54,8 @@ class Options:
     prompts: tuple[int, ...]
     policies: tuple[str, ...]
     seed: int
-    trace: Path | None
+    traces: tuple[Path, ...]
+    parts: tuple[str, ...] | None
     minutes: float
     logprobs: bool
     dry: bool
@@ -78,7 +79,17 @@ def arguments(argv: Sequence[str]) -> Options:
         "--policies", metavar="A,B", help=f"policies, of {', '.join(ORDER)} (default: all); plain is always included"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="read lengths from a file instead of sampling them")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="read lengths from a file instead of sampling them; training steps run with each that is given",
+    )
+    parser.add_argument(
+        "--parts", metavar="A,B", help="only these tables, such as steps,rollouts-64,training,costs,weights"
+    )
     parser.add_argument("--minutes", type=float, help="total time (default: 9; --quick: 4)")
     parser.add_argument("--logprobs", action="store_true", help="request log-probs of sampled tokens, as trainers do")
     parser.add_argument("--out", type=Path, default=Path("out/gpu-benchmark"), help="folder (default: %(default)s)")
@@ -97,7 +108,8 @@ def arguments(argv: Sequence[str]) -> Options:
         prompts=prompts,
         policies=tuple(chosen.policies.split(",")) if chosen.policies else ORDER,
         seed=chosen.seed,
-        trace=chosen.trace,
+        traces=tuple(chosen.trace),
+        parts=tuple(chosen.parts.split(",")) if chosen.parts else None,
         minutes=chosen.minutes or (DRY_MINUTES if dry else QUICK_MINUTES if quick else FULL_MINUTES),
         logprobs=chosen.logprobs,
         dry=dry,
@@ -119,9 +131,9 @@ def _find_error(options: Options) -> str | None:
         return f"--prompts must be from {MIN_COHORT} (fewer are not allocated together) to {SAMPLED}"
     if options.minutes <= 0:
         return "--minutes must be above 0"
-    if options.trace is not None:
+    for path in options.traces:
         try:
-            recorded(options.trace, options.seed)
+            recorded(path, options.seed)
         except (OSError, ValueError) as error:
             return f"--trace: {error}"
     return None

@@ -14,15 +14,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.gpu.sizes import DRY, GPU
 from benchmarks.gpu.tables import Table
 from benchmarks.gpu.traces import CANDIDATES, Trace, load_or_sample
 
-SHARES = {"training": 10.0, "costs": 1.0}
-STEPS, FIRST_ROLLOUTS, MORE_ROLLOUTS = 2.0, 3.0, 1.5
-"""Shares of the time: for step times, and for the first number of prompts, and for each further one.
+STEPS, FIRST_ROLLOUTS, MORE_ROLLOUTS, TRAINING, COSTS = 2.0, 3.0, 1.5, 10.0, 2.0
+"""Shares of the time: for step times, for the first number of prompts, for each further one, for each trace.
 Unused time goes to the next parts."""
 MAX_WEIGHTS_SHARE = 0.2
 """Share of the time that is reserved at most for weight updates, which run last."""
@@ -46,14 +47,19 @@ class Spec:
     prompts: tuple[int, ...]
     policies: tuple[str, ...]
     bandwidth: float
-    trace: str | None = None
+    traces: tuple[str, ...] = ()
+    parts: tuple[str, ...] | None = None
     logprobs: bool = False
     dry: bool = False
     flags: tuple[str, ...] = ()
 
-    def lengths(self) -> Trace:
-        """Return the trace of all prompts."""
-        return load_or_sample(self.trace, self.seed)
+    def lengths(self) -> list[Trace]:
+        """Return the traces, each of all prompts."""
+        return load_or_sample(self.traces, self.seed)
+
+    def wants(self, table: str) -> bool:
+        """Return whether this table is to be filled; without step times no other can be."""
+        return self.parts is None or table in (*self.parts, "steps")
 
 
 @dataclass
@@ -95,32 +101,40 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
     from benchmarks.gpu.start import start_engine
 
     sizes, shape = (DRY, TINY) if spec.dry else (GPU, SHAPES[spec.model])
+    traces = spec.lengths()
     shares, found.tables = {"steps": STEPS}, {"steps": steps.table()}
     for number, prompts in enumerate(spec.prompts):
         shares[f"rollouts-{prompts}"] = MORE_ROLLOUTS if number else FIRST_ROLLOUTS
         found.tables[f"rollouts-{prompts}"] = rollouts.table(prompts)
-    shares |= SHARES
-    found.tables |= {"training": training.table(spec.prompts[0]), "costs": costs.table(), "weights": weights.table()}
+    for number in range(len(traces)):
+        name = f"training-{number + 1}" if number else "training"
+        shares[name] = TRAINING
+        found.tables[name] = training.table(spec.prompts[0])
+    shares["costs"] = COSTS
+    found.tables |= {"costs": costs.table(), "weights": weights.table()}
+    found.tables = {name: one for name, one in found.tables.items() if spec.wants(name)}
     start, folder = time.monotonic(), Path(spec.folder)
     async with start_engine(Bench(shape, sizes, spec.logprobs, spec.seed), folder, spec.flags) as bench:
         found.engine_seconds, found.capacity = time.monotonic() - start, bench.port.capacity
         found.write(out)
-        trace = spec.lengths()
-        others = Budget(budget.remaining - min(weights.estimate_seconds(shape), MAX_WEIGHTS_SHARE * budget.remaining))
-        for name, share in chain(others.split(shares), [("weights", budget)]):
-            result = found.tables[name]
+        last = min(weights.estimate_seconds(shape), MAX_WEIGHTS_SHARE * budget.remaining) * spec.wants("weights")
+        shares = {name: share for name, share in shares.items() if name in found.tables}
+        for name, share in chain(Budget(budget.remaining - last).split(shares), [("weights", budget)]):
+            if (result := found.tables.get(name)) is None:
+                continue
             match name.split("-"):
                 case ["steps"]:
                     part = steps.measure(bench, share, result, spec.bandwidth, CANDIDATES * max(spec.prompts))
                 case ["costs"]:
                     part = costs.measure(bench, share, result)
-                case ["training"]:
+                case ["training", *number]:
+                    trace = traces[int(number[0]) - 1 if number else 0]
                     part = training.measure(bench, share, result, trace, spec.prompts[0])
                 case ["weights"]:
                     part = weights.measure(bench, share, result, folder)
                 case [_, count]:
                     lines = found.timelines.setdefault(name, {})
-                    part = rollouts.measure(bench, share, result, trace.first(int(count)), spec.policies, lines)
+                    part = rollouts.measure(bench, share, result, traces[0].first(int(count)), spec.policies, lines)
             await run_part(part, result, share)
             found.curve = None if bench.curve is None else asdict(bench.curve)
             found.write(out)
@@ -139,8 +153,7 @@ async def run_part(part: Awaitable[None], result: Table, share: Budget) -> None:
 
 
 def main(text: str) -> int:
-    value = json.loads(text)
-    spec = Spec(**value | {key: tuple(value[key]) for key in ("prompts", "policies", "flags")})
+    spec = msgspec.json.decode(text, type=Spec)
     found, out, budget = Findings(spec.model), Path(spec.out), Budget(spec.seconds)
     try:
         import uvloop

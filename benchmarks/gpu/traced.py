@@ -48,10 +48,12 @@ class TracedEngine:
     def __init__(self, port: VllmPort, lengths: Lengths) -> None:
         self._port = port
         self._lengths = lengths
+        self.newer_weights = 0
+        """Versions beyond that of the engine's weights."""
 
     @property
     def weight_version(self) -> int:
-        return self._port.weight_version
+        return self._port.weight_version + self.newer_weights
 
     @property
     def capacity(self) -> int | None:

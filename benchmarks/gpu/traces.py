@@ -87,9 +87,9 @@ def sample(seed: int, prompts: int) -> Trace:
     return Trace(source, CAP, tuple(Prompt(tuple(row[:CANDIDATES]), tuple(row[CANDIDATES:])) for row in lengths))
 
 
-def load_or_sample(path: str | None, seed: int) -> Trace:
-    """Read the trace from the file, or sample it."""
-    return sample(seed, SAMPLED) if path is None else recorded(Path(path), seed)
+def load_or_sample(paths: Sequence[str], seed: int) -> list[Trace]:
+    """Read the traces from the files, or sample one."""
+    return [recorded(Path(path), seed) for path in paths] or [sample(seed, SAMPLED)]
 
 
 def recorded(path: Path, seed: int) -> Trace:

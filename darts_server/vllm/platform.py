@@ -5,6 +5,7 @@ import os
 import shutil
 import sysconfig
 from argparse import Namespace
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from vllm import SamplingParams, envs
@@ -22,7 +23,7 @@ NO_COMPILER = "no C++ compiler with Python's headers: nothing is compiled, as wi
 START_METHOD, FORK = "VLLM_WORKER_MULTIPROC_METHOD", "fork"
 PLUGINS = "VLLM_PLUGINS"
 """vLLM's environment variable with the names of the only plugins to load, separated by commas. Without it all are."""
-OUR_PLUGIN = "darts_server"
+PLUGIN_GROUP, OUR_PLUGIN = "vllm.general_plugins", "darts_server"
 WORKER = "darts_server.vllm.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
@@ -44,7 +45,14 @@ def prepare(args: Namespace) -> None:
       takes a quarter of a minute less to start, but must not be forked once this process has computed with threads;
     * without a compiler nothing is compiled: vLLM's sampler would compile kernels at the first request, which kills
       the engine if it fails.
+
+    Raises:
+        InvalidSetting: vLLM's processes would not load our plugin, and so never answer an abort.
     """
+    if not entry_points(group=PLUGIN_GROUP, name=OUR_PLUGIN):
+        raise InvalidSetting(
+            "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
+        )
     args.worker_extension_cls = extension(args.worker_extension_cls)
     end_engine_with_server()
     if PLUGINS in os.environ:

@@ -4,7 +4,8 @@ from argparse import Namespace
 import pytest
 from vllm.platforms import current_platform
 
-from darts_server.vllm import worker
+from darts_server.exceptions import InvalidSetting
+from darts_server.vllm import platform, worker
 from darts_server.vllm.checks import devices
 from darts_server.vllm.platform import NO_COMPILATION, NO_COMPILER, PLUGINS, can_compile, extension, prepare
 from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES
@@ -56,6 +57,12 @@ def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
     prepare(Namespace(worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None))
     assert os.environ.get(PLUGINS) == loaded
     assert os.environ[SERVER_PID] == str(os.getpid())
+
+
+def test_without_our_plugin_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "OUR_PLUGIN", "not-installed")
+    with pytest.raises(InvalidSetting, match="pip install it"):
+        prepare(Namespace(worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None))
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")

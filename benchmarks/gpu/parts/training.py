@@ -24,7 +24,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
-from darts_server.rollout.batches.carried import CarriedPrompts, Carry
+from darts_server.rollout.batches.carried import CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.plan import Planner
@@ -33,9 +33,11 @@ from darts_server.vllm.prompt_request import PromptRequest
 
 STEPS, SETTLED = 8, 2
 """Steps of each method, and those at its beginning that are not counted: no prompt has waited yet."""
+STALENESS = 4
+"""Steps for which tokens are kept, as by default."""
 MARGIN = 1.15
 """Time of a step beyond the prediction."""
-FEWEST = 4
+FEWEST = 5
 """Methods that lengths are divided for; the others get the remaining time."""
 
 
@@ -51,10 +53,10 @@ class Method:
 METHODS = {
     "off": Method(),
     "resume": Method(OFF, 1.5, Carry.RESUME),
-    "tail batching": Method(OFF, 1.5, Carry.RESTART),
+    "auto, resume": Method(AUTO, 1.5, Carry.RESUME),
     "cap, resume": Method("cap", 1.5, Carry.RESUME),
+    "tail batching": Method(OFF, 1.5, Carry.RESTART),
     "uniform": Method("uniform"),
-    "auto": Method(AUTO),
 }
 
 
@@ -116,7 +118,8 @@ async def measure(bench: Bench, budget: Budget, result: Table, trace: Trace, pro
         f"{trace.source}, all divided by {divisor}: lengths of up to {short.cap:,} tokens, mean "
         f"{np.mean([p.lengths[:SIZE] for p in short.prompts]):.1f}. {STEPS} steps of {prompts} groups, the first "
         f"{SETTLED} not counted; where prompts are carried over, half as many again run at once. Predicted from the "
-        "step times and lengths alone; that of `uniform` and `auto` as if they did what `off` does."
+        "step times and lengths alone; under `uniform` and `cap` as if they did what `off` does. Each step counts as "
+        "one of new weights, and groups that end together with the last one needed are for the next."
     )
     for name, method in METHODS.items():
         needs = MARGIN * sum(predicted[name])
@@ -151,10 +154,18 @@ async def run(
     planner = Planner(SHAPED, method.policy, LIMITS, auto)
     lengths = Lengths(trace)
     rollouts = bench.shape_with(SHAPED, bench.empty_store(), lengths, [])
-    kept, started, seconds, records = CarriedPrompts(), 0, list[float](), list[GroupRecord]()
+    assert bench.traced is not None
+    kept, started, spare = CarriedPrompts(CarryLimits(staleness=STALENESS)), 0, 0
+    seconds, records = list[float](), list[GroupRecord]()
     async with asyncio.timeout(limit):
         for step in range(STEPS):
-            new = range(started, started + round(method.start * prompts) - kept.count(None))
+            bench.traced.newer_weights = step
+            begin = time.perf_counter()
+            if spare >= prompts:
+                spare -= prompts
+                seconds.append(0.0)
+                continue
+            new = range(started, started + round(method.start * prompts) - kept.count(None) - spare)
             started = new.stop
             texts = [bench.prompt(number)["prompt_token_ids"] for number in new]
             lengths.numbers |= zip(map(tuple, texts), new, strict=True)
@@ -162,18 +173,19 @@ async def run(
                 [PromptSpec(token_ids=text) for text in texts],
                 SIZE,
                 {"max_tokens": trace.cap, "ignore_eos": True, "temperature": 1.0},
-                num_groups=None if method.carry is Carry.DROP else prompts,
+                num_groups=None if method.carry is Carry.DROP else prompts - spare,
                 carry=method.carry,
                 carried=method.carry is not Carry.DROP,
             )
-            begin = time.perf_counter()
             submission = await Submission.prepare(batch, rollouts, bench.renderer, lambda _: planner, kept)
             async with aclosing(submission.results()) as results:
                 async for group in results:
                     if group.error is not None:
                         raise group.error
+                    spare += 1
                     if step >= SETTLED and group.record is not None:
                         records.append(group.record)
+            spare -= prompts
             submission.keep_undecided()
             seconds.append(time.perf_counter() - begin)
     return seconds, records
@@ -186,14 +198,20 @@ def predict(method: Method, trace: Trace, prompts: int, curve: LatencyCurve) -> 
     """Predict the seconds of each step by the paper's cost model: nothing but lengths and step times, nothing cut."""
     seconds, running, started = [], dict[int, Ints](), 0
     times: Mapping[int, int] = {}
+    spare = 0
     for _ in range(STEPS):
-        for number in range(started, started + round(method.start * prompts) - len(running)):
+        if spare >= prompts:
+            spare -= prompts
+            seconds.append(0.0)
+            continue
+        for number in range(started, started + round(method.start * prompts) - len(running) - spare):
             running[number], started = remaining(trace, number, 0), number + 1
         ends = {number: int(left.max()) for number, left in running.items()}
-        end = sorted(ends.values())[prompts - 1]
+        end = sorted(ends.values())[prompts - spare - 1]
         each: Sequence[int] = np.minimum(np.concatenate(list(running.values())), end).tolist()
         seconds.append(rollout_seconds(curve, each))
         undecided = [number for number in ends if ends[number] > end]
+        spare += len(ends) - len(undecided) - prompts
         times = {number: times.get(number, 0) + 1 for number in undecided}
         if method.carry is Carry.RESUME:
             running = {number: np.maximum(running[number] - end, 0) for number in undecided}
