@@ -127,8 +127,8 @@ async def measure(spec: Spec, found: Findings, out: Path, budget: Budget) -> Non
                     part = steps.measure(bench, share, result, spec.bandwidth, CANDIDATES * max(spec.prompts))
                 case ["costs"]:
                     part = costs.measure(bench, share, result)
-                case ["training", *number]:
-                    trace = traces[int(number[0]) - 1 if number else 0]
+                case ["training", *which]:
+                    trace = traces[int(which[0]) - 1 if which else 0]
                     part = training.measure(bench, share, result, trace, spec.prompts[0])
                 case ["weights"]:
                     part = weights.measure(bench, share, result, folder)
