@@ -5,7 +5,7 @@ import pytest
 from benchmarks.group_cost import POLICIES, cost_per_event
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_costs_n_log_n(policy: str, early: bool) -> None:
     small, large = (min(cost_per_event(policy, size, early, seed) for seed in range(3)) for size in (16, 512))

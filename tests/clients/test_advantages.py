@@ -105,7 +105,7 @@ def expectation(groups: Iterable[ShapedGroup], advantages: Advantages = unbiased
     return total
 
 
-@pytest.mark.parametrize("baseline", [None, 0.4])
+@pytest.mark.parametrize("baseline", [None, pytest.param(0.4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "rule", [SampledTail(2, 1), SampledTail(1, 1), SampledTail(1, 2), CutTail(2, 1), InOrder(3)], ids=str
 )
@@ -145,9 +145,9 @@ def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) 
     ("rule", "count", "seed"),
     [
         (AllSurvivors(1), 3, 1),
-        (AllSurvivors(1), 3, 2),
+        pytest.param(AllSurvivors(1), 3, 2, marks=pytest.mark.nightly),
         (AllSurvivors(2), 2, 3),
-        (SampledSurvivors(2), 3, 2),
+        pytest.param(SampledSurvivors(2), 3, 2, marks=pytest.mark.nightly),
         (SampledSurvivors(1), 2, 3),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_after_pruning_the_expected_gradient_is_the_true_one(
     np.testing.assert_allclose(expectation(pruned_groups(rule, seed, count)), TRUE, atol=1e-9)
 
 
-@pytest.mark.parametrize(("count", "doomed", "seed"), [(2, 1, 1), (3, 1, 2)])
+@pytest.mark.parametrize(("count", "doomed", "seed"), [(2, 1, 1), pytest.param(3, 1, 2, marks=pytest.mark.nightly)])
 def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_scores(
     count: int, doomed: int, seed: int
 ) -> None:
@@ -201,7 +201,7 @@ def cut(outcome: Outcome, limit: float) -> Outcome:
     return outcome if outcome.tokens <= limit else Outcome(int(limit), False)
 
 
-@pytest.mark.parametrize("deadline", [1, 2])
+@pytest.mark.parametrize("deadline", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, last_needed=2)], ids=["darts_cut", "cap"])
 def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
     rule: CutTail, deadline: int

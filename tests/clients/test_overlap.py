@@ -75,7 +75,9 @@ def play(overlap: Overlap, rollouts: list[Rollout], rng: Random, step_rate: floa
     return chunks
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize(
+    "name", [SUPPORTED[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in SUPPORTED[1:])]
+)
 @settings(max_examples=20, deadline=None)
 @given(
     rollouts(),

@@ -56,7 +56,7 @@ def prompts_of(trained: list[list[str]]) -> Counter[str]:
     ("more", "changes"),
     [
         (AHEAD, ITERATIONS),
-        (AHEAD | STALE, ACCUMULATION),
+        pytest.param(AHEAD | STALE, ACCUMULATION, marks=pytest.mark.nightly),
         pytest.param(STALE, ITERATIONS, marks=pytest.mark.nightly),
         pytest.param(AHEAD | STALE, ITERATIONS, marks=pytest.mark.nightly),
         pytest.param(AHEAD, ACCUMULATION, marks=pytest.mark.nightly),
@@ -136,7 +136,7 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
-@pytest.mark.parametrize("more", [AHEAD, AHEAD | STALE])
+@pytest.mark.parametrize("more", [AHEAD, pytest.param(AHEAD | STALE, marks=pytest.mark.nightly)])
 def test_a_resumed_training_trains_on_the_prompts_that_are_left(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A hundred and fifty requests of the fuzzer in every push; `scripts/fuzz` sends more every night."""
+"""Sixty requests of the fuzzer in every push; `scripts/fuzz` sends more every night."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from darts_server.demo.server import Launch
 from faults.fuzz import Fuzzer, server_to_fuzz
 
 pytestmark = pytest.mark.engine
-REQUESTS = 150
+REQUESTS = 60
 
 
 def test_whatever_callers_send_the_server_goes_on(forks: Launch, tmp_path: Path) -> None:

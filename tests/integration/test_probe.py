@@ -27,7 +27,7 @@ from darts_server.vllm.engine import VllmEngine
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(600)]
 DETECT_AT = (3, 10, 24)
 LONGEST_PROMPT = 160
 SMALL = ("--enable-chunked-prefill", "--max-num-batched-tokens", "128", "--max-num-seqs", "40")
