@@ -76,7 +76,7 @@ def play(overlap: Overlap, rollouts: list[Rollout], rng: Random, step_rate: floa
 
 
 @pytest.mark.parametrize(
-    "name", [SUPPORTED[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in SUPPORTED[1:])]
+    "name", ["qwen3", *(pytest.param(each, marks=pytest.mark.nightly) for each in SUPPORTED if each != "qwen3")]
 )
 @settings(max_examples=20, deadline=None)
 @given(
