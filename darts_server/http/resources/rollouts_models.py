@@ -1,6 +1,7 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -37,9 +38,10 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import Name
 from darts_server.records import CandidateRecord
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
-from darts_server.types import FinishReason
+from darts_server.types import FinishReason, PromptSpec
 
 MAX_PROMPTS = 100_000
 
@@ -120,6 +122,11 @@ class RolloutsIn(Body):
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
+
+    def request(self) -> BatchRequest:
+        """Return the batch that runs: all fields but those of the answer's form."""
+        prompts = [PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in self.prompts]
+        return BatchRequest(prompts, **{field.name: getattr(self, field.name) for field in fields(BatchRequest)[1:]})
 
 
 class TrajectoryOut(SampleOut):

@@ -12,15 +12,12 @@ from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
-from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
-from darts_server.rollout.batches.events import BatchDone, GroupResult
-from darts_server.rollout.batches.request import BatchRequest, NewPlanner
+from darts_server.rollout.batches.batch import BatchRequest, NewPlanner, prepare_batch
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits, SavedPrompts
+from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.saved import SavedPrompts
-from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
-from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +83,9 @@ class _DurableBatch:
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
         """Call ``action`` with it after so many seconds, in place of what was scheduled before."""
-        self.cancel_timer()
-        self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
-
-    def cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
 
 
 class BatchRegistry(Generic[RequestT, OutputT]):
@@ -251,9 +245,11 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 batch.fail(error)
 
     async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
-        submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner, self._carried)
+        parts = self._rollouts, self._renderer
         batch = BatchRun(
-            submission,
+            await prepare_batch(request, *parts, self._new_planner, self._carried),
+            *parts,
+            self._carried,
             answer_format,
             replayable=key is not None,
             interval=self._interval,
@@ -335,28 +331,26 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _drop(self, durable: _DurableBatch) -> None:
         """Drop a batch; harmless if it was dropped before."""
         if self._durable.pop(durable.batch.batch_id, None) is not None:
-            durable.cancel_timer()
+            if durable.timer is not None:
+                durable.timer.cancel()
             self._by_key.pop(durable.key.scoped, None)
             self._ended.pop(durable, None)
 
 
 def kept_bytes(batch: BatchRun) -> int:
     """Return about how much memory a batch takes after its end."""
-    own = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    size = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
     if not isinstance(batch.end, BatchDone):
-        return own
+        return size
     copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
-    unfinished = sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
+    size += sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
     handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
-    return own + unfinished + sum(_group_bytes(result, copies) for result in (*batch.end.results, *handed_back))
-
-
-def _group_bytes(result: GroupResult, copies: int) -> int:
-    candidates = 0 if result.record is None else len(result.record.candidates)
-    samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
-    samples += sum(_sample_bytes(aborted.sample, 1) for aborted in (result.aborted or {}).values())
-    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples
-
-
-def _sample_bytes(sample: Sample, copies: int) -> int:
-    return copies * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs)) + sys.getsizeof(sample.text)
+    for group in (*batch.end.results, *handed_back):
+        candidates = 0 if group.record is None else len(group.record.candidates)
+        size += GROUP_BYTES + CANDIDATE_BYTES * candidates + len(group.metadata or b"")
+        samples = [(sample, copies) for sample in group.samples.values()]
+        samples += [(aborted.sample, 1) for aborted in (group.aborted or {}).values()]
+        for sample, times in samples:
+            size += times * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs))
+            size += sys.getsizeof(sample.text)
+    return size

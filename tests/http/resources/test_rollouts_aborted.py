@@ -9,8 +9,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import EngineRefused, GroupAborted
-from darts_server.http.resources.rollouts import _answer
-from darts_server.http.resources.rollouts_answers import encode_event
+from darts_server.http.resources.rollouts import _answer, encode_event
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import GroupEnded
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode

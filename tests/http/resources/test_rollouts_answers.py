@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.engine.scripted import settle
-from darts_server.http.resources.rollouts_answers import CHUNK_BYTES, encode_ascii, encode_json, event_chunks
+from darts_server.http.resources.rollouts import CHUNK_BYTES, encode_ascii, encode_json, event_chunks
 from darts_server.rollout.batches.run import StreamMode
 from tests.rollout.batches.streams import batch_request, idempotency_key, new_registry, token_stream
 from tests.rollout.helpers import Harness, lengths

@@ -10,9 +10,9 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.events import CandidateDiscarded, Event, GroupEnded, TokenDelta, TrajectorySelected
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec

@@ -10,10 +10,10 @@ import pytest
 from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import GroupAborted
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (
@@ -298,7 +298,7 @@ async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_t
                         await harness.engine.step()
             by_candidate(await listening)
             assert isinstance(batch.end, BatchDone)
-            done, size = batch.end, batch._size
+            done, size = batch.end, batch.size
             numbers = sorted([*(r.number for r in done.results), *(u.number for u in done.unfinished)])
             assert numbers == list(range(size))
             assert all(u.carry is carry and u.error is not None for u in done.unfinished)

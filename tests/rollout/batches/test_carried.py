@@ -17,13 +17,14 @@ from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.batches.request import BatchRequest, check_resumable
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
 from darts_server.rollout.candidates import CarriedCandidate
-from darts_server.rollout.plan import Limits, Plan, Planner
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (
@@ -457,10 +458,13 @@ async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -
     assert (len(done.results), done.carried) == (3, 1)
 
 
-def test_a_policy_that_prunes_does_not_resume() -> None:
-    plan = Plan("arrol", Shaping(pruning=Pruning()), SIZE)
+async def test_a_policy_that_prunes_does_not_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = new_registry(Harness(by_text), "shortest")
+    planner = Planner({"arrol": Shaping(pruning=Pruning())}, "arrol", Limits(64))
+    registry._new_planner = lambda _: planner
+    monkeypatch.setattr(Rollouts, "can_score", True)
     with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
-        check_resumable(Harness(by_text).rollouts, plan, ["10"])
+        await registry.open(resumed("10"), WHOLE)
     assert refused.value.field == "carry"
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.rollout.batches.carried import CarriedPrompt, Carry
-from darts_server.rollout.batches.saved import WRITE_BYTES, SavedPrompts
+from darts_server.rollout.batches.carried import WRITE_BYTES, CarriedPrompt, Carry, SavedPrompts
 from darts_server.store.transactions import CarriedFile
 from darts_server.types import PromptSpec
 from tests.rollout.batches.test_saved import STOPPING, serving

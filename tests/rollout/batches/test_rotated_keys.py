@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.engine.scripted import Script
-from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry
-from darts_server.rollout.batches.saved import SavedPrompts
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, Carry, SavedPrompts
 from darts_server.serving.admission import Caller, caller
 from darts_server.store.transactions import CarriedFile
 from darts_server.types import PromptSpec

@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import ServerStopping
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
+from darts_server.rollout.batches.batch import terms_of
+from darts_server.rollout.batches.carried import (
+    KIND,
+    PORTABLE_SECONDS,
+    SAVE_SECONDS,
+    CarriedGroup,
+    CarriedPrompt,
+    CarriedPrompts,
+    Carry,
+    Owned,
+    SavedPrompts,
+)
 from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.preparation import terms_of
 from darts_server.rollout.batches.run import BatchRun
-from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.transactions import CarriedFile
