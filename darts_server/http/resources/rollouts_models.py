@@ -37,7 +37,6 @@ from darts_server.http.resources.trajectories import (
     shared_fields,
 )
 from darts_server.identifiers import Name
-from darts_server.records import CandidateRecord
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
@@ -190,7 +189,14 @@ class GroupOut(BaseModel):
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
-            trajectories=[_trajectory(result, i, order.index(i), candidates[i]) for i in sorted(result.samples)],
+            trajectories=[
+                TrajectoryOut(
+                    **shared_fields(TrajectoryOut, candidates[i])
+                    | sample_fields(f"{result.group_id}:{i}", sample, candidates[i]),
+                    rank=order.index(i),
+                )
+                for i, sample in sorted(result.samples.items())
+            ],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
                 for c in candidates.values()
@@ -252,11 +258,6 @@ class CancelledOut(BaseModel):
 
     id: str
     cancelled: bool
-
-
-def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord) -> TrajectoryOut:
-    fields = sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate)
-    return TrajectoryOut(**shared_fields(TrajectoryOut, candidate) | fields, rank=rank)
 
 
 def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
 
@@ -33,7 +33,7 @@ GROUP_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A caller's key for a batch, which makes the batch durable.
+    """A caller's key for a batch, which makes the batch durable. Equal to others of the same name and caller.
 
     ``owner``: name of the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request, to
     refuse another request under the same key. ``body_bytes``: the size of that request.
@@ -41,13 +41,8 @@ class IdempotencyKey:
 
     owner: str | None
     key: str
-    body_digest: bytes
-    body_bytes: int = 0
-
-    @property
-    def scoped(self) -> tuple[str | None, str]:
-        """The key within its owner's scope."""
-        return (self.owner, self.key)
+    body_digest: bytes = field(compare=False)
+    body_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +126,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
         self._ended: dict[_DurableBatch, None] = {}  # a set, the oldest first
-        self._by_key: dict[tuple[str | None, str], _DurableBatch] = {}
+        self._by_key: dict[IdempotencyKey, _DurableBatch] = {}
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -147,11 +142,11 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         if key is None:
             return await self._open(request, answer_format, None)
-        keyed = self._by_key.get(key.scoped)
+        keyed = self._by_key.get(key)
         if keyed is None:
             self._make_room(key)
             opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
-            keyed = self._by_key[key.scoped] = _DurableBatch(key, key.body_bytes, opening)
+            keyed = self._by_key[key] = _DurableBatch(key, key.body_bytes, opening)
             opening.add_done_callback(partial(self._forget_if_failed, key))
         elif keyed.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
@@ -200,7 +195,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         keep, keep_tokens = self._saved is not None and self._saved.is_durable, self._has_initial_weights()
         for batch in list(self._running.values()):
             batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
-        await self._wait_for_ends()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def restore(self) -> None:
         """Keep the prompts that the last server has saved, and remove them from the disk, for `close` to save again.
@@ -224,7 +220,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
-        await self._wait_for_ends(CLOSE_SECONDS)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         if self._saved is None or not self._saved.is_durable:
             return 0
         prompts = list(self._carried)
@@ -233,10 +230,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         except Exception:
             logger.exception("prompts that were carried over could not be saved, and are lost")
             return len(prompts)
-
-    async def _wait_for_ends(self, timeout: float | None = None) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout)
 
     def fail(self, error: DartsError) -> None:
         """End all streamed batches with that error. The others are answered when their groups have ended."""
@@ -261,14 +254,14 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._tasks.add(batch.task)
         batch.task.add_done_callback(self._tasks.discard)
         if key is not None:
-            self._durable[batch.batch_id] = self._by_key[key.scoped]
+            self._durable[batch.batch_id] = self._by_key[key]
             self._handle_idle(batch)
         return batch
 
     def _forget_if_failed(self, key: IdempotencyKey, opening: asyncio.Task[BatchRun]) -> None:
         """Free the key of a batch that could not be opened, also if its caller has left."""
         if opening.cancelled() or opening.exception() is not None:
-            del self._by_key[key.scoped]
+            del self._by_key[key]
 
     def _handle_idle(self, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
@@ -333,7 +326,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if self._durable.pop(durable.batch.batch_id, None) is not None:
             if durable.timer is not None:
                 durable.timer.cancel()
-            self._by_key.pop(durable.key.scoped, None)
+            self._by_key.pop(durable.key, None)
             self._ended.pop(durable, None)
 
 

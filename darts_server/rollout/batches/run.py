@@ -101,7 +101,7 @@ class BatchRun:
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
-        self._on_idle = on_idle
+        self.on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
@@ -135,11 +135,6 @@ class BatchRun:
     def listen(self, after: int = 0) -> "Listener":
         """Create a listener that gets the events after event number ``after``."""
         return Listener(self, after)
-
-    def remove_listener(self) -> None:
-        self.listeners -= 1
-        if not self.listeners:
-            self._on_idle(self)
 
     async def wait(self) -> BatchDone:
         """Wait for the end of the batch.
@@ -450,7 +445,9 @@ class Listener:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._batch.remove_listener()
+        self._batch.listeners -= 1
+        if not self._batch.listeners:
+            self._batch.on_idle(self._batch)
 
     def next_nowait(self) -> tuple[int, Event] | None:
         """The next event and its number; ``None`` if there is none yet."""
