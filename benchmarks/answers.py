@@ -18,7 +18,7 @@ import numpy as np
 
 from darts_client._batch import TENSORS, read_batch
 from darts_client._rollouts import rollouts_request
-from darts_server.http.resources.rollouts_answers import encode_event, encode_json, group_fields, take_tokens
+from darts_server.http.resources.rollouts import encode_event, encode_json, group_fields, take_tokens
 from darts_server.http.token_tensors import TokenTensors
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.batches.events import GroupEnded, GroupResult

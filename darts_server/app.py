@@ -37,9 +37,8 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
-from darts_server.rollout.batches.carried import CarryLimits
+from darts_server.rollout.batches.carried import CarryLimits, SavedPrompts
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.batches.saved import SavedPrompts
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.length_bias import LengthBias

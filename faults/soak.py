@@ -37,9 +37,9 @@ from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings
 from darts_server.records import GroupRecord
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
@@ -432,7 +432,7 @@ class Callers:
         for result in done.results:
             self._reward(result.group_id, list(result.samples))
         sizes = [len(result.samples) for result in done.results if not result.error]
-        return _outcome(all(sizes) if batch.survivors else set(sizes) <= {size})
+        return _outcome(all(sizes) if batch.plan.shaping.return_survivors else set(sizes) <= {size})
 
     def _prompt(self, number: int) -> str:
         draw = self._rng.random()

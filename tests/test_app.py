@@ -15,8 +15,7 @@ from prometheus_client import REGISTRY
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access, Keys
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt
-from darts_server.rollout.batches.saved import KIND, SavedPrompts
+from darts_server.rollout.batches.carried import KIND, CarriedGroup, CarriedPrompt, SavedPrompts
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store

@@ -16,8 +16,8 @@ from darts_server.engine.port import Probe, RequestTokens
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics

@@ -1,7 +1,5 @@
 """Groups while more candidates wait than the engine runs at once."""
 
-import asyncio
-
 import pytest
 
 from darts_server.engine.scripted import settle
@@ -13,7 +11,7 @@ from darts_server.rollout.plan import Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
-from tests.rollout.batches.test_submission import batch_request, script, submit
+from tests.rollout.batches.test_batch import batch_request, script, submit
 from tests.rollout.helpers import Documents, Harness, lengths
 
 pytestmark = pytest.mark.anyio
@@ -80,18 +78,13 @@ async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> No
     with pytest.raises(InvalidRequest, match="a key may have") as error:
         await submit(harness, batch_request(*PROMPTS, "50"))
     assert error.value.field == "prompts"
-    submission = await submit(harness, batch_request(*PROMPTS))
-
-    async def play() -> int:
-        return len([result async for result in submission.results()])
-
-    playing = asyncio.create_task(play())
+    batch = await submit(harness, batch_request(*PROMPTS))
     await settle()
     caller.set(Caller("one"))
     with pytest.raises(QuotaReached):
         await submit(harness, batch_request("20"))
     await harness.engine.run()
-    assert await playing == len(PROMPTS)
+    assert len((await batch.wait()).results) == len(PROMPTS)
     assert harness.rollouts.admission.requests == 0
     await submit(harness, batch_request(*PROMPTS))
     caller.reset(token)

@@ -7,9 +7,8 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.rollout.batches.events import GroupResult
-from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.joining import JoinRequest
-from tests.rollout.batches.test_submission import SIZE, batch_request, script, submit
+from tests.rollout.batches.test_batch import SIZE, batch_request, script, submit
 from tests.rollout.helpers import Harness, lengths
 
 pytestmark = pytest.mark.anyio
@@ -29,38 +28,34 @@ async def test_a_group_is_inside_the_gate_until_it_has_ended_with_any_outcome() 
         assert harness.rollouts.gate.inside == 0
 
 
-async def collect_results(submission: Submission[str, list[int]]) -> list[GroupResult]:
-    return [result async for result in submission.results()]
-
-
 async def test_all_groups_of_a_batch_wait_for_a_closed_gate_together() -> None:
     harness = Harness(script)
-    first = asyncio.create_task(collect_results(await submit(harness, batch_request("20", "30"))))
+    first = await submit(harness, batch_request("20", "30"))
     await settle()
     harness.rollouts.gate.close()
-    second = asyncio.create_task(collect_results(await submit(harness, batch_request("10"))))
+    second = await submit(harness, batch_request("10"))
     emptied = asyncio.create_task(harness.rollouts.gate.wait_until_empty())
     await settle()
     assert {candidate.request for candidate in harness.engine.started} == {"20", "30"}
     assert not emptied.done()
     await harness.engine.run()
-    await first
+    await first.wait()
     await settle()
     assert emptied.done()
-    assert not second.done()
+    assert second.end is None
     harness.rollouts.gate.open()
     await settle()
     await harness.engine.run()
-    assert [len(result.samples) for result in await second] == [SIZE]
+    assert [len(result.samples) for result in (await second.wait()).results] == [SIZE]
 
 
 async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothing() -> None:
     harness = Harness(script)
     harness.rollouts.gate.close()
-    waiting = asyncio.create_task(collect_results(await submit(harness, batch_request("20", "30"), "cut")))
+    batch = await submit(harness, batch_request("20", "30"), "cut")
     await settle()
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    assert batch.cancel("too late")
+    await settle()
     assert harness.engine.started == []
     assert harness.rollouts.gate.inside == 0
 
@@ -94,9 +89,8 @@ async def test_groups_that_wait_for_the_gate_all_complete_without_mixed_versions
 
     async def ask(number: int) -> None:
         for turn in range(5):
-            results.extend(
-                await collect_results(await submit(harness, batch_request(f"{number}{turn}", f"{turn}{number}")))
-            )
+            batch = await submit(harness, batch_request(f"{number}{turn}", f"{turn}{number}"))
+            results.extend((await batch.wait()).results)
 
     asking = asyncio.gather(*(ask(number) for number in range(6)))
 

@@ -15,8 +15,8 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import EngineHung, ServerStopping
+from darts_server.rollout.batches.carried import PORTABLE_SECONDS, SAVE_SECONDS
 from darts_server.rollout.batches.registry import CLOSE_SECONDS
-from darts_server.rollout.batches.saved import PORTABLE_SECONDS, SAVE_SECONDS
 from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle, Shutdown
 from darts_server.vllm import shutdown
 from darts_server.vllm.llm import ShapingLLM

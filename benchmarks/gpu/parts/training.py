@@ -6,7 +6,6 @@ The weights stay the same, and nothing is trained in between.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -24,9 +23,9 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
+from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts, Carry, CarryLimits
-from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.submission import Submission
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.plan import Planner
 from darts_server.types import AUTO, OFF, FinishReason, PromptSpec
 from darts_server.vllm.prompt_request import PromptRequest
@@ -177,16 +176,19 @@ async def run(
                 carry=method.carry,
                 carried=method.carry is not Carry.DROP,
             )
-            submission = await Submission.prepare(batch, rollouts, bench.renderer, lambda _: planner, kept)
-            async with aclosing(submission.results()) as results:
-                async for group in results:
-                    if group.error is not None:
-                        raise group.error
-                    spare += 1
-                    if step >= SETTLED and group.record is not None:
-                        records.append(group.record)
+            prepared = await prepare_batch(batch, rollouts, bench.renderer, lambda _: planner, kept)
+            run = BatchRun(
+                prepared, rollouts, bench.renderer, kept, AnswerFormat(), on_idle=lambda batch: batch.cancel("too late")
+            )
+            with run.listen():
+                done = await run.wait()
+            for group in done.results:
+                if group.error is not None:
+                    raise group.error
+                spare += 1
+                if step >= SETTLED and group.record is not None:
+                    records.append(group.record)
             spare -= prompts
-            submission.keep_undecided()
             seconds.append(time.perf_counter() - begin)
     return seconds, records
 

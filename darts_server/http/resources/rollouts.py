@@ -1,11 +1,23 @@
-"""``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events."""
+"""``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events.
+
+The answer is JSON, or tensors with the rest as JSON. Arrays of tokens are written as they are, without an object for
+each value.
+"""
 
 import asyncio
 import hashlib
+import json
+import re
+from array import array
+from collections.abc import AsyncGenerator
+from io import BytesIO
 from reprlib import repr as shortened
 from typing import Annotated, Any
 
+import msgspec
+import numpy as np
 from fastapi import APIRouter, Header, Request
+from msgspec import Raw
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
@@ -13,16 +25,33 @@ from darts_server.exceptions import InvalidRequest, NotAcceptable
 from darts_server.http.body import converted, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import choose_media_type, while_connected
-from darts_server.http.resources.rollouts_answers import encode_answer, encode_tensors, stream_events
-from darts_server.http.resources.rollouts_models import CancelledOut, RolloutsIn, RolloutsOut
-from darts_server.http.sse import MEDIA_TYPE
+from darts_server.http.resources.rollouts_models import (
+    CancelledOut,
+    GroupOut,
+    RolloutsIn,
+    RolloutsOut,
+    UnfinishedOut,
+    error_object,
+    usage_of,
+)
+from darts_server.http.sse import MEDIA_TYPE, EventStream, encode, encode_text
 from darts_server.http.token_tensors import MEDIA_TYPE as SAFETENSORS
+from darts_server.http.token_tensors import TokenTensors
 from darts_server.identifiers import NAME_CHARS, RULE, is_name
+from darts_server.rollout.batches.events import (
+    BatchDone,
+    BatchFailed,
+    BatchStarted,
+    CandidateDiscarded,
+    Event,
+    GroupEnded,
+    GroupResult,
+    TokenDelta,
+    TrajectorySelected,
+)
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
-from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, Listener, StreamMode
 from darts_server.serving.admission import caller
-from darts_server.types import PromptSpec
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
@@ -40,6 +69,12 @@ LAST = Header(
     json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
 JSON = "application/json"
+TOKEN_LISTS = ("aborted", "trajectories")
+"""Fields of a group, and of an unfinished prompt, whose items have tokens."""
+CHUNK_BYTES = 64 * 1024
+"""About what the web server buffers for a reader before it waits for it to read."""
+SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {
@@ -69,12 +104,16 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     ) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
-        key = None if idempotency_key is None else await _idempotency_key(idempotency_key, raw)
+        key = None
+        if idempotency_key is not None:
+            if not is_name(idempotency_key):
+                raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
+            digest = (await asyncio.to_thread(hashlib.sha256, raw)).digest()
+            key = IdempotencyKey(caller.get().name, idempotency_key, digest, len(raw))
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch_request = await converted(_batch_request, body, raw)
-        batch = await batches.open(batch_request, answer_format, key)
+        batch = await batches.open(await converted(RolloutsIn.request, body, raw), answer_format, key)
         return await _respond(request, batch, 0, media_type)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
@@ -84,7 +123,10 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
         last_event_id: Annotated[str | None, LAST] = None,
     ) -> Response:
         """Reconnect to a batch that was sent with an Idempotency-Key, while it runs or is kept."""
-        after = 0 if last_event_id is None else _event_number(last_event_id)
+        text = "0" if last_event_id is None else last_event_id
+        if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
+            raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
+        after = int(text)
         batch = batches.find(batch_id)
         streams = batch.answer_format.stream is not StreamMode.OFF
         media_type = choose_form(request.headers, streams=streams)
@@ -119,8 +161,9 @@ def choose_form(headers: Headers, *, streams: bool) -> str:
 
 
 async def _respond(request: Request, batch: BatchRun, after: int, media_type: str) -> Response:
-    if batch.answer_format.stream is not StreamMode.OFF:
-        return stream_events(batch, after)
+    if (stream := batch.answer_format.stream) is not StreamMode.OFF:
+        listener = batch.listen(after)
+        return EventStream(event_chunks(listener, stream), listener)
     with batch.listen():
         return await while_connected(request, _answer(batch, media_type))
 
@@ -130,35 +173,125 @@ async def _answer(batch: BatchRun, media_type: str = JSON) -> Response:
     errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
     if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
         raise errors[0]
+    tensors = TokenTensors() if media_type == SAFETENSORS else None
     # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
-    if media_type == SAFETENSORS:
-        return (await asyncio.to_thread(encode_tensors, batch, done)).response()
-    return Response(await asyncio.to_thread(encode_answer, batch, done), media_type=JSON)
+    answer = await asyncio.to_thread(encode_answer, batch, done, tensors)
+    if tensors is None:
+        return Response(answer, media_type=JSON)
+    tensors.answer = answer
+    return tensors.response()
 
 
-def _batch_request(body: RolloutsIn) -> BatchRequest:
-    return BatchRequest(
-        prompts=[PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in body.prompts],
-        group_size=body.group_size,
-        sampling=body.sampling,
-        policy=body.policy,
-        budget=body.budget,
-        num_groups=body.num_groups,
-        min_groups=body.min_groups,
-        survivors=body.survivors,
-        carry=body.carry,
-        carried=body.carried,
-    )
+def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None = None) -> bytes:
+    """Encode the answer as JSON; with ``tensors``, which take its tokens, it has the numbers of their rows in place."""
+    head = RolloutsOut(
+        id=batch.batch_id,
+        policy=batch.plan.policy,
+        groups=[],
+        survivors=batch.plan.shaping.return_survivors,
+        sampling={},
+        unfinished=[],
+        carried=done.carried,
+        usage=usage_of(done),
+    ).model_dump()
+    # Callers choose its numbers, which may be any that JSON has.
+    head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
+    lists = {
+        "groups": (group_fields(group) for group in sorted(done.results, key=lambda result: result.number)),
+        "unfinished": (UnfinishedOut.of(each).model_dump() | _metadata(each.metadata) for each in done.unfinished),
+    }
+    answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
+    for place, (name, value) in enumerate(head.items()):
+        answer.write((b"," if place else b"{") + encode_json(name) + b":")
+        if name not in lists:
+            answer.write(encode_json(value))
+            continue
+        answer.write(b"[")
+        for number, fields in enumerate(lists[name]):
+            if tensors is not None:
+                take_tokens(fields, tensors)
+            answer.write(b"," * (number > 0) + encode_json(fields))
+        answer.write(b"]")
+    answer.write(b"}")
+    return answer.getvalue()
 
 
-async def _idempotency_key(key: str, body: bytes) -> IdempotencyKey:
-    if not is_name(key):
-        raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
-    digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
-    return IdempotencyKey(caller.get().name, key, digest, len(body))
+def group_fields(result: GroupResult, exclude: Any = None) -> dict[str, Any]:
+    """Return the fields of `GroupOut`, with arrays of tokens as they are."""
+    return GroupOut.of(result).model_dump(exclude=exclude) | _metadata(result.metadata)
 
 
-def _event_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
-        raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
-    return int(text)
+def _metadata(metadata: bytes | None) -> dict[str, Raw]:
+    """Return the caller's metadata as it was encoded, whatever numbers it has."""
+    return {} if metadata is None else {"metadata": Raw(metadata)}
+
+
+def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
+    """Put the tokens of a group or an unfinished prompt into rows, and the rows' numbers in their places."""
+    for name in TOKEN_LISTS:
+        for item in fields.get(name) or ():
+            row = tensors.add(item["token_ids"], item["logprobs"])
+            item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
+
+
+async def event_chunks(listener: Listener, stream: StreamMode) -> AsyncGenerator[bytes, None]:
+    """Encode the events of a batch; those that came while the previous chunk was sent go out together."""
+    while (found := await listener.next()) is not None:
+        chunk = encode_event(*found, stream)
+        while len(chunk) < CHUNK_BYTES and (found := listener.next_nowait()) is not None:
+            chunk += encode_event(*found, stream)
+        yield chunk
+
+
+def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
+    """Encode an event; ``number`` is its id, for Last-Event-ID."""
+    data: dict[str, Any]
+    match event:  # those with tokens first, and without the standard library's JSON: fast
+        case TokenDelta(trajectory_id, group, start, token_ids, logprobs):
+            data = {"trajectory_id": trajectory_id, "number": group, "start": start}
+            return encode_text("delta", encode_ascii({**data, "token_ids": token_ids, "logprobs": logprobs}), number)
+        case GroupEnded(result):
+            left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
+            return encode_text("group", encode_ascii(group_fields(result, left_out)), number)
+        case TrajectorySelected(trajectory_id, group, sample, cut):
+            name, data = "trajectory", {"trajectory_id": trajectory_id, "number": group}
+            data |= {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}
+            data["cut"] = cut
+        case CandidateDiscarded(trajectory_id, group, length, reason):
+            name = "discard"
+            data = {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}
+        case BatchStarted(batch_id, policy, groups, survivors, sampling):
+            name, data = "batch", {"id": batch_id, "policy": policy, "groups": groups}
+            data |= {"survivors": survivors, "sampling": sampling}
+        case BatchDone():
+            usage = usage_of(event).model_dump(mode="json")
+            left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]
+            name = "done"
+            data = {"id": event.batch_id, "usage": usage, "unfinished": left, "carried": event.carried}
+        case BatchFailed(error):
+            name, data = "error", {"error": error_object(error)}
+    return encode(name, data, number)
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode a value, in which sequences of numbers may be arrays. Numbers that JSON does not have are null.
+
+    Integers of more than 64 bits are refused: what callers chose is put in as `msgspec.Raw`.
+    """
+    return _encoder.encode(value)
+
+
+def encode_ascii(value: Any) -> str:
+    """Encode a value as `encode_json` does, with all other characters escaped."""
+    text = encode_json(value).decode()
+    return text if text.isascii() else _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+def _encode_array(value: Any) -> Any:
+    # One after the other, each by itself: the encoder does not let other threads run meanwhile.
+    if isinstance(value, array | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"cannot encode a {type(value).__name__}")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_encode_array)

@@ -1,6 +1,7 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -36,10 +37,10 @@ from darts_server.http.resources.trajectories import (
     shared_fields,
 )
 from darts_server.identifiers import Name
-from darts_server.records import CandidateRecord
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
-from darts_server.types import FinishReason
+from darts_server.types import FinishReason, PromptSpec
 
 MAX_PROMPTS = 100_000
 
@@ -121,6 +122,11 @@ class RolloutsIn(Body):
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
 
+    def request(self) -> BatchRequest:
+        """Return the batch that runs: all fields but those of the answer's form."""
+        prompts = [PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in self.prompts]
+        return BatchRequest(prompts, **{field.name: getattr(self, field.name) for field in fields(BatchRequest)[1:]})
+
 
 class TrajectoryOut(SampleOut):
     """A returned trajectory."""
@@ -183,7 +189,14 @@ class GroupOut(BaseModel):
             mixed_versions=record is not None and record.mixed_versions,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
-            trajectories=[_trajectory(result, i, order.index(i), candidates[i]) for i in sorted(result.samples)],
+            trajectories=[
+                TrajectoryOut(
+                    **shared_fields(TrajectoryOut, candidates[i])
+                    | sample_fields(f"{result.group_id}:{i}", sample, candidates[i]),
+                    rank=order.index(i),
+                )
+                for i, sample in sorted(result.samples.items())
+            ],
             discarded=[
                 DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
                 for c in candidates.values()
@@ -245,11 +258,6 @@ class CancelledOut(BaseModel):
 
     id: str
     cancelled: bool
-
-
-def _trajectory(result: GroupResult, index: int, rank: int, candidate: CandidateRecord) -> TrajectoryOut:
-    fields = sample_fields(f"{result.group_id}:{index}", result.samples[index], candidate)
-    return TrajectoryOut(**shared_fields(TrajectoryOut, candidate) | fields, rank=rank)
 
 
 def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:

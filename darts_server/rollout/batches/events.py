@@ -1,11 +1,23 @@
-"""What a batch gives: groups, the prompts that were not decided, and the events of its stream. Values only."""
+"""What a batch gives: groups, prompts that were not decided, and the events of its stream, created as it is read."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+from darts_server.engine.port import TokenSlice
 from darts_server.records import GroupRecord, VersionSpans
 from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.run import GroupRun
 from darts_server.types import DiscardReason, Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_POLL_SHARE = 0.1
+"""Largest share of time spent on polling: for a very large batch one poll takes longer than the interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +154,258 @@ class BatchFailed:
 
 Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
 BatchEnd = BatchDone | BatchFailed
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """A reference to a delta that was sent: tokens ``start`` to ``stop`` of a candidate."""
+
+    candidate: "CandidateCursor"
+    start: int
+    stop: int
+
+
+class CandidateCursor:
+    """Create the events of one candidate from what it has generated when `advance` is called.
+
+    The tokens of its deltas are kept, to be sent again, until it is discarded: 12 bytes each with log-probs.
+    """
+
+    def __init__(self, run: GroupRun[Any, Any], trajectory_id: str, number: int, index: int) -> None:
+        self.trajectory_id = trajectory_id
+        self._number = number
+        self._index = index
+        self._run: GroupRun[Any, Any] | None = run
+        self._end: TrajectorySelected | CandidateDiscarded | None = None
+        self._end_sent = False
+        self._token_ids = array("i")
+        self._logprobs: array[float] | None = None
+
+    def select(self, sample: Sample) -> None:
+        """Record that the candidate belongs to its group."""
+        assert self._run is not None
+        cut = self._run.candidates[self._index].cut
+        self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
+
+    def close(self, reason: DiscardReason) -> None:
+        """End the candidate: discard it unless it was selected. ``reason``: used if it has no reason of its own."""
+        if self._end is None and self._run is not None:
+            own_reason = self._run.candidates[self._index].reason
+            length = self._run.runner.count_tokens(self._index)
+            self._end = CandidateDiscarded(self.trajectory_id, self._number, length, own_reason or reason)
+        self._run = None
+
+    def advance(self, chunk: int) -> Iterator[TokenRange | TrajectorySelected | CandidateDiscarded]:
+        """Yield the events since the last call.
+
+        New tokens of a running candidate are held back until there are ``chunk`` of them.
+        """
+        if self._end_sent:
+            return
+        if self._end is None and self._run is not None:
+            state = self._run.candidates[self._index]
+            if state.reason is not None:
+                self.close(state.reason)
+            elif self._run.runner.count_tokens(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
+                yield from self._add_tokens(self._run.runner.read_tokens(self._index, len(self._token_ids)))
+        if self._end is None:
+            return
+        if isinstance(self._end, TrajectorySelected):
+            start, sample = len(self._token_ids), self._end.sample
+            logprobs = None if sample.logprobs is None else sample.logprobs[start:]
+            yield from self._add_tokens(TokenSlice(sample.token_ids[start:], logprobs))
+        else:
+            self._token_ids, self._logprobs = array("i"), None
+        self._end_sent = True
+        yield self._end
+
+    def delta(self, start: int, stop: int) -> TokenDelta | None:
+        """The delta with these tokens; ``None`` once the candidate was discarded."""
+        if stop > len(self._token_ids):
+            return None
+        logprobs = None if self._logprobs is None else self._logprobs[start:stop].tolist()
+        return TokenDelta(self.trajectory_id, self._number, start, self._token_ids[start:stop].tolist(), logprobs)
+
+    def _add_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
+        if generated is None or not generated.token_ids:
+            return
+        start = len(self._token_ids)
+        self._token_ids.extend(generated.token_ids)
+        if generated.logprobs is not None:
+            self._logprobs = self._logprobs or array("d")
+            self._logprobs.extend(generated.logprobs)
+        yield TokenRange(self, start, len(self._token_ids))
+
+
+_Entry = TokenRange | Event
+
+
+class EventFeed:
+    """Give listeners the events of a batch, each from the event number where it wants to start.
+
+    Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
+    nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
+    them, so that events can be replayed.
+
+    Args:
+        first: the first event.
+        chunk: least number of tokens in a delta of a running candidate; ``None`` for no deltas, but groups only.
+        interval: seconds between two polls of what candidates have generated.
+        replayable: whether events are kept, for several listeners; otherwise there is one listener.
+        clock: monotonic seconds, to measure how long polls take. Not the event loop's clock: a virtual one may stand
+            still during a turn.
+    """
+
+    def __init__(
+        self, first: BatchStarted, chunk: int | None, interval: float, replayable: bool, clock: Callable[[], float]
+    ) -> None:
+        self._batch_id = first.batch_id
+        self._chunk = chunk
+        self._interval = interval
+        self._replayable = replayable
+        self._log: list[_Entry] = [first]
+        self._dropped = 0  # events that were removed from the front of the log
+        self._groups: dict[int, _GroupCursor] = {}
+        self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
+        self._end: BatchEnd | None = None
+        self._is_complete = False
+        self._new_entries = self._entries()
+        self._clock = clock
+        self._next_poll = 0.0
+        self._seconds_spent = 0.0
+        self._changed = asyncio.Event()
+
+    # --- called by the batch ------------------------------------------------
+
+    def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
+        """Follow the group of prompt ``number``."""
+        self._groups[number] = _GroupCursor(number, f"{self._batch_id}-{number}", run)
+
+    def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
+        """Record that candidate ``index`` is known to belong to its group."""
+        if group := self._groups.get(number):
+            group.candidates()[index].select(sample)
+            self._notify(number)
+
+    def group_ended(self, result: GroupResult) -> None:
+        """Record a group's outcome. Its run may be dropped afterwards."""
+        group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
+        group.result = result
+        group.close()
+        self._notify(result.number)
+
+    def batch_ended(self, end: BatchEnd) -> None:
+        """Record the batch's end, after which nothing more is recorded."""
+        self._end = end
+        if isinstance(end, BatchFailed):
+            self._groups.clear()
+        for group in self._groups.values():
+            group.close()
+        self._notify(*self._groups)
+
+    # --- called by listeners ------------------------------------------------
+
+    @property
+    def last_number(self) -> int:
+        """Number of the latest event; the first is 1."""
+        return self._dropped + len(self._log)
+
+    def next_after(self, number: int) -> tuple[int, Event] | None:
+        """The event that follows event ``number``, with its own number; ``None`` if there is none yet."""
+        while number < self.last_number or self._create_entry():
+            number += 1
+            entry = self._log[number - self._dropped - 1]
+            if not self._replayable:
+                self._dropped += len(self._log)
+                self._log.clear()
+            event = entry.candidate.delta(entry.start, entry.stop) if isinstance(entry, TokenRange) else entry
+            if event is not None:
+                return number, event
+        return None
+
+    def ends_at(self, number: int) -> bool:
+        """Whether event ``number`` is the last one of the batch."""
+        return self._is_complete and number >= self.last_number
+
+    async def wait(self) -> None:
+        """Wait until there may be another event. Must be called in the turn in which `next_after` gave ``None``."""
+        if self._chunk is None:
+            await self._changed.wait()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_poll):
+                await self._changed.wait()
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_poll:
+            self._due.update(dict.fromkeys(self._groups))
+            self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
+            self._seconds_spent = 0.0
+
+    # --- creating events ----------------------------------------------------
+
+    def _notify(self, *numbers: int) -> None:
+        """Mark these groups as changed and wake all listeners."""
+        self._due.update(dict.fromkeys(numbers))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _create_entry(self) -> bool:
+        """Append the next entry to the log; whether there was one."""
+        started_at = self._clock()
+        try:
+            entry = next(self._new_entries, None)
+        except Exception as error:  # a bug of ours: listeners get it as the last event, and the batch ends with them
+            logger.exception("the events of batch %s failed", self._batch_id)
+            entry = BatchFailed(error)
+        self._seconds_spent += self._clock() - started_at
+        if entry is None:
+            return False
+        self._log.append(entry)
+        self._is_complete = isinstance(entry, BatchDone | BatchFailed)
+        return True
+
+    def _entries(self) -> Iterator[_Entry | None]:
+        """Yield all entries after the first, each created when it is requested; ``None`` when there is none yet."""
+        while not isinstance(self._end, BatchFailed):
+            while self._due:
+                number = next(iter(self._due))
+                del self._due[number]
+                if (group := self._groups.get(number)) is None:
+                    continue
+                for candidate in group.candidates():
+                    yield from candidate.advance(self._chunk or 1)
+                if group.result is not None:
+                    for candidate in group.candidates():  # the group may have ended while these entries were read
+                        yield from candidate.advance(self._chunk or 1)
+                    self._groups.pop(number, None)
+                    yield GroupEnded(group.result)
+            if self._end is not None:
+                break
+            yield None
+        if self._end is not None:
+            yield self._end
+
+
+class _GroupCursor:
+    """The cursors of a group's candidates, and its result once it has ended."""
+
+    def __init__(self, number: int, group_id: str, run: GroupRun[Any, Any] | None) -> None:
+        self.number = number
+        self.result: GroupResult | None = None
+        self._group_id = group_id
+        self._run = run
+        self._candidates: list[CandidateCursor] = []
+
+    def candidates(self) -> Sequence[CandidateCursor]:
+        """The cursors of all candidates started so far."""
+        run = self._run
+        if run is not None:
+            for index in range(len(self._candidates), len(run.candidates)):
+                self._candidates.append(CandidateCursor(run, f"{self._group_id}:{index}", self.number, index))
+        return self._candidates
+
+    def close(self) -> None:
+        """End all candidates; those that are not selected and have no reason of their own were cancelled."""
+        for candidate in self.candidates():
+            candidate.close(DiscardReason.CANCELLED)
+        self._run = None

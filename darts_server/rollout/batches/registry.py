@@ -6,21 +6,18 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
-from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits
-from darts_server.rollout.batches.events import BatchDone, GroupResult
-from darts_server.rollout.batches.request import BatchRequest, NewPlanner
+from darts_server.rollout.batches.batch import BatchRequest, NewPlanner, prepare_batch
+from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits, SavedPrompts
+from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.batches.saved import SavedPrompts
-from darts_server.rollout.batches.submission import Submission
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
-from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ GROUP_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A caller's key for a batch, which makes the batch durable.
+    """A caller's key for a batch, which makes the batch durable. Equal to others of the same name and caller.
 
     ``owner``: name of the caller, as keys of different callers are unrelated. ``body_digest``: hash of the request, to
     refuse another request under the same key. ``body_bytes``: the size of that request.
@@ -44,13 +41,8 @@ class IdempotencyKey:
 
     owner: str | None
     key: str
-    body_digest: bytes
-    body_bytes: int = 0
-
-    @property
-    def scoped(self) -> tuple[str | None, str]:
-        """The key within its owner's scope."""
-        return (self.owner, self.key)
+    body_digest: bytes = field(compare=False)
+    body_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +78,9 @@ class _DurableBatch:
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
         """Call ``action`` with it after so many seconds, in place of what was scheduled before."""
-        self.cancel_timer()
-        self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
-
-    def cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
 
 
 class BatchRegistry(Generic[RequestT, OutputT]):
@@ -137,7 +126,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._durable: dict[str, _DurableBatch] = {}
         self._ended: dict[_DurableBatch, None] = {}  # a set, the oldest first
-        self._by_key: dict[tuple[str | None, str], _DurableBatch] = {}
+        self._by_key: dict[IdempotencyKey, _DurableBatch] = {}
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -153,11 +142,11 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         if key is None:
             return await self._open(request, answer_format, None)
-        keyed = self._by_key.get(key.scoped)
+        keyed = self._by_key.get(key)
         if keyed is None:
             self._make_room(key)
             opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
-            keyed = self._by_key[key.scoped] = _DurableBatch(key, key.body_bytes, opening)
+            keyed = self._by_key[key] = _DurableBatch(key, key.body_bytes, opening)
             opening.add_done_callback(partial(self._forget_if_failed, key))
         elif keyed.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
@@ -206,7 +195,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         keep, keep_tokens = self._saved is not None and self._saved.is_durable, self._has_initial_weights()
         for batch in list(self._running.values()):
             batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
-        await self._wait_for_ends()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def restore(self) -> None:
         """Keep the prompts that the last server has saved, and remove them from the disk, for `close` to save again.
@@ -230,7 +220,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
-        await self._wait_for_ends(CLOSE_SECONDS)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         if self._saved is None or not self._saved.is_durable:
             return 0
         prompts = list(self._carried)
@@ -240,10 +231,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             logger.exception("prompts that were carried over could not be saved, and are lost")
             return len(prompts)
 
-    async def _wait_for_ends(self, timeout: float | None = None) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout)
-
     def fail(self, error: DartsError) -> None:
         """End all streamed batches with that error. The others are answered when their groups have ended."""
         for batch in list(self._running.values()):
@@ -251,9 +238,11 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                 batch.fail(error)
 
     async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
-        submission = await Submission.prepare(request, self._rollouts, self._renderer, self._new_planner, self._carried)
+        parts = self._rollouts, self._renderer
         batch = BatchRun(
-            submission,
+            await prepare_batch(request, *parts, self._new_planner, self._carried),
+            *parts,
+            self._carried,
             answer_format,
             replayable=key is not None,
             interval=self._interval,
@@ -265,14 +254,14 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._tasks.add(batch.task)
         batch.task.add_done_callback(self._tasks.discard)
         if key is not None:
-            self._durable[batch.batch_id] = self._by_key[key.scoped]
+            self._durable[batch.batch_id] = self._by_key[key]
             self._handle_idle(batch)
         return batch
 
     def _forget_if_failed(self, key: IdempotencyKey, opening: asyncio.Task[BatchRun]) -> None:
         """Free the key of a batch that could not be opened, also if its caller has left."""
         if opening.cancelled() or opening.exception() is not None:
-            del self._by_key[key.scoped]
+            del self._by_key[key]
 
     def _handle_idle(self, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
@@ -335,28 +324,26 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _drop(self, durable: _DurableBatch) -> None:
         """Drop a batch; harmless if it was dropped before."""
         if self._durable.pop(durable.batch.batch_id, None) is not None:
-            durable.cancel_timer()
-            self._by_key.pop(durable.key.scoped, None)
+            if durable.timer is not None:
+                durable.timer.cancel()
+            self._by_key.pop(durable.key, None)
             self._ended.pop(durable, None)
 
 
 def kept_bytes(batch: BatchRun) -> int:
     """Return about how much memory a batch takes after its end."""
-    own = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    size = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
     if not isinstance(batch.end, BatchDone):
-        return own
+        return size
     copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
-    unfinished = sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
+    size += sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
     handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
-    return own + unfinished + sum(_group_bytes(result, copies) for result in (*batch.end.results, *handed_back))
-
-
-def _group_bytes(result: GroupResult, copies: int) -> int:
-    candidates = 0 if result.record is None else len(result.record.candidates)
-    samples = sum(_sample_bytes(sample, copies) for sample in result.samples.values())
-    samples += sum(_sample_bytes(aborted.sample, 1) for aborted in (result.aborted or {}).values())
-    return GROUP_BYTES + CANDIDATE_BYTES * candidates + len(result.metadata or b"") + samples
-
-
-def _sample_bytes(sample: Sample, copies: int) -> int:
-    return copies * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs)) + sys.getsizeof(sample.text)
+    for group in (*batch.end.results, *handed_back):
+        candidates = 0 if group.record is None else len(group.record.candidates)
+        size += GROUP_BYTES + CANDIDATE_BYTES * candidates + len(group.metadata or b"")
+        samples = [(sample, copies) for sample in group.samples.values()]
+        samples += [(aborted.sample, 1) for aborted in (group.aborted or {}).values()]
+        for sample, times in samples:
+            size += times * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs))
+            size += sys.getsizeof(sample.text)
+    return size

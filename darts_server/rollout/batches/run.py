@@ -1,19 +1,36 @@
-"""Run a submitted batch in a task of its own, for any number of listeners."""
+"""Run a batch group by group, in a task of its own, for any number of listeners."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
+from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.rollout.batches.events import BatchDone, BatchEnd, BatchFailed, BatchStarted, Event, GroupResult
-from darts_server.rollout.batches.feed import EventFeed
-from darts_server.rollout.batches.submission import Submission
+from darts_server.rollout.batches.batch import PreparedBatch, PreparedGroup
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
+from darts_server.rollout.batches.events import (
+    AbortedSample,
+    BatchDone,
+    BatchEnd,
+    BatchFailed,
+    BatchStarted,
+    Event,
+    EventFeed,
+    GroupResult,
+    Unfinished,
+)
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.serving.admission import caller
+from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +52,10 @@ class AnswerFormat:
 
 
 class BatchRun:
-    """Run a batch to its end, or until it is cancelled.
+    """Run a batch to its end, or until it is cancelled. It starts in a later turn of the event loop.
+
+    Groups that were carried over start first, and then those that are expected to take longest, so that no long one
+    starts when the others are done. Prompts that were carried over and are not decided go back to ``kept``.
 
     Args:
         answer_format: how its listeners are answered.
@@ -48,25 +68,29 @@ class BatchRun:
 
     def __init__(
         self,
-        submission: Submission[Any, Any],
+        prepared: PreparedBatch[Any],
+        rollouts: Rollouts[Any, Any],
+        renderer: PromptRenderer[Any, Any],
+        kept: CarriedPrompts,
         answer_format: AnswerFormat,
         *,
-        replayable: bool,
-        interval: float,
-        on_idle: Callable[["BatchRun"], None],
-        on_end: Callable[["BatchRun"], None],
-        clock: Callable[[], float],
+        replayable: bool = False,
+        interval: float = 0.02,
+        on_idle: Callable[["BatchRun"], object] = lambda _: None,
+        on_end: Callable[["BatchRun"], object] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batch_id = submission.batch_id
-        self.policy = submission.plan.policy
-        self.survivors = submission.plan.shaping.return_survivors
-        self.sampling = submission.sampling
+        self.batch_id = prepared.batch_id
+        self.plan = prepared.plan
+        self.sampling = prepared.sampling
+        """The sampling parameters in force."""
+        self.size = len(prepared.groups)
+        """Number of prompts."""
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
-        self._size = submission.size
         self.answer_format = answer_format
         self.feed = EventFeed(
-            BatchStarted(self.batch_id, self.policy, submission.size, self.survivors, self.sampling),
+            BatchStarted(self.batch_id, self.plan.policy, self.size, self.plan.shaping.return_survivors, self.sampling),
             answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
             interval,
             replayable,
@@ -77,13 +101,36 @@ class BatchRun:
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
-        self._submission: Submission[Any, Any] | None = submission
-        self._on_idle = on_idle
+        self.on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
-        self.task = asyncio.get_running_loop().create_task(self._run(submission), name=f"darts-{self.batch_id}")
+        self._rollouts = rollouts
+        self._renderer = renderer
+        self._kept = kept
+        self._groups = prepared.groups
+        self._terms = prepared.terms
+        self._missing = prepared.enough
+        self._places = asyncio.Semaphore(prepared.begun)
+        self._ticket = prepared.ticket
+        self._carry = prepared.carry
+        self._on_abort = OnAbort.FAIL
+        if self._carry is not Carry.RESTART:
+            self._on_abort = OnAbort.CARRY if self._carry is Carry.RESUME else OnAbort.RETURN
+        self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
+        self._is_running = False
+        self._interrupted_by: DartsError | None = None
+        # By the number of the group. `_stopped`: what candidates go on from; `None` if the prompt starts again.
+        self._started: set[int] = set()
+        self._decided: set[int] = set()
+        self._runs: dict[int, GroupRun[Any, Any]] = {}
+        self._stopped: dict[int, CarriedGroup[Any] | None] = {}
+        self._undecided_because: dict[int, DartsError] = {}
+        self._handed_back: dict[int, GroupResult] = {}
+        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"darts-{self.batch_id}")
         """Runs it, and ends a little after it, when prompts that it has taken are given back."""
+
+    # --- called by listeners and the registry -------------------------------
 
     def listen(self, after: int = 0) -> "Listener":
         """Create a listener that gets the events after event number ``after``."""
@@ -115,58 +162,274 @@ class BatchRun:
         return True
 
     def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> None:
-        """End the batch with what its groups have generated, see `Submission.interrupt`.
+        """End all groups with what they have generated. A batch that still waits for the engine has nothing, and fails.
 
-        One that still waits for the engine has generated nothing, and fails.
+        ``keep``: whether prompts may be carried over. Otherwise all groups have the error, and what was generated.
+        ``keep_tokens``: whether what was generated may be, too. Otherwise it is handed back, see `Unfinished`.
         """
-        submission = self._submission
-        if submission is not None and not submission.interrupt(error, keep=keep, keep_tokens=keep_tokens):
+        if self._carry is not Carry.DROP and not (keep and keep_tokens and self._carry is Carry.RESUME):
+            self._on_abort = OnAbort.RETURN
+        if not keep:
+            self._carry = Carry.DROP
+        self._interrupted_by = error
+        for run in list(self._runs.values()):
+            run.interrupt(error, self._on_abort)
+        if not self._is_running:
             self.fail(error)
 
-    def remove_listener(self) -> None:
-        self.listeners -= 1
-        if not self.listeners:
-            self._on_idle(self)
+    # --- the batch ----------------------------------------------------------
 
-    async def _run(self, submission: Submission[Any, Any]) -> None:
-        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
+    async def _run(self) -> None:
         results: list[GroupResult] = []
         try:
-            async with aclosing(submission.results(feed)) as new_results:
-                async for result in new_results:
-                    results.append(result)
-                    self.feed.group_ended(result)
+            await self._run_groups(results)
         except Exception as error:  # a bug of ours: listeners get it
             logger.exception("batch %s failed", self.batch_id)
             self._finish(BatchFailed(error))
         else:
             if self.end is None:
-                carried = submission.keep_undecided()
-                seconds = self._clock() - self._started_at
-                generated = submission.generated_tokens
-                self._finish(BatchDone(self.batch_id, results, submission.unfinished, seconds, generated, carried))
+                self._finish(self._keep_undecided(results))
         finally:
-            self._submission = None  # a batch that is kept must not keep its prompts
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
-                submission.give_back(delivered=self.answer_format.stream is not StreamMode.OFF)
+                groups = self._groups if self.answer_format.stream is StreamMode.OFF else self._undecided()
+                self._kept.put(self.owner, (), [group.carried for group in groups if group.carried is not None])
+            # A batch that is kept must not keep its prompts, nor what was generated for those that are carried over.
+            self._groups, self._terms = (), ""
+            self._runs, self._stopped, self._undecided_because, self._handed_back = {}, {}, {}, {}
+
+    async def _run_groups(self, results: list[GroupResult]) -> None:
+        """Run all groups until enough are complete, and add each to the results as it is decided.
+
+        A group that is aborted is decided, by an error, unless its prompt is carried over: then it is undecided. If
+        groups can go on later, those that have ended when enough are complete are decided too: they were counted, and
+        must not be complete a second time.
+        """
+
+        def decide(result: GroupResult) -> None:
+            self._decided.add(result.number)
+            results.append(result)
+            self.feed.group_ended(result)
+
+        tasks: dict[int, asyncio.Task[GroupResult | None]] = {}
+        try:
+            async with self._rollouts.gate.enter():
+                self._is_running = True
+                for group in self._in_order():
+                    tasks[group.number] = asyncio.create_task(self._run_group(group))
+                for next_result in asyncio.as_completed(tasks.values()):
+                    if (result := await next_result) is None or result.error is not None:
+                        self._places.release()
+                    if result is None:
+                        continue
+                    self._runs.pop(result.number, None)
+                    decide(result)
+                    self._missing -= result.error is None
+                    if not self._missing:
+                        break
+                if self._carry is Carry.RESUME:
+                    stopping = []
+                    for group in self._undecided():
+                        if (run := self._runs.get(group.number)) is not None:
+                            stopping.append(asyncio.create_task(self._stop(group, run)))
+                            await asyncio.sleep(0)  # each stops its candidates, so they take turns
+                    for number in await asyncio.gather(*stopping):
+                        if number is not None and (result := await tasks[number]) is not None:
+                            decide(result)
+        finally:
+            self._ticket.release()
+            await self._cancel(tasks)
+            for group in self._groups:
+                if group.number not in self._started:
+                    group.allocation.drop()
+
+    def _undecided(self) -> list[PreparedGroup[Any]]:
+        return [group for group in self._groups if group.number not in self._decided]
+
+    def _keep_undecided(self, results: list[GroupResult]) -> BatchDone:
+        """Keep the prompts whose groups were not decided, as their caller wants it; return how the batch has ended."""
+        undecided = self._undecided()
+        if self._carry is not Carry.DROP:
+            new: list[CarriedPrompt] = []
+            older: list[CarriedPrompt] = []
+            for group in undecided:
+                generated = self._stopped.get(group.number, group.resumed)
+                prompt = CarriedPrompt(group.prompt, group.identity, generated)
+                (new if group.carried is None else older).append(prompt)
+            self._kept.put(self.owner, new, older)
+        carried = self._kept.count(self.owner)
+        seconds = self._clock() - self._started_at
+        unfinished = [
+            Unfinished(
+                group.number,
+                group.prompt_key,
+                group.prompt.metadata,
+                self._carry,
+                self._undecided_because.get(group.number),
+                self._handed_back.get(group.number),
+            )
+            for group in undecided
+        ]
+        return BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried)
 
     def _finish(self, end: BatchEnd) -> None:
-        if self.end is None:
-            self.end = end
-            self.feed.batch_ended(end)
-            self._ended.set()
-            self._log_end(end)
-            self._on_end(self)
-
-    def _log_end(self, end: BatchEnd) -> None:
+        if self.end is not None:
+            return
+        self.end = end
+        self.feed.batch_ended(end)
+        self._ended.set()
         decided = len(end.results) if isinstance(end, BatchDone) else 0
-        fields = {"batch_id": self.batch_id, "prompts": self._size, "decided": decided, "policy": self.policy}
         seconds = round(self._clock() - self._started_at, 3)
+        policy = self.plan.policy
         logger.info(
             "rollouts %s: %d of %d prompts decided in %.3f s",
-            *(self.batch_id, decided, self._size, seconds),
-            extra={**fields, "seconds": seconds},
+            *(self.batch_id, decided, self.size, seconds),
+            extra={
+                "batch_id": self.batch_id,
+                "prompts": self.size,
+                "decided": decided,
+                "policy": policy,
+                "seconds": seconds,
+            },
         )
+        self._on_end(self)
+
+    def _in_order(self) -> list[PreparedGroup[Any]]:
+        """Sort: carried over, then by expected length, then as the caller has them.
+
+        New prompts are expected to be as long as the data set's mean; in the first step, before there is one, as the
+        mean of those of this batch that are known.
+        """
+        statistics = self._rollouts.statistics
+        means = {group.number: statistics.prompts.mean(group.prompt_key) for group in self._groups}
+        known = [mean for mean in means.values() if mean is not None]
+        usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
+        return sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
+
+    async def _cancel(self, tasks: Mapping[int, asyncio.Task[GroupResult | None]]) -> None:
+        """Cancel the tasks of all groups, and wait for their ends. Each stops its candidates, so they take turns."""
+        for number, task in tasks.items():
+            if number not in self._started:
+                task.cancel()
+        try:
+            for task in tasks.values():
+                if not task.done():
+                    task.cancel()
+                    await asyncio.sleep(0)
+        finally:  # also if this is cancelled
+            for task in tasks.values():
+                task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    # --- one group ----------------------------------------------------------
+
+    async def _run_group(self, group: PreparedGroup[Any]) -> GroupResult | None:
+        """Run one group; ``None`` if it was aborted and its prompt is carried over."""
+        await self._places.acquire()
+        await self._rollouts.starts.group(group.allocation.candidates)
+        self._started.add(group.number)
+        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
+        group_id = f"{self.batch_id}-{group.number}"
+        result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
+        samples: dict[int, Sample] = {}
+        run: GroupRun[Any, Any] | None = None
+        try:
+            # With a feed, each trajectory is reported as soon as it is known to belong to its group.
+            run = self._runs[group.number] = self._start(group, group_id, early=feed is not None)
+            if feed is not None:
+                feed.group_started(group.number, run)
+            if self._interrupted_by is not None:
+                run.interrupt(self._interrupted_by, self._on_abort)
+            try:
+                async with aclosing(run.trajectories()) as trajectories:
+                    async for trajectory in trajectories:
+                        sample = samples[trajectory.index] = await self._renderer.to_sample(trajectory.output)
+                        if feed is not None:
+                            feed.trajectory_selected(group.number, trajectory.index, sample)
+            except DartsError as error:
+                if run.interrupted is None:
+                    raise
+                return await self._interrupted(group, run, replace(result, error=error), samples)
+        except DartsError as error:
+            return replace(result, error=error)
+        except Exception as error:  # a bug of ours: it ends this group and no other
+            logger.exception("group %s failed", result.group_id)
+            return replace(result, error=error)
+        finally:  # also of a group that failed, or is stopped because enough others are complete
+            if run is not None:
+                self._generated += run.generated_tokens
+        return replace(result, samples=dict(sorted(samples.items())), record=run.record)
+
+    def _start(self, group: PreparedGroup[Any], group_id: str, *, early: bool) -> GroupRun[Any, Any]:
+        can_carry = self._carry is Carry.RESUME
+        tail_seed = self._renderer.tail_seed(group.request)
+        resumed = group.resumed
+        if resumed is not None and resumed.staleness(self._rollouts.weight_version) > self._kept.limits.staleness:
+            resumed = None  # the weights changed while it waited
+        if resumed is not None:
+            tail_seed = resumed.tail_seed
+        elif can_carry and tail_seed is None:
+            tail_seed = (secrets.randbits(64),)
+        spec = GroupSpec.of_plan(
+            self.plan,
+            group.request,
+            group_id,
+            group.prompt_key,
+            tail_seed,
+            early=early and not can_carry,  # what is delivered cannot go on in another group
+            on_abort=self._on_abort,
+        )
+        held = self._ticket.split(group.allocation.candidates)
+        return self._rollouts.start(
+            spec, self.plan, group.allocation, held, () if resumed is None else resumed.candidates
+        )
+
+    async def _stop(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> int | None:
+        """Stop a group that is not decided, and keep what it has generated; return its number if it had ended."""
+        if run.has_ended:
+            return group.number
+        run.stop_to_carry()
+        await self._keep_generated(group, run)
+        return None
+
+    async def _keep_generated(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> None:
+        """Keep what the candidates of a stopped group have generated, if another one can go on with it."""
+        candidates = await run.carried()
+        # With a seed a candidate's number gives its random numbers, so no other one may get it.
+        is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
+        if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
+            self._stopped[group.number] = None
+            self._generated += sum(candidate.tokens for candidate in candidates)
+            return
+        assert run.spec.tail_seed is not None
+        saturated = group.allocation.saturated
+        self._stopped[group.number] = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
+
+    async def _interrupted(
+        self,
+        group: PreparedGroup[Any],
+        run: GroupRun[Any, Any],
+        result: GroupResult,
+        samples: Mapping[int, Sample],
+    ) -> GroupResult | None:
+        """Return what a group that was ended from outside has generated; ``None`` if its prompt is carried over."""
+        assert run.interrupted is not None
+        # First: if enough others are complete before it has ended, it stays undecided.
+        self._undecided_because[group.number] = run.interrupted
+        result, on_abort = replace(result, record=run.record), self._on_abort
+        if on_abort is OnAbort.CARRY:
+            await self._keep_generated(group, run)
+        elif on_abort is OnAbort.RETURN:
+            aborted: dict[int, AbortedSample] = {}
+            for index, output in (await run.aborted_outputs()).items():
+                sample = samples.get(index) or await self._renderer.to_sample(output)
+                aborted[index] = AbortedSample(sample, run.recorder.version_spans(index, len(sample.token_ids)))
+            result = replace(result, aborted=aborted)
+        if self._carry is Carry.DROP:
+            return result
+        if on_abort is OnAbort.RETURN:
+            self._handed_back[group.number], self._stopped[group.number] = result, None
+        self._runs.pop(group.number)
+        return None
 
 
 class Listener:
@@ -182,7 +445,9 @@ class Listener:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._batch.remove_listener()
+        self._batch.listeners -= 1
+        if not self._batch.listeners:
+            self._batch.on_idle(self._batch)
 
     def next_nowait(self) -> tuple[int, Event] | None:
         """The next event and its number; ``None`` if there is none yet."""

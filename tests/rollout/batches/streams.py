@@ -10,9 +10,18 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.rollout.batches.events import CandidateDiscarded, Event, GroupEnded, TokenDelta, TrajectorySelected
+from darts_server.rollout.batches.batch import BatchRequest
+from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.batches.events import (
+    BatchDone,
+    CandidateDiscarded,
+    Event,
+    GroupEnded,
+    GroupResult,
+    TokenDelta,
+    TrajectorySelected,
+)
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.types import FinishReason, PromptSpec
@@ -20,6 +29,8 @@ from tests.rollout.helpers import Harness, Texts
 from tests.rollout.joining.joining import SteppedLoop
 
 Events = list[tuple[int, Event]]
+SIZE = 4
+WHOLE = AnswerFormat()
 SHAPINGS = {
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "sampled": Shaping(redundancy=2.0),
@@ -62,6 +73,11 @@ def batch_request(prompts: int, size: int = 4, num_groups: int | None = None) ->
     return BatchRequest(specs, size, num_groups=num_groups)
 
 
+def request(*texts: str, carry: Carry = Carry.DROP, **more: Any) -> BatchRequest:
+    specs = [PromptSpec(text=text, metadata=b'{"of":"%s"}' % text.encode()) for text in texts]
+    return BatchRequest(specs, SIZE, carry=carry, **more)
+
+
 def token_stream(chunk: int = 4) -> AnswerFormat:
     return AnswerFormat(StreamMode.TOKENS, chunk)
 
@@ -80,6 +96,31 @@ def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
         return Script(length, delay)
 
     return script
+
+
+async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
+    """Open a batch that has a listener to the end of the test, and run so many steps of it."""
+    run = await registry.open(batch, WHOLE)
+    run.listen().__enter__()
+    await settle()
+    for _ in range(steps):
+        await harness.engine.step()
+    return run
+
+
+async def finish(harness: Harness, batch: BatchRun) -> BatchDone:
+    await settle()
+    await harness.engine.run()
+    return await batch.wait()
+
+
+def key(result: GroupResult) -> str:
+    return result.prompt_key.removeprefix("key of ")
+
+
+def lengths_of(result: GroupResult) -> dict[int, int]:
+    assert result.aborted is not None
+    return {index: len(aborted.sample.token_ids) for index, aborted in result.aborted.items()}
 
 
 async def read_events(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (0,)) -> Events:

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,18 +18,23 @@ from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.batches.request import BatchRequest, check_resumable
 from darts_server.rollout.batches.run import AnswerFormat, StreamMode
 from darts_server.rollout.candidates import CarriedCandidate
-from darts_server.rollout.plan import Limits, Plan, Planner
+from darts_server.rollout.plan import Limits, Planner
+from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (
     POLICIES,
+    SIZE,
+    WHOLE,
+    begin,
     by_candidate,
+    finish,
     idempotency_key,
     new_registry,
     play,
@@ -36,12 +42,12 @@ from tests.rollout.batches.streams import (
     read_events,
     token_stream,
 )
+from tests.rollout.batches.streams import request as any_request
 from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
 
-SIZE = 4
-WHOLE, STREAM = AnswerFormat(), AnswerFormat(StreamMode.GROUPS)
+STREAM = AnswerFormat(StreamMode.GROUPS)
 
 
 def kept(name: str) -> CarriedPrompt:
@@ -96,9 +102,24 @@ def test_what_goes_on_counts_with_its_terms_and_its_candidates() -> None:
     assert prompts.count(None) == 1
 
 
-def request(*texts: str, num_groups: int | None = None, carry: Carry = Carry.RESTART, **more: Any) -> BatchRequest:
-    specs = [PromptSpec(text=text, metadata=b'{"of":"%s"}' % text.encode()) for text in texts]
-    return BatchRequest(specs, SIZE, num_groups=num_groups, carry=carry, **more)
+def test_prompts_of_callers_that_cannot_take_them_any_more_are_dropped_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    valid: set[str | None] = {"one", "two", "three", None}
+    prompts = CarriedPrompts(may_call=lambda name: name in valid)
+    for owner, names in {"one": "ab", "two": "c", "three": "d", None: "e"}.items():
+        prompts.put(owner, map(kept, names))
+    prompts.drop_without_caller()
+    assert (len(list(prompts)), caplog.messages) == (5, [])
+    valid -= {"one", "three"}
+    prompts.drop_without_caller()
+    assert [(owner, prompt.prompt.text) for owner, prompt in prompts] == [("two", "c"), (None, "e")]
+    [message] = caplog.messages
+    assert message.startswith("3 prompts that were carried over are dropped: their API key")
+
+
+request = partial(any_request, carry=Carry.RESTART)
+resumed = partial(any_request, carry=Carry.RESUME)
 
 
 async def run_batch(
@@ -273,10 +294,6 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
             waiting += mine
     assert answered == Counter(str(i) for i in range(20))
     assert harness.rollouts.running == 0
-
-
-def resumed(*texts: str, **more: Any) -> BatchRequest:
-    return request(*texts, carry=Carry.RESUME, **more)
 
 
 def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
@@ -457,10 +474,13 @@ async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -
     assert (len(done.results), done.carried) == (3, 1)
 
 
-def test_a_policy_that_prunes_does_not_resume() -> None:
-    plan = Plan("arrol", Shaping(pruning=Pruning()), SIZE)
+async def test_a_policy_that_prunes_does_not_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = new_registry(Harness(by_text), "shortest")
+    planner = Planner({"arrol": Shaping(pruning=Pruning())}, "arrol", Limits(64))
+    registry._new_planner = lambda _: planner
+    monkeypatch.setattr(Rollouts, "can_score", True)
     with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
-        check_resumable(Harness(by_text).rollouts, plan, ["10"])
+        await registry.open(resumed("10"), WHOLE)
     assert refused.value.field == "carry"
 
 
@@ -524,3 +544,18 @@ async def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopp
     assert (decided(done), done.carried) == (["10"], 1)
     counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
     assert done.generated == counted > 100
+
+
+async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness, valid = Harness(by_text), {"one"}
+    registry = new_registry(harness, "shortest", may_call=lambda name: name in valid)
+    token = caller.set(Caller("one"))
+    batch = await begin(harness, registry, resumed("30", "10", num_groups=1), 5)
+    caller.reset(token)
+    valid.clear()
+    registry.keys_changed()
+    done = await finish(harness, batch)
+    assert (len(done.results), done.carried, list(registry._carried)) == (1, 0, [])
+    assert "1 prompts that were carried over are dropped" in caplog.text

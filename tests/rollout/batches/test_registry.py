@@ -15,9 +15,9 @@ from darts_server.exceptions import (
     ServerStopping,
     TooLarge,
 )
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.events import BatchFailed
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, kept_bytes
-from darts_server.rollout.batches.request import BatchRequest
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import (

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +17,41 @@ from hypothesis import strategies as st
 from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import ServerStopping
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
-from darts_server.rollout.batches.events import BatchDone
-from darts_server.rollout.batches.preparation import terms_of
-from darts_server.rollout.batches.run import BatchRun
-from darts_server.rollout.batches.saved import KIND, PORTABLE_SECONDS, SAVE_SECONDS, Owned, SavedPrompts
+from darts_server.rollout.batches.batch import terms_of
+from darts_server.rollout.batches.carried import (
+    KIND,
+    PORTABLE_SECONDS,
+    SAVE_SECONDS,
+    WRITE_BYTES,
+    CarriedGroup,
+    CarriedPrompt,
+    CarriedPrompts,
+    Carry,
+    Owned,
+    SavedPrompts,
+)
+from darts_server.rollout.batches.events import BatchDone, GroupResult
+from darts_server.rollout.batches.registry import BatchRegistry, kept_bytes
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.transactions import CarriedFile
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
     SHAPINGS,
+    WHOLE,
+    begin,
     by_candidate,
+    finish,
     idempotency_key,
+    key,
+    lengths_of,
     new_registry,
     random_script,
     read_events,
-    run_on_stepped_clock,
+    request,
     token_stream,
 )
-from tests.rollout.batches.test_aborted import WHOLE, begin, finish, key, lengths_of, request
 from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
@@ -97,15 +113,17 @@ def test_what_other_weights_have_generated_is_not_used(model: str, version: int)
     assert [prompt.group is not None for prompt in taken] == [False, model == "model" and version == 1]
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"prompt": None}, {"prompt": "{}"}])
+@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"prompt": None}, {"prompt": "{}"}, None])
 def test_a_prompt_that_cannot_be_read_is_lost_alone(
-    change: dict[str, object], caplog: pytest.LogCaptureFixture
+    change: dict[str, object] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
-        document = json.loads(store.read(KIND, "00000000") or b"") | change
-        store.write({(KIND, "00000000"): json.dumps(document).encode()})
+        document = b"[" * 200_000  # nested too deeply
+        if change is not None:
+            document = json.dumps(json.loads(store.read(KIND, "00000000") or b"") | change).encode()
+        store.write({(KIND, "00000000"): document})
         assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
     assert "1 prompts that were carried over are lost" in caplog.text
 
@@ -194,14 +212,6 @@ def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(
         assert saved.save(kept) == len(taken)
 
 
-def test_a_document_that_is_nested_too_deeply_is_lost_alone() -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
-        store.write({(KIND, "00000000"): b"[" * 200_000})
-        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
-
-
 def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     with CarriedFile() as store:
         SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
@@ -248,36 +258,35 @@ def finished(name: str, tokens: int) -> CarriedPrompt:
     return replace(prompt, group=replace(prompt.group, candidates=[candidate]))
 
 
-def test_prompts_whose_texts_are_not_made_in_time_start_again(caplog: pytest.LogCaptureFixture) -> None:
-    class SlowTexts(Texts):
-        async def to_sample(self, output: list[int]) -> Sample:
-            await asyncio.sleep(10 * PORTABLE_SECONDS if len(output) > 1 else 0)
-            return await super().to_sample(output)
+class BadTexts(Texts):
+    """Of outputs of two tokens, of which no text can be made, or not in time."""
 
-    async def scenario() -> None:
-        with CarriedFile() as store:
-            saved = SavedPrompts(store, "model")
-            prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
-            await saved.save_in_time(prompts, SlowTexts(), with_tokens=True)
-            assert [prompt.group is not None for _, prompt in saved.take(0)] == [True, False, False]
+    def __init__(self, *, slow: bool) -> None:
+        self._slow = slow
 
-    asyncio.run(scenario())
-    assert "2 prompts that were carried over start again" in caplog.text
+    async def to_sample(self, output: list[int]) -> Sample:
+        if len(output) == 2:
+            await asyncio.sleep(10 * PORTABLE_SECONDS if self._slow else 0)
+            raise RuntimeError("no such token")
+        return await super().to_sample(output)
 
 
-def test_a_prompt_whose_text_cannot_be_made_starts_again_alone(caplog: pytest.LogCaptureFixture) -> None:
-    class BrokenTexts(Texts):
-        async def to_sample(self, output: list[int]) -> Sample:
-            if len(output) == 2:
-                raise RuntimeError("no such token")
-            return await super().to_sample(output)
-
+@pytest.mark.parametrize(
+    ("slow", "kept", "message"),
+    [
+        (True, [True, False, False], "2 prompts that were carried over start again"),
+        (False, [True, False, True], "no such token"),
+    ],
+)
+def test_prompts_whose_texts_cannot_be_made_or_not_in_time_start_again(
+    slow: bool, kept: list[bool], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with CarriedFile() as store:
         saved = SavedPrompts(store, "model")
         prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
-        asyncio.run(saved.save_in_time(prompts, BrokenTexts(), with_tokens=True))
-        assert [prompt.group is not None for _, prompt in saved.take(0)] == [True, False, True]
-    assert "no such token" in caplog.text
+        asyncio.run(saved.save_in_time(prompts, BadTexts(slow=slow), with_tokens=True))
+        assert [prompt.group is not None for _, prompt in saved.take(0)] == kept
+    assert message in caplog.text
 
 
 def test_terms_are_equal_in_every_process() -> None:
@@ -291,25 +300,11 @@ def test_terms_are_equal_in_every_process() -> None:
 class Server:
     """One server after the other on the same folder, with the same scripts."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        script: object = by_text,
-        policy: str = "shortest",
-        texts: Texts | None = None,
-        *,
-        has_initial_weights: bool = True,
-    ) -> None:
-        self.harness = Harness(script)  # type: ignore[arg-type]
-        self._store = CarriedFile(folder)
-        saved = SavedPrompts(self._store, "model")
-        more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
-        self.registry = new_registry(self.harness, policy, texts=texts, **more)
-        self.registry.restore()
+    def __init__(self, store: CarriedFile, harness: Harness, registry: BatchRegistry[str, list[int]]) -> None:
+        self.store, self.harness, self.registry = store, harness, registry
 
-    async def begin(self, steps: int, *texts: str, **more: object) -> BatchRun:
-        asked = request(*texts, **more)  # type: ignore[arg-type]
-        return await begin(self.harness, self.registry, asked, steps)
+    async def begin(self, steps: int, *texts: str, **more: Any) -> BatchRun:
+        return await begin(self.harness, self.registry, request(*texts, **more), steps)
 
     async def stop(self) -> None:
         self.registry.drain()
@@ -323,15 +318,18 @@ class Server:
 @asynccontextmanager
 async def serving(
     folder: Path | None,
-    script: object = by_text,
+    script: Callable[[str, int], Script] = by_text,
     policy: str = "shortest",
     texts: Texts | None = None,
     *,
     has_initial_weights: bool = True,
 ) -> AsyncIterator[Server]:
-    server = Server(folder, script, policy, texts, has_initial_weights=has_initial_weights)
-    with server._store:
-        yield server
+    with CarriedFile(folder) as store:
+        harness, saved = Harness(script), SavedPrompts(store, "model")
+        more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
+        registry = new_registry(harness, policy, texts=texts, **more)
+        registry.restore()
+        yield Server(store, harness, registry)
 
 
 async def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
@@ -382,25 +380,17 @@ async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_promp
         assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
 
 
-def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server:
-            await (await finish_after(server, 15)).wait()
-            server.harness.rollouts.gate.close()
-            batch = await server.begin(3, "12", carry=Carry.RESUME, carried=True)
-            await server.stop()
-            with pytest.raises(ServerStopping):
-                await batch.wait()
-        async with serving(tmp_path) as server:
-            assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
-            assert all(prompt.group is not None for _, prompt in server.registry._carried)
-
-    async def finish_after(server: Server, steps: int) -> BatchRun:
-        batch = await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1)
-        await finish(server.harness, batch)
-        return batch
-
-    run_on_stepped_clock(scenario())
+async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
+        server.harness.rollouts.gate.close()
+        batch = await server.begin(3, "12", carry=Carry.RESUME, carried=True)
+        await server.stop()
+        with pytest.raises(ServerStopping):
+            await batch.wait()
+    async with serving(tmp_path) as server:
+        assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
+        assert all(prompt.group is not None for _, prompt in server.registry._carried)
 
 
 async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
@@ -467,3 +457,135 @@ async def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path:
     assert started == ended
     if policy != "cut":  # its deadline depends on which groups run together
         assert found == expected
+
+
+# --- what cannot be saved ----------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [None, "DROP TABLE entries"])
+async def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
+    fault: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path) as server:
+        await server.begin(15, "30", "40", carry=Carry.RESUME)
+        await server.registry.hand_back(STOPPING)
+        if fault is not None:
+            server.store._connection.execute(fault)
+        assert await server.registry.close() == (0 if fault is None else 2)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    if fault is None:
+        assert errors == []
+    else:
+        assert "cannot be saved: " in errors[0]
+        assert errors[1].startswith("2 prompts that were carried over are lost")
+
+
+async def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
+    async with serving(None) as server:
+        server.registry._carried.put(None, [CarriedPrompt(PromptSpec(text="1"), ("1", "1"))])
+        assert await server.registry.close() == 0
+
+
+class FullDisk(CarriedFile):
+    """Has room for one write."""
+
+    writes = 0
+
+    def write(self, changes: object) -> None:
+        self.writes += 1
+        if self.writes > 1:
+            self._connection.execute("PRAGMA query_only = ON")
+        super().write(changes)  # type: ignore[arg-type]
+
+
+def test_what_was_written_before_an_error_counts_as_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large = "a" * (WRITE_BYTES // 2)
+    prompts = [(None, CarriedPrompt(PromptSpec(text=large + str(number)), (str(number), ""))) for number in range(3)]
+    with FullDisk(tmp_path) as store:
+        saved = SavedPrompts(store, "model").save(prompts)
+    assert "cannot be saved: " in caplog.text
+    with CarriedFile(tmp_path) as store:
+        assert [prompt.identity[0] for _, prompt in SavedPrompts(store, "model").take(0)] == ["0", "1"][:saved]
+    assert saved == 2
+
+
+async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(tmp_path: Path) -> None:
+    with CarriedFile(tmp_path) as store:
+        saved = SavedPrompts(store, "model")
+        saved.save([("one", carried_prompt("a")), ("one", carried_prompt("b")), ("two", carried_prompt("c"))])
+        harness = Harness(lambda *_: Script(1))
+        registry = new_registry(harness, "shortest", saved=saved, may_call=lambda name: name == "two")
+        registry.restore()
+        assert [owner for owner, _ in registry._carried] == ["two"]
+
+
+# --- what is handed back ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("carry", "has_initial_weights", "tokens_are_kept"),
+    [(Carry.RESUME, True, True), (Carry.RESUME, False, False), (Carry.RESTART, True, False)],
+)
+async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_prompts_are_kept(
+    carry: Carry, has_initial_weights: bool, tokens_are_kept: bool, tmp_path: Path
+) -> None:
+    async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
+        batch = await server.begin(15, "30", "12", "40", carry=carry)
+        await server.stop()
+        done = await batch.wait()
+        assert ([result.error for result in done.results], done.carried) == ([None], 2)
+        assert [(prompt.carry, prompt.error) for prompt in done.unfinished] == [(carry, STOPPING)] * 2
+        groups = [prompt.group for prompt in done.unfinished]
+        assert [group is None for group in groups] == [tokens_are_kept] * 2
+        handed_back = [group for group in groups if group is not None]
+        assert [lengths_of(group) for group in handed_back] == [dict.fromkeys(range(6), 15)] * len(handed_back)
+        assert [group.error for group in handed_back] == [STOPPING] * len(handed_back)
+        assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
+    async with serving(tmp_path) as server:
+        kept = [prompt for _, prompt in server.registry._carried]
+        assert sorted(prompt.prompt.text or "" for prompt in kept) == ["30", "40"]
+        assert [prompt.group is not None for prompt in kept] == [tokens_are_kept] * 2
+
+
+async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_of_its_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path, has_initial_weights=False) as server:
+        await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
+        generated = server.harness.engine.now
+        server.harness.engine.weight_version = 1
+        batch = await server.begin(4, carry=Carry.RESUME, carried=True)
+        await server.stop()
+        [prompt] = (await batch.wait()).unfinished
+        assert prompt.group is not None
+        assert lengths_of(prompt.group) == dict.fromkeys(range(6), generated + 4)
+        spans = {aborted.version_spans for aborted in (prompt.group.aborted or {}).values()}
+        assert spans == {((0, generated), (1, 4))}
+
+
+async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_back(tmp_path: Path) -> None:
+    """A large batch starts its groups in several turns of the event loop."""
+    async with serving(tmp_path, has_initial_weights=False) as server:
+        asked = request(*map(str, range(100, 400)), carry=Carry.RESUME)
+        batch = await server.registry.open(asked, WHOLE)
+        batch.listen().__enter__()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await server.stop()
+        done = await batch.wait()
+        assert (len(done.unfinished), done.carried, done.results) == (300, 300, [])
+        groups = [prompt.group for prompt in done.unfinished]
+        assert all(isinstance(group, GroupResult) and not group.has_tokens for group in groups)
+
+
+async def test_what_is_handed_back_counts_as_kept_with_its_batch(tmp_path: Path) -> None:
+    sizes = []
+    for has_initial_weights in (True, False):
+        folder = tmp_path / str(has_initial_weights)
+        async with serving(folder, has_initial_weights=has_initial_weights) as server:
+            streamed = AnswerFormat(StreamMode.GROUPS)
+            batch = await server.registry.open(request("3000", carry=Carry.RESUME), streamed)
+            batch.listen().__enter__()
+            for _ in range(1000):
+                await server.harness.engine.step()
+            await server.stop()
+            sizes.append(kept_bytes(batch))
+    assert sizes[1] > sizes[0] + 6 * 1000 * 8

@@ -16,14 +16,15 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.records import CandidateRecord
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.submission import Submission
+from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
+from darts_server.rollout.batches.carried import CarriedPrompts
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import DiscardReason, PromptSpec, RequestOptions, SelectedAs
-from tests.rollout.batches.test_submission import play
+from tests.rollout.batches.test_batch import play
 from tests.rollout.helpers import Harness, Texts, lengths
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
 
@@ -299,21 +300,17 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
 ) -> None:
     harness = Harness(lengths(5), SHAPINGS, scorer=scorer)
     harness.engine.probe_width = width
-    planner = Planner(SHAPINGS, "arrol", Limits(64))
     request = BatchRequest([PromptSpec(text="5")], 2)
-
-    async def prepare() -> Submission[str, list[int]]:
-        return await Submission.prepare(request, harness.rollouts, Texts(), lambda _: planner)
 
     if message is None:
         assert harness.plan(2, "arrol").policy == "arrol"
-        assert (await prepare()).size == 1
+        assert (await submit_under(harness, "arrol", request)).size == 1
         return
     with pytest.raises(InvalidRequest, match=message) as refused:
         harness.plan(2, "arrol")
     assert refused.value.field == "policy"
     with pytest.raises(InvalidRequest, match=message):
-        await prepare()
+        await submit_under(harness, "arrol", request)
     assert harness.plan(2, "darts").policy == "darts"
 
 
@@ -328,9 +325,10 @@ async def test_a_group_without_a_candidate_to_spare_is_refused() -> None:
 # --- all survivors ----------------------------------------------------------
 
 
-async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> Submission[str, list[int]]:
-    planner = Planner(SHAPINGS, policy, Limits(64))
-    return await Submission.prepare(batch, harness.rollouts, Texts(), lambda _: planner)
+async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> BatchRun:
+    planner, kept = Planner(SHAPINGS, policy, Limits(64)), CarriedPrompts()
+    prepared = await prepare_batch(batch, harness.rollouts, Texts(), lambda _: planner, kept)
+    return BatchRun(prepared, harness.rollouts, Texts(), kept, AnswerFormat())
 
 
 @pytest.mark.parametrize("policy", ["arrol", "darts+arrol"])

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -12,62 +11,34 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import GroupAborted
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
-from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.request import BatchRequest
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun
-from darts_server.types import DiscardReason, Outcome, PromptSpec
+from darts_server.types import DiscardReason, Outcome
 from tests.rollout.batches.streams import (
     POLICIES,
+    SIZE,
+    WHOLE,
+    begin,
     by_candidate,
+    finish,
+    key,
+    lengths_of,
     new_registry,
     play,
     random_script,
     read_events,
+    request,
     token_stream,
 )
 from tests.rollout.helpers import Harness
 
 pytestmark = pytest.mark.anyio
 
-SIZE = 4
 ABORTED = "the request was aborted while its group was running"
-WHOLE = AnswerFormat()
 NIGHTLY = pytest.mark.nightly
-
-
-def request(*texts: str, carry: Carry = Carry.DROP, **more: Any) -> BatchRequest:
-    specs = [PromptSpec(text=text) for text in texts]
-    return BatchRequest(specs, SIZE, carry=carry, **more)
 
 
 def by_text(text: str, index: int) -> Script:
     """The prompt ``"20"`` has lengths of 20, 21, …"""
     return Script(int(text) + index)
-
-
-async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
-    """Open a batch that has a listener to the end of the test, and run so many steps of it."""
-    run = await registry.open(batch, WHOLE)
-    run.listen().__enter__()
-    await settle()
-    for _ in range(steps):
-        await harness.engine.step()
-    return run
-
-
-async def finish(harness: Harness, batch: BatchRun) -> BatchDone:
-    await settle()
-    await harness.engine.run()
-    return await batch.wait()
-
-
-def key(result: GroupResult) -> str:
-    return result.prompt_key.removeprefix("key of ")
-
-
-def lengths_of(result: GroupResult) -> dict[int, int]:
-    assert result.aborted is not None
-    return {index: len(aborted.sample.token_ids) for index, aborted in result.aborted.items()}
 
 
 async def test_groups_that_are_aborted_return_what_their_candidates_had_generated() -> None:
@@ -298,7 +269,7 @@ async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_t
                         await harness.engine.step()
             by_candidate(await listening)
             assert isinstance(batch.end, BatchDone)
-            done, size = batch.end, batch._size
+            done, size = batch.end, batch.size
             numbers = sorted([*(r.number for r in done.results), *(u.number for u in done.unfinished)])
             assert numbers == list(range(size))
             assert all(u.carry is carry and u.error is not None for u in done.unfinished)

@@ -1,8 +1,7 @@
 """Whole batches on the scripted engine."""
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.auto.options import RESTART, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import GroupResult
-from darts_server.rollout.batches.request import BatchRequest, check_terms
-from darts_server.rollout.batches.submission import Submission
+from darts_server.rollout.batches.batch import BatchRequest, check_terms, prepare_batch
+from darts_server.rollout.batches.carried import CarriedPrompts, Carry
+from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import Outcome, PromptSpec
@@ -49,25 +48,28 @@ UNIFORM_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits(("uniform",), mos
 
 async def submit(
     harness: Harness, batch: BatchRequest, default: str = "shortest", auto: Auto = AUTO_OPTIONS
-) -> Submission[str, list[int]]:
+) -> BatchRun:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
         return Planner(POLICIES, str(overrides.get("name", default)), Limits(64), auto)
 
-    return await Submission.prepare(batch, harness.rollouts, Texts(), new_planner)
+    kept = CarriedPrompts()
+    prepared = await prepare_batch(batch, harness.rollouts, Texts(), new_planner, kept)
+    return BatchRun(prepared, harness.rollouts, Texts(), kept, AnswerFormat())
 
 
 def batch_request(*texts: str, **more: Any) -> BatchRequest:
     return BatchRequest([PromptSpec(text=text) for text in texts], SIZE, **more)
 
 
-async def play(harness: Harness, submission: Submission[str, list[int]]) -> list[GroupResult]:
-    async def collect() -> list[GroupResult]:
-        return [result async for result in submission.results()]
-
-    waiting = asyncio.create_task(collect())
+async def play(harness: Harness, batch: BatchRun) -> Sequence[GroupResult]:
     await settle()
     await harness.engine.run()
-    return await waiting
+    return (await batch.wait()).results
+
+
+def unfinished(batch: BatchRun) -> Sequence[Unfinished]:
+    assert isinstance(batch.end, BatchDone)
+    return batch.end.unfinished
 
 
 async def test_groups_are_yielded_as_they_end_with_samples_and_records() -> None:
@@ -80,14 +82,6 @@ async def test_groups_are_yielded_as_they_end_with_samples_and_records() -> None
         assert result.prompt_key == result.record.prompt_key
         assert result.group_id == result.record.group_id
     assert harness.rollouts.running == 0
-
-
-async def test_a_failing_group_has_an_error_and_the_others_do_not() -> None:
-    harness = Harness(script)
-    results = await play(harness, await submit(harness, batch_request("7", "10")))
-    errors = {result.number: result.error for result in results}
-    assert isinstance(errors[0], CandidateFailed)
-    assert errors[1] is None
 
 
 async def test_prompts_that_take_longest_start_first() -> None:
@@ -112,12 +106,12 @@ async def test_new_prompts_start_as_if_they_had_the_length_of_the_data_set_and_t
     assert order == ["11", "12", "30", "10"], "new ones first: longer than both that are known"
 
 
-async def test_a_budget_is_spent_exactly_under_any_policy() -> None:
-    for policy in ("shortest", "darts"):
-        harness = Harness(script)
-        submission = await submit(harness, batch_request("10", "30", "20", policy={"name": policy}, budget=17))
-        results = await play(harness, submission)
-        assert sum(len(result.record.candidates) for result in results if result.record) == 17
+@pytest.mark.parametrize("policy", ["shortest", "darts"])
+async def test_a_budget_is_spent_exactly_under_any_policy(policy: str) -> None:
+    harness = Harness(script)
+    request = batch_request("10", "30", "20", policy={"name": policy}, budget=17)
+    results = await play(harness, await submit(harness, request))
+    assert sum(len(result.record.candidates) for result in results if result.record) == 17
 
 
 async def test_all_groups_of_a_batch_share_one_deadline() -> None:
@@ -141,14 +135,15 @@ async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defe
     auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((RESTART,)))
     batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
     for _ in range(6):
-        submission = await submit(harness, batch, "auto", auto)
-        results = await play(harness, submission)
+        run = await submit(harness, batch, "auto", auto)
+        results = await play(harness, run)
         decided.append(len(results))
-        assert submission.keep_undecided() == len(submission.unfinished) == 11 - len(results)
+        assert isinstance(run.end, BatchDone)
+        assert run.end.carried == len(unfinished(run)) == 11 - len(results)
     assert decided[0] == 11, "nothing was known"
     assert 8 <= decided[-1] < 11
-    assert {unfinished.carry for unfinished in submission.unfinished} == {Carry.RESTART}
-    assert 10 in {unfinished.number for unfinished in submission.unfinished}
+    assert {each.carry for each in unfinished(run)} == {Carry.RESTART}
+    assert 10 in {each.number for each in unfinished(run)}
     record = results[0].record
     assert record is not None
     assert record.chosen is not None
@@ -163,16 +158,16 @@ async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: st
     harness = with_latency()
     batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
     for _ in range(5):
-        submission = await submit(harness, batch, policy)
-        assert len(await play(harness, submission)) == 11
-        assert submission.unfinished == []
+        run = await submit(harness, batch, policy)
+        assert len(await play(harness, run)) == 11
+        assert unfinished(run) == []
 
 
 async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:
     harness = with_latency()
     harness.rollouts.gate.close()
-    submission = await submit(harness, batch_request(*TAILED), "auto")
-    waiting = asyncio.create_task(play(harness, submission))
+    run = await submit(harness, batch_request(*TAILED), "auto")
+    waiting = asyncio.create_task(play(harness, run))
     await settle()
     harness.engine.now += 1000
     harness.rollouts.gate.open()
@@ -204,7 +199,7 @@ async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(
 async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_requests_are_joined_to() -> None:
     harness = Harness(lambda *_: Script(5))
     planner = Planner(POLICIES, "shortest", Limits(64, group_size=8))
-    plan, _ = check_terms(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, Texts(), lambda _: planner)
+    plan = check_terms(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, lambda _: planner)
     assert (plan.policy, plan.size, plan.single) == ("off", 1, False)
 
 
@@ -235,28 +230,26 @@ async def test_an_invalid_batch_starts_nothing(wrong: BatchRequest, field: str) 
     assert not harness.engine.started
 
 
-async def test_leaving_early_stops_everything_and_ends_the_cohort() -> None:
+async def test_cancelling_stops_everything_and_ends_the_cohort() -> None:
     harness = Harness(script)
-    submission = await submit(harness, batch_request(*map(str, range(10, 20))), "cut")
-    async with aclosing(submission.results()) as results:
-        first = asyncio.create_task(anext(results))
-        await settle()
-        for _ in range(20):
-            await harness.engine.step()
-        assert (await first).number == 0
+    batch = await submit(harness, batch_request(*map(str, range(10, 20))), "cut")
+    await settle()
+    for _ in range(20):
+        await harness.engine.step()
+    assert batch.cancel("enough")
     await settle()
     assert not harness.engine.running
     assert harness.rollouts.running == 0
-    [batch] = harness.recorder.cohorts
-    assert batch.groups == 10
+    [cohort] = harness.recorder.cohorts
+    assert cohort.groups == 10
 
 
 async def test_enough_groups_cancel_the_others_which_are_listed_as_unfinished() -> None:
     harness = Harness(script)
-    submission = await submit(harness, batch_request("30", "10", "7", "20", "31", num_groups=2), "cut")
-    results = await play(harness, submission)
+    run = await submit(harness, batch_request("30", "10", "7", "20", "31", num_groups=2), "cut")
+    results = await play(harness, run)
     assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
-    assert [(u.number, u.prompt_key) for u in submission.unfinished] == [(0, "key of 30"), (4, "key of 31")]
+    assert [(u.number, u.prompt_key) for u in unfinished(run)] == [(0, "key of 30"), (4, "key of 31")]
     outcomes = {record.group_id[-1]: record.outcome for record in harness.recorder.records}
     assert outcomes["0"] == outcomes["4"] == Outcome.CANCELLED
     assert harness.rollouts.running == 0
@@ -265,16 +258,6 @@ async def test_enough_groups_cancel_the_others_which_are_listed_as_unfinished() 
 
 async def test_all_groups_are_yielded_if_too_few_succeed() -> None:
     harness = Harness(script)
-    submission = await submit(harness, batch_request("7", "10", "7", "20", num_groups=3))
-    assert len(await play(harness, submission)) == 4
-    assert submission.unfinished == []
-
-
-async def test_leaving_before_the_start_ends_the_cohort() -> None:
-    harness = Harness(script)
-    submission = await submit(harness, batch_request("10", "20"), "cut")
-    waiting = asyncio.create_task(anext(submission.results()))
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    await settle()
-    assert not harness.engine.running
+    run = await submit(harness, batch_request("7", "10", "7", "20", num_groups=3))
+    assert len(await play(harness, run)) == 4
+    assert unfinished(run) == []

@@ -1,0 +1,324 @@
+"""A batch as its caller submits it, and the checks and the allocation of it before anything starts."""
+
+import json
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestTokens
+from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.rollout.allocation.allocator import CohortChoice
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity, match
+from darts_server.rollout.plan import UNSHAPED, Plan, Planner
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.serving.admission import Ticket, caller
+from darts_server.types import OFF, PromptSpec, RequestOptions
+
+logger = logging.getLogger(__name__)
+
+FIELD = "prompts"
+"""Named where a batch has more candidates than are admitted."""
+NewPlanner = Callable[[Mapping[str, object]], Planner]
+"""Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A batch as its caller submits it: a group of ``group_size`` for each prompt.
+
+    Args:
+        prompts: at least one, or ``carried``.
+        group_size: M, trajectories per group.
+        sampling: the engine's sampling parameters by name.
+        policy: overrides of the server's policy settings by name, and under ``name`` which policy.
+        budget: candidates in all; ``None`` leaves it to the policy.
+        num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
+        min_groups: complete groups with which the batch may end, if the policy chooses so; ``None`` for all.
+        survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
+            the policy.
+        carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
+            carried over from earlier ones start first.
+        carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
+    """
+
+    prompts: Sequence[PromptSpec]
+    group_size: int
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    policy: Mapping[str, object] = field(default_factory=dict)
+    budget: int | None = None
+    num_groups: int | None = None
+    min_groups: int | None = None
+    survivors: bool | None = None
+    carry: Carry = Carry.DROP
+    carried: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup(Generic[RequestT]):
+    """A checked prompt with its allocation.
+
+    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from.
+    """
+
+    number: int
+    prompt: PromptSpec
+    request: RequestT
+    identity: Identity
+    carried: CarriedPrompt | None
+    allocation: Allocation
+    resumed: CarriedGroup[Any] | None
+
+    @property
+    def prompt_key(self) -> str:
+        return self.identity[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch(Generic[RequestT]):
+    """A batch that was checked and allocated, of which nothing has started.
+
+    ``sampling``: in force. ``terms``: see `terms_of`. ``ticket``: holds its candidates. ``enough``: complete groups
+    with which it ends. ``begun``: groups that run at once, others start where one of them fails.
+    """
+
+    batch_id: str
+    plan: Plan
+    sampling: Mapping[str, object]
+    terms: str
+    groups: Sequence[PreparedGroup[RequestT]]
+    ticket: Ticket
+    enough: int
+    begun: int
+    carry: Carry
+
+
+async def prepare_batch(
+    batch: BatchRequest,
+    rollouts: Rollouts[RequestT, OutputT],
+    renderer: PromptRenderer[RequestT, OutputT],
+    new_planner: NewPlanner,
+    kept: CarriedPrompts,
+) -> PreparedBatch[RequestT]:
+    """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
+
+    One that this server cannot render with any sampling parameters is dropped: it must not refuse all later batches.
+
+    Raises:
+        InvalidRequest: names the field; for a prompt, its number too.
+        Overloaded, QuotaReached
+    """
+    batch_id = f"batch-{uuid.uuid4().hex}"
+    plan = check_terms(batch, rollouts, new_planner)
+    sampling = renderer.effective_sampling(batch.sampling)
+    usual = len(batch.prompts) * rollouts.usual_candidates(plan)
+    ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+    taken: list[CarriedPrompt] = []
+    try:
+        prompts = list(batch.prompts)
+        requests = [
+            await _render(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
+        if batch.carried or batch.carry is not Carry.DROP:
+            taken = kept.take(caller.get().name, identities, others=batch.carried)
+        carried = list(match(identities, taken))
+        others, lost = await _render_carried(renderer, batch, batch_id, _without(taken, carried))
+        taken = _without(taken, lost)
+        for other, request in others:
+            requests.append(request)
+            prompts.append(other.prompt)
+            identities.append(_identity(renderer, other.prompt, request))
+            carried.append(other)
+        check_numbers(batch, plan, len(prompts))
+        resumes = batch.carry is Carry.RESUME
+        if resumes:
+            if plan.shaping.prunes:
+                raise InvalidRequest(
+                    "carry",
+                    f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than "
+                    "lengths; use 'restart'",
+                )
+            rollouts.check_resumable(requests[0])  # all have the same sampling parameters
+        terms, version = terms_of(plan, sampling), rollouts.weight_version
+        resumed = [
+            old.group
+            if resumes
+            and old is not None
+            and old.group is not None
+            and old.group.terms == terms
+            and old.identity == identity  # as rendered now: its server may have had another chat template
+            and len(old.group.candidates) >= batch.group_size
+            and old.group.staleness(version) <= kept.limits.staleness
+            else None
+            for identity, old in zip(identities, carried, strict=True)
+        ]
+        keys, tokens = [key for key, _ in identities], [renderer.tokens(request) for request in requests]
+        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
+        allocations = _allocate(rollouts, ticket, plan, keys, tokens, batch, resumed, chosen)
+    except BaseException:
+        ticket.release()
+        kept.put(caller.get().name, (), taken)
+        raise
+    parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
+    groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
+    enough = (batch.num_groups if chosen is None else chosen.enough) or len(groups)
+    begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
+    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
+
+
+def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_planner: NewPlanner) -> Plan:
+    """Check all of a batch but its prompts and its sampling parameters; return its plan.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    if batch.min_groups is not None and batch.num_groups is not None:
+        raise InvalidRequest(
+            "min_groups", "leaves to the policy what num_groups says: how many groups are enough; leave out one of them"
+        )
+    if batch.min_groups is not None and batch.carry is Carry.DROP:
+        raise InvalidRequest(
+            "min_groups", 'is only valid with "carry": "resume" or "restart", which keep the other prompts; add one'
+        )
+    planner = new_planner(batch.policy)
+    if not batch.prompts and not batch.carried:
+        raise InvalidRequest("prompts", "must have at least one prompt, got none")
+    # A group of one would otherwise be taken for a single request, of a group of --group-size.
+    options = RequestOptions(group_size=1) if batch.group_size == 1 else RequestOptions()
+    try:
+        plan = planner.plan(batch.group_size, options, in_batch=True) or Plan(OFF, UNSHAPED, batch.group_size)
+    except InvalidRequest as error:
+        field = "group_size" if error.field in ("n", "group size") else error.field  # as vLLM's routes name it
+        raise InvalidRequest(field, error.message) from error
+    if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
+        if not plan.shaping.prunes:
+            raise InvalidRequest(
+                "survivors",
+                f"policy {plan.policy!r} does not prune; leave it out, or use a policy that prunes, such as 'arrol'",
+            )
+        plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
+    if batch.budget is not None and plan.auto is not None:
+        raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
+    rollouts.check_scorable(plan)
+    return plan
+
+
+def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
+    """Check what depends on the number of prompts, those that were carried over included.
+
+    Raises:
+        InvalidRequest
+    """
+    if not prompts:
+        raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
+    low, high = (prompts * bound for bound in plan.shaping.bounds(plan.size))
+    if batch.budget is not None and not low <= batch.budget <= high:
+        raise InvalidRequest(
+            "budget",
+            f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
+            f"got {batch.budget}; change it, or leave it out",
+        )
+    if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
+        raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
+    if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:
+        raise InvalidRequest(
+            "min_groups",
+            f"must be at least 1 and below {prompts}, the number of prompts, got {batch.min_groups}; change it, or "
+            "leave it out",
+        )
+
+
+def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
+    """What must be the same for a group to go on in another batch, maybe of another server."""
+    return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"
+
+
+def _allocate(
+    rollouts: Rollouts[RequestT, OutputT],
+    ticket: Ticket,
+    plan: Plan,
+    keys: Sequence[str],
+    tokens: Sequence[RequestTokens],
+    batch: BatchRequest,
+    resumed: Sequence[CarriedGroup[OutputT] | None],
+    chosen: CohortChoice | None,
+) -> list[Allocation]:
+    """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
+
+    Raises:
+        Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
+    """
+    usual, room = ticket.candidates, ticket.room
+    ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+    allocations = [
+        fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
+        for fresh, group in zip(cohort, resumed, strict=True)
+    ]
+    ticket.resize(usual)  # in the same turn of the loop, so there is still room
+    try:
+        ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
+    except DartsError:
+        for allocation in allocations:
+            allocation.drop()
+        raise
+    return allocations
+
+
+async def _render(
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
+) -> RequestT:
+    """``field``: names the prompt in errors."""
+    try:
+        return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
+    except InvalidRequest as error:
+        if error.field.startswith("sampling"):
+            raise
+        raise InvalidRequest(f"{field}.{error.field}", error.message) from error
+
+
+async def _render_carried(
+    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, batch_id: str, others: Sequence[CarriedPrompt]
+) -> tuple[list[tuple[CarriedPrompt, RequestT]], list[CarriedPrompt]]:
+    """Return the requests of prompts that follow those of the batch, and the prompts that cannot be rendered.
+
+    These were kept by a server with another chat template or a longer context.
+
+    Raises:
+        InvalidRequest: a prompt is not valid with the sampling parameters of this batch.
+    """
+    usable: list[tuple[CarriedPrompt, RequestT]] = []
+    lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
+    for other in others:
+        number = len(batch.prompts) + len(usable)
+        name = f"{batch_id}-{number}"
+        try:
+            usable.append((other, await _render(renderer, batch, f"carried[{number}]", other.prompt, name)))
+        except InvalidRequest as error:
+            try:
+                await renderer.make_request(other.prompt, {}, 1, name)
+            except InvalidRequest:
+                lost.append((other, error))
+            else:
+                raise
+    if lost:
+        first, why = lost[0]
+        logger.error(
+            "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: %.200s)",
+            *(len(lost), first.identity[0], why.message),
+        )
+    return usable, [other for other, _ in lost]
+
+
+def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:
+    content = renderer.prompt_key(request)
+    return prompt.key or content, content
+
+
+def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
+    known = {id(other) for other in others}
+    return [prompt for prompt in prompts if id(prompt) not in known]
