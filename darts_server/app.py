@@ -18,7 +18,6 @@ from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.response_headers import GroupIdHeader
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -264,7 +263,6 @@ def extend(
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
-    application.add_middleware(GroupIdHeader)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,

@@ -12,10 +12,9 @@ from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
-from darts_server.http.response_headers import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.middleware import STATE_KEY, SecurityMiddleware
 from darts_server.records import TrajectoryRecord
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
@@ -58,7 +57,6 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        app.add_middleware(GroupIdHeader)
         control = Control(load({}, None))
         app.include_router(
             router(
