@@ -63,7 +63,7 @@ from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
-from darts_server.weights.rules import UpdateSettings, find_rule
+from darts_server.weights.port import UpdateSettings, find_rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 

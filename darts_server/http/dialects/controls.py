@@ -14,8 +14,8 @@ from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.resources.weights import MAX_REQUEST_BYTES
 from darts_server.identifiers import LORA_NAME
 from darts_server.rollout.turns import Turns
-from darts_server.weights.rules import Rule
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.port import Rule
+from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
 """These trainers pause the engine before an update, so that groups cannot be waited for; and where they do not, they
@@ -54,7 +54,7 @@ class Controls:
         """
         with renamed_fields(path=field):
             async with self._pause(aborts) as when_staged:
-                await self.updates.load(path, UpdateOptions(KEEP, when_staged=when_staged))
+                await self.updates.load(path, KEEP, when_staged=when_staged)
 
     async def load_lora(self, name: str, field: str, path: str, *, aborts: bool = False) -> None:
         """Serve the LoRA adapter in a folder. ``field``: of the path in the request. ``aborts``: as for `load`.

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
-from darts_server.weights.rules import Rule, RuleName, find_rule
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.port import Rule, RuleName, find_rule
+from darts_server.weights.updates import Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
 """Of the JSON that names a path."""
@@ -92,14 +92,14 @@ def routes(updates: Updates) -> APIRouter:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Replace the weights by those in the body, or change nothing. Responds when they are served."""
-        await updates.push(body_of(request), UpdateOptions(rule_of(rule), version, partial))
+        await updates.push(body_of(request), rule_of(rule), version, partial)
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Replace the weights by those at a path, or change nothing. Responds when they are served."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.load(body.path, UpdateOptions(rule_of(body.rule), body.version, body.partial))
+        await updates.load(body.path, rule_of(body.rule), body.version, body.partial)
         return answer(updates)
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
