@@ -21,7 +21,7 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.body import BodyLimits, IncompleteBody, LimitedBody
+from darts_server.http.body import BodyLimits, IncompleteBody, limited
 from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import access_of, has_own_limits
@@ -89,12 +89,11 @@ class SecurityMiddleware:
 
         # Limit the body.
         is_limited = scope["type"] == "http" and not has_own_limits(method, path)
-        body = LimitedBody(scope, receive, self._limits) if is_limited else None
+        receive_limited = limited(scope, receive, self._limits) if is_limited else receive
 
-        async def receive_limited() -> Message:
-            assert body is not None
+        async def receive_checked() -> Message:
             try:
-                return await body.receive()
+                return await receive_limited()
             except InvalidRequest as error:
                 who.refused = error
                 raise
@@ -125,7 +124,7 @@ class SecurityMiddleware:
         token = caller.set(who)
         try:
             with lifecycle.track_request() if starts_work else nullcontext():
-                await self._app(scope, receive if body is None else receive_limited, send_replaced)
+                await self._app(scope, receive_checked if is_limited else receive, send_replaced)
         finally:
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
