@@ -91,7 +91,8 @@ class Loras:
             parsed = parse_config(config, "config")
             return parsed, await self.write_tensors(body(layers.max_bytes))
 
-        return await self._put("push", name, fetch, "body", rule, version)
+        update = Update("push", rule or self.coordinator.settings.rule, lora=name)
+        return await self._put(update, version, name, fetch, "body")
 
     async def load(
         self,
@@ -117,7 +118,8 @@ class Loras:
             config = await run_sync(read_config, folder, root)
             return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
 
-        return await self._put("disk", name, fetch, "path", rule, version, when_staged)
+        update = Update("disk", rule or self.coordinator.settings.rule, lora=name, when_staged=when_staged)
+        return await self._put(update, version, name, fetch, "path")
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -148,17 +150,14 @@ class Loras:
 
     async def _put(
         self,
-        source: str,
+        update: Update,
+        version: int | None,
         name: str,
         fetch: Callable[[LoraLayers], Awaitable[Fetched]],
         field: str,
-        rule: Rule | None,
-        version: int | None,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         engine = self._require_lora()
         engine.check_name(name)
-        update = Update(source, rule or self.coordinator.settings.rule, lora=name, when_staged=when_staged)
         return await self.coordinator.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
 
     def _require_lora(self) -> LoraEngine:

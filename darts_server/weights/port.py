@@ -33,13 +33,13 @@ class Rule(StrEnum):
     RESTART = "restart"
     """Stop them, and restart them with the new weights. Groups that were partly returned already are waited for."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Rule | None":
+        return cls.KEEP if value == "resume" else None
+
 
 RuleName = Literal["finish", "keep", "resume", "restart"]
 """What callers may write: ``resume`` is another name of ``keep``."""
-
-
-def find_rule(name: RuleName) -> Rule:
-    return Rule.KEEP if name == "resume" else Rule(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,24 +213,19 @@ def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
     in_folder = list_folder(path, root)
     if in_folder is None:
         return [path]
-    indices = sorted(name for name in in_folder if name.endswith(INDEX_SUFFIX))
-    tensor_files = sorted(name for name in in_folder if name.endswith(SUFFIX))
-    names = _read_index(path / indices[0], field, root) if indices else tensor_files
+    names = sorted(name for name in in_folder if name.endswith(SUFFIX))
+    if index := min((name for name in in_folder if name.endswith(INDEX_SUFFIX)), default=None):
+        content = read_file(path / index, MAX_INDEX_BYTES, root)
+        try:
+            names = sorted(set(json.loads(content)["weight_map"].values()))
+            are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(field, f"{index} is no index of safetensors files") from error
+        if not are_plain:
+            raise InvalidRequest(field, f"{index} may name only *{SUFFIX} files in its folder")
     if not names:
         raise InvalidRequest(field, f"{path} has no *{SUFFIX} file")
     return [path / name for name in names]
-
-
-def _read_index(index: Path, field: str, root: Path | None) -> list[str]:
-    content = read_file(index, MAX_INDEX_BYTES, root)
-    try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
-        are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidRequest(field, f"{index.name} is no index of safetensors files") from error
-    if not are_plain:
-        raise InvalidRequest(field, f"{index.name} may name only *{SUFFIX} files in its folder")
-    return names
 
 
 def _unreadable(field: str, path: Path, error: OSError) -> InvalidRequest:
