@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.testclient import TestClient
 
 from darts_server.control import Control
@@ -28,6 +29,15 @@ HERE = "127.0.0.1"
 URL = "http://127.0.0.1:8000"
 LARGEST = 2**30
 """Bytes of a body."""
+
+
+def our_routes(
+    store: State, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
+) -> APIRouter:
+    """Our routes over these and ``more``, and over mocks of what is not given."""
+    parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "updates", "monitored")}
+    parts |= {"control": Control(load({}, None)), "needs_key": False} | more
+    return router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
 
 
 @contextmanager
@@ -57,21 +67,8 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        control = Control(load({}, None))
-        app.include_router(
-            router(
-                provenance,
-                statistics,
-                state or store,
-                control,
-                batches=Mock(),
-                votes=Mock(),
-                reward_matcher=reward_matcher,
-                updates=updates or Mock(spec=Updates),
-                monitored=Mock(),
-                needs_key=bool(keys),
-            )
-        )
+        more = {"updates": updates or Mock(spec=Updates), "needs_key": bool(keys)}
+        app.include_router(our_routes(state or store, statistics, provenance, reward_matcher, **more))
         access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
         app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
 
