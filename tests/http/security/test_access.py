@@ -12,14 +12,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 HERE = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 ELSEWHERE = ("192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "")
 OK, NO_KEY, CLOSED = None, Unauthorized, Forbidden
-ONE, ROOT, BOTH = (["one"], []), ([], ["root"]), (["one"], ["root"])
+Given = tuple[list[str], list[str]]
+"""Keys and admin keys."""
+NONE: Given = ([], [])
+ONE: Given = (["one"], [])
+ROOT: Given = ([], ["root"])
+BOTH: Given = (["one"], ["root"])
 
 
 @pytest.mark.parametrize(
     ("keys", "sent", "use", "change_here", "change_elsewhere"),
     [
-        (([], []), None, OK, OK, CLOSED),
-        (([], []), b"three", OK, OK, CLOSED),
+        (NONE, None, OK, OK, CLOSED),
+        (NONE, b"three", OK, OK, CLOSED),
         (ONE, None, NO_KEY, NO_KEY, NO_KEY),
         (ONE, b"three", NO_KEY, NO_KEY, NO_KEY),
         (ONE, b"one", OK, OK, CLOSED),
@@ -32,7 +37,7 @@ ONE, ROOT, BOTH = (["one"], []), ([], ["root"]), (["one"], ["root"])
     ],
 )
 def test_keys_decide_who_may_use_and_change_the_server_and_without_admin_keys_the_address(
-    keys: tuple[list[str], list[str]], sent: bytes | None, use: Any, change_here: Any, change_elsewhere: Any
+    keys: Given, sent: bytes | None, use: Any, change_here: Any, change_elsewhere: Any
 ) -> None:
     access = Access(Keys(keys[0]), Keys(keys[1]), dangerous=True)
 
