@@ -18,7 +18,6 @@ from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects.controls import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.response_headers import GroupIdHeader
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -63,7 +62,7 @@ from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
 from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
-from darts_server.weights.rules import UpdateSettings, find_rule
+from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
@@ -244,7 +243,7 @@ def make_rooms(
     closing.callback(searches.shutdown, cancel_futures=True)  # waits for a search, for 3 seconds at most
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
 
-    limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
+    limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_observers = (WeightMetrics(engine.model_name), event_log)
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
@@ -263,7 +262,6 @@ def extend(
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
-    application.add_middleware(GroupIdHeader)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,

@@ -1,7 +1,7 @@
 """What earlier versions had and this one has not, and what to use instead. To be dropped with 0.2."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 QUEUE = (
     'the server keeps no queue: send batches to POST /darts/v1/rollouts with num_groups and "carry": "resume", or let '
@@ -87,11 +87,3 @@ def value_remedy(setting: str, value: object) -> str | None:
 def route_remedy(path: str) -> str | None:
     """Return what to use instead of a route; ``None`` if it was never there."""
     return next((remedy for pattern, remedy in ROUTES.items() if re.fullmatch(pattern, path)), None)
-
-
-def removed_flags(argv: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the flags on a command line that are gone, with what to use instead."""
-    for argument in argv:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--") and (remedy := SETTINGS.get(flag[2:].replace("-", "_"))) is not None:
-            yield flag, remedy

@@ -10,7 +10,7 @@ from random import Random
 import httpx
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, table, verdict
+from darts_server.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, draw, table, verdict
 from darts_server.demo.server import DARTS, serving
 
 DESCRIPTION = """\
@@ -150,8 +150,6 @@ def report(raw: Run, shaped: Sequence[Run], picture: Path | None) -> None:
     print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, shaped)}\n")
     print("One run: figures vary from run to run, and times most of all if the machine does other work.")
     if picture is not None:
-        from darts_server.demo.picture import draw  # needs matplotlib, which is optional
-
         draw(raw, next((run for run in shaped if run.name == "auto"), shaped[-1]), picture)
         print(f"Picture of one step: {picture}")
     if shaped:

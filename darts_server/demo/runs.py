@@ -1,10 +1,11 @@
-"""Request batches of groups over HTTP, time what arrives, and compare the runs in a table and a sentence."""
+"""Request batches of groups over HTTP, time what arrives, and compare the runs: a table, a sentence, a picture."""
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -162,22 +163,16 @@ class Run:
         return sum(step.truncated for step in self.steps) / len(self.lengths)
 
 
-Row = tuple[str, Callable[[Run], float], str]
-"""A name, its number for a run, and the format of that number."""
-
-ROWS: tuple[Row, ...] = (
-    ("seconds, all steps", lambda run: run.seconds, ".1f"),
-    ("right answers", lambda run: run.right, ".1%"),
-    ("longest answer (tokens)", lambda run: max(run.lengths), ".0f"),
-    ("tokens generated", lambda run: run.generated, ",.0f"),
-)
-
-
 def table(raw: Run, others: Sequence[Run]) -> str:
     """Put the runs side by side."""
     runs = [raw, *others]
-    rows = [["", *(run.name for run in runs)]]
-    rows += [[name, *(format(number(run), form) for run in runs)] for name, number, form in ROWS]
+    rows = [
+        ["", *(run.name for run in runs)],
+        ["seconds, all steps", *(f"{run.seconds:.1f}" for run in runs)],
+        ["right answers", *(f"{run.right:.1%}" for run in runs)],
+        ["longest answer (tokens)", *(f"{max(run.lengths)}" for run in runs)],
+        ["tokens generated", *(f"{run.generated:,}" for run in runs)],
+    ]
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
@@ -189,13 +184,52 @@ def verdict(raw: Run, others: Sequence[Run]) -> str:
 
 
 def _cost(raw: Run, run: Run) -> str:
-    ratio, longest = run.seconds / raw.seconds, max(raw.lengths)
+    ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
     pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
-    points = 100 * (run.right - raw.right)
     more = "more" if points > 0 else "fewer"
     kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
-    cut = run.cut
-    what = f"cuts {cut:.0%} of the answers" if cut > raw.cut + 0.005 else ""
-    if not what:
+    if run.cut > raw.cut + 0.005:
+        what = f"cuts {run.cut:.0%} of the answers"
+    else:
         what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
-    return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {longest})"
+    return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {max(raw.lengths)})"
+
+
+# --- a picture ----------------------------------------------------------------
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+NEW, RESUMED, WAITING, GREY = "#0072B2", "#009E73", "#E69F00", "#555555"
+LEGEND = {
+    NEW: "a group, from its request to its end",
+    RESUMED: "goes on from what an earlier step has generated",
+    WAITING: "not waited for: goes on in the next step",
+}
+
+
+def draw(raw: Run, other: Run, path: Path) -> None:
+    """Draw the same step of both runs as lanes into a PNG file: the one whose time under raw is the median."""
+    from matplotlib.figure import Figure  # which is optional
+    from matplotlib.lines import Line2D
+
+    number = sorted(range(len(raw.steps)), key=lambda step: raw.steps[step].seconds)[len(raw.steps) // 2]
+    longest = max(run.steps[number].seconds for run in (raw, other))
+    figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
+    for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
+        step = run.steps[number]
+        resumed: Sequence[bool] = step.resumed or [False] * len(step.arrivals)
+        colours = [RESUMED if each else NEW for each in resumed] + [WAITING] * step.waiting
+        ends = [*step.arrivals, *[step.seconds] * step.waiting]
+        waiting = range(len(step.arrivals), len(ends))
+        axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
+        axes.scatter([step.seconds] * step.waiting, waiting, marker=">", color=WAITING, s=18)
+        axes.axvline(step.seconds, color=GREY, linewidth=1)
+        axes.set(ylim=(len(ends), -1), yticks=[], xlim=(0, 1.02 * longest))
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        title = f"{run.name}: step {number + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
+        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+    axes.set_xlabel("seconds")
+    shown = LEGEND if other.steps[number].resumed else {NEW: LEGEND[NEW]}
+    handles = [Line2D([], [], color=colour, linewidth=2.5, label=label) for colour, label in shown.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9.5)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

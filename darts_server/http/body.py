@@ -140,41 +140,34 @@ class IncompleteBody(InvalidRequest):
         super().__init__("body", "is incomplete; send the request again")
 
 
-class LimitedBody:
-    """Receive the messages of a request, and raise if its body exceeds the limits."""
+def limited(scope: Scope, receive: Receive, limits: BodyLimits) -> Receive:
+    """Return what receives the messages of a request, and raises if its body exceeds the limits.
 
-    def __init__(self, scope: Scope, receive: Receive, limits: BodyLimits) -> None:
-        self._receive = receive
-        self._limits = limits
-        self._content_length = Headers(scope=scope).get("content-length", "")
-        self._size = 0
-        self._complete = False
+    It raises:
+        TooLarge: the body, or its announced length, exceeds the limit.
+        IncompleteBody: the sender was silent for too long.
+    """
+    announced = Headers(scope=scope).get("content-length", "")
+    size, is_complete = 0, False
 
-    async def receive(self) -> Message:
-        """Receive the next message.
+    async def receive_limited() -> Message:
+        nonlocal size, is_complete
+        if is_complete:
+            return await receive()
+        if not (announced.isdecimal() and int(announced) > limits.max_bytes):
+            try:
+                with anyio.fail_after(limits.stall_seconds):
+                    message = await receive()
+            except TimeoutError as error:
+                raise IncompleteBody from error
+            size += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if size <= limits.max_bytes:
+                return message
+        flag = f" ({limits.flag})" if limits.flag else ""
+        raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
 
-        Raises:
-            TooLarge: the body, or its announced length, exceeds the limit.
-            IncompleteBody: the sender was silent for too long.
-        """
-        if self._complete:
-            return await self._receive()
-        if self._content_length.isdecimal() and int(self._content_length) > self._limits.max_bytes:
-            raise self._too_large()
-        try:
-            with anyio.fail_after(self._limits.stall_seconds):
-                message = await self._receive()
-        except TimeoutError as error:
-            raise IncompleteBody from error
-        self._size += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
-        if self._size > self._limits.max_bytes:
-            raise self._too_large()
-        return message
-
-    def _too_large(self) -> TooLarge:
-        flag = f" ({self._limits.flag})" if self._limits.flag else ""
-        return TooLarge("body", f"must have at most {self._limits.max_bytes} bytes{flag}; send less per request")
+    return receive_limited
 
 
 async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
@@ -354,9 +347,9 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
         TooLarge: the body, or its announced length, exceeds ``max_bytes``.
         IncompleteBody: the sender disconnected, or was silent for ``stall_seconds``.
     """
-    limited = LimitedBody(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds))
+    receive = limited(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds))
     try:
-        async with aclosing(Request(request.scope, limited.receive).stream()) as chunks:
+        async with aclosing(Request(request.scope, receive).stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
     except ClientDisconnect as error:

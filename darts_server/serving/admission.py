@@ -163,7 +163,9 @@ class Admission:
     def __init__(self, unfinished: Callable[[], int], capacity: int | None, bounds: Bounds | None = None) -> None:
         self._unfinished = unfinished
         self._capacity = capacity
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds = bounds or Bounds()
+        # How many candidates may run and wait.
+        self._most = None if capacity is None or bounds.max_waiting is None else capacity + bounds.max_waiting
         self._by_caller: Counter[str] = Counter()
         self.requests = 0
         """Admitted requests that have not been answered."""
@@ -202,12 +204,9 @@ class Admission:
 
     def room(self, name: str | None) -> float:
         """How many more candidates there is room for; negative if there are too many, as when groups were restarted."""
-        rooms: list[float] = [inf]
-        if (quota := self._quota(name)) is not None and name is not None:
-            rooms.append(quota - self._by_caller[name])
-        if (most := self._max_unfinished) is not None:
-            rooms.append(most - self._unfinished() - self.ahead)
-        return min(rooms)
+        quota = self._bounds.max_per_caller
+        of_caller = inf if quota is None or name is None else quota - self._by_caller[name]
+        return of_caller if self._most is None else min(of_caller, self._most - self._unfinished() - self.ahead)
 
     def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
         """Check whether a caller's request may have so many candidates, beside the ``held`` ones that it has already.
@@ -215,8 +214,8 @@ class Admission:
         Raises:
             Overloaded, QuotaReached, InvalidRequest: see `admit`.
         """
-        whole = held + candidates
-        if (quota := self._quota(name)) is not None and name is not None:
+        whole, quota, most = held + candidates, self._bounds.max_per_caller, self._most
+        if quota is not None and name is not None:
             if whole > quota:
                 raise InvalidRequest(
                     field,
@@ -229,7 +228,7 @@ class Admission:
                     f"its quota of {quota} (--max-candidates-per-key); retry when some have finished",
                     RETRY_SECONDS,
                 )
-        if (most := self._max_unfinished) is None:
+        if most is None:
             return
         if whole > most:
             raise InvalidRequest(
@@ -251,13 +250,3 @@ class Admission:
         self._by_caller[name] += candidates
         if not self._by_caller[name]:
             del self._by_caller[name]
-
-    @property
-    def _max_unfinished(self) -> int | None:
-        """How many candidates may run and wait."""
-        if self._capacity is None or self._bounds.max_waiting is None:
-            return None
-        return self._capacity + self._bounds.max_waiting
-
-    def _quota(self, name: str | None) -> int | None:
-        return None if name is None else self._bounds.max_per_caller

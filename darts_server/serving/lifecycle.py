@@ -110,18 +110,15 @@ class Shutdown:
         if isinstance(reason, ServerStopping):
             await self._wait_until_idle(self._grace)
             if self._is_busy:
-                await self._hand_back(reason)
+                try:
+                    async with asyncio.timeout(HAND_BACK_SECONDS):
+                        await self._work.hand_back(reason)
+                except Exception:  # it fails then, as other work does
+                    logger.exception("running work could not be handed back")
         if self._is_busy:
             self._work.fail(reason)
             await self._wait_until_idle(ANSWER_SECONDS)
         self._exit()
-
-    async def _hand_back(self, reason: DartsError) -> None:
-        try:
-            async with asyncio.timeout(HAND_BACK_SECONDS):
-                await self._work.hand_back(reason)
-        except Exception:  # it fails then, as other work does
-            logger.exception("running work could not be handed back")
 
     @property
     def _is_busy(self) -> bool:

@@ -1,7 +1,13 @@
 """Settings: validated here, once, at start. Other rooms get plain values."""
 
 from darts_server.settings.fields import Settings
-from darts_server.settings.runtime import apply_patch, runtime_schema, runtime_values
-from darts_server.settings.sources import add_flags, load, refuse_removed_flags
+from darts_server.settings.sources import (
+    add_flags,
+    apply_patch,
+    load,
+    refuse_removed_flags,
+    runtime_schema,
+    runtime_values,
+)
 
 __all__ = ["Settings", "add_flags", "apply_patch", "load", "refuse_removed_flags", "runtime_schema", "runtime_values"]

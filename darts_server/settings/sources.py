@@ -1,18 +1,33 @@
-"""Load settings: flags override ``DARTS_*`` environment variables, these a TOML file, that the defaults."""
+"""Load settings: flags override ``DARTS_*`` environment variables, these a TOML file, that the defaults.
+
+Some of them, the runtime settings, can change while the server runs.
+"""
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsError, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
-from darts_server.exceptions import InvalidSetting
-from darts_server.removed import SETTINGS, removed_flags, value_remedy
-from darts_server.settings.fields import ENV_PREFIX, Dialect, Settings
+from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.removed import SETTINGS, value_remedy
+from darts_server.settings.fields import ENV_PREFIX, RUNTIME, Dialect, Settings
+
+RUNTIME_NAMES = [name for name, field in Settings.model_fields.items() if RUNTIME in field.metadata]
+
+
+# --- at start -----------------------------------------------------------------
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,42 +48,16 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
     """Load settings from the given flags, the environment and the file.
 
     Raises:
-        InvalidSetting: names the key, the value and what is allowed.
+        InvalidSetting: names the key, the value and what is allowed; or an environment variable of an earlier version
+            is set.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    _refuse_removed_variables()
-    try:
-        return _with_file(config)(**given)  # type: ignore[arg-type]  # pydantic parses the strings
-    except ValidationError as error:
-        raise InvalidSetting("\n".join(_startup_error(each, given) for each in error.errors())) from error
-    except (SettingsError, ValueError, OSError) as error:
-        raise InvalidSetting(f"--darts-config {config}: {error}") from error
-
-
-def refuse_removed_flags(argv: Iterable[str]) -> None:
-    """Check the arguments that are none of our flags.
-
-    Raises:
-        InvalidSetting: one was a flag of ours once; says what to use instead.
-    """
-    if gone := [f"{flag} is gone; {remedy}" for flag, remedy in removed_flags(argv)]:
-        raise InvalidSetting("\n".join(gone))
-
-
-def _refuse_removed_variables() -> None:
-    """
-    Raises:
-        InvalidSetting: an environment variable of an earlier version is set.
-    """
     for variable, value in os.environ.items():
         name = variable.upper().removeprefix(ENV_PREFIX).lower()
         if not value or name in Settings.model_fields or not variable.upper().startswith(ENV_PREFIX):
             continue
         if (remedy := SETTINGS.get(name)) is not None:
             raise InvalidSetting(f"{variable} is gone; {remedy}")
-
-
-def _with_file(config: str | None) -> type[Settings]:
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
 
@@ -84,16 +73,32 @@ def _with_file(config: str | None) -> type[Settings]:
             file = () if config is None else (TomlConfigSettingsSource(settings_cls, config),)
             return (init_settings, env_settings, *file)
 
-    return WithFile
+    try:
+        return WithFile(**given)  # type: ignore[arg-type]  # pydantic parses the strings
+    except ValidationError as error:
+        raise InvalidSetting("\n".join(_startup_error(each, given) for each in error.errors())) from error
+    except (SettingsError, ValueError, OSError) as error:
+        raise InvalidSetting(f"--darts-config {config}: {error}") from error
+
+
+def refuse_removed_flags(argv: Iterable[str]) -> None:
+    """Check the arguments that are none of our flags.
+
+    Raises:
+        InvalidSetting: one was a flag of ours once; says what to use instead.
+    """
+    flags = [flag for argument in argv if (flag := argument.partition("=")[0]).startswith("--")]
+    remedies = [(flag, SETTINGS.get(flag[2:].replace("-", "_"))) for flag in flags]
+    if gone := [f"{flag} is gone; {remedy}" for flag, remedy in remedies if remedy is not None]:
+        raise InvalidSetting("\n".join(gone))
 
 
 def _startup_error(error: Any, given: Mapping[str, str | None]) -> str:
     """Describe a validation error at start: the flag, variable or key, its value and the allowed range."""
-    location: Sequence[int | str] = error["loc"]
-    message = message_of(error)
-    if not location:
+    message = _message_of(error)
+    if not error["loc"]:
         return message
-    name = str(location[0])
+    name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
         if (remedy := SETTINGS.get(name)) is not None:
             return f"{name} is gone; {remedy}"
@@ -104,10 +109,70 @@ def _startup_error(error: Any, given: Mapping[str, str | None]) -> str:
     return f"{where} = {error['input']}: {message} ({help_of(Settings.model_fields[name])})"
 
 
-def message_of(error: Any) -> str:
+def _message_of(error: Any) -> str:
     """Return the text of a validation error."""
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{message[0].lower()}{message[1:]}"
+
+
+# --- while the server runs ------------------------------------------------------
+
+
+def runtime_values(settings: Settings) -> dict[str, Any]:
+    """Return the runtime settings as JSON values."""
+    return settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
+
+
+def runtime_schema() -> dict[str, Any]:
+    """Return the JSON schema of an object with any of the runtime settings."""
+    properties = Settings.model_json_schema()["properties"]
+    return {
+        "type": "object",
+        "properties": {name: properties[name] for name in RUNTIME_NAMES},
+        "additionalProperties": False,
+    }
+
+
+class _StrictSettings(Settings):
+    model_config = SettingsConfigDict(strict=True)
+
+    @classmethod
+    def settings_customise_sources(  # type: ignore[override]  # other sources are read only at start
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
+    """Return the settings with the runtime settings of ``patch`` replaced.
+
+    The result is validated as at start, but strictly by JSON types: a string is not accepted for a number.
+
+    Raises:
+        InvalidRequest: names the key, the value and what is allowed.
+    """
+    for name in patch:
+        if name not in RUNTIME_NAMES:
+            if name not in Settings.model_fields and (remedy := SETTINGS.get(name)) is not None:
+                raise InvalidRequest(name, f"is gone; {remedy}")
+            what = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
+            raise InvalidRequest(name, f"{what}; settings that can change are {', '.join(RUNTIME_NAMES)}")
+    try:
+        return _StrictSettings(**settings.model_dump() | dict(patch))
+    except ValidationError as invalid:
+        error: Any = invalid.errors()[0]
+        message = _message_of(error)
+        if not error["loc"]:  # of a combination
+            name = next((name for name in patch if name in message), next(iter(patch)))
+            raise InvalidRequest(name, message.removeprefix(f"{name} ")) from invalid
+        name = str(error["loc"][0])
+        if (remedy := value_remedy(name, error["input"])) is not None:
+            raise InvalidRequest(name, f"{error['input']!r} is gone; {remedy}") from invalid
+        allowed = help_of(Settings.model_fields[name])
+        raise InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({allowed})") from invalid
+
+
+# --- how a setting is described ---------------------------------------------------
 
 
 def flag_of(name: str) -> str:
@@ -117,17 +182,13 @@ def flag_of(name: str) -> str:
 
 def help_of(field: FieldInfo) -> str:
     """Return the help text of a setting: description, range and default."""
-    value = field.default
-    default = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"{field.description}{_range(field)}" + ("" if default in (None, "") else f" Default: {default}.")
-
-
-def _range(field: FieldInfo) -> str:
     minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
     maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
-    if minimum is None:
-        return ""
-    return f" At least {minimum}." if maximum is None else f" {minimum} to {maximum}."
+    limits = f"At least {minimum}." if maximum is None else f"{minimum} to {maximum}."
+    value = field.default
+    default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    parts = (field.description, minimum is not None and limits, default not in (None, "") and f"Default: {default}.")
+    return " ".join(str(part) for part in parts if part)
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:

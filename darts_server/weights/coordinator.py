@@ -15,8 +15,7 @@ from darts_server.observers import Observers
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.port import Groups, Model, Transaction, UpdateObserver
-from darts_server.weights.rules import Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Transaction, Update, UpdateObserver, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +190,7 @@ class Coordinator:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         self.check_free()
         self._check_weights_awake()
+        update.timeout = self.settings.step_timeout
         self._source = update.source
         self._move(State.STAGING)
         self._target = self.version + 1 if version is None else version
@@ -217,7 +217,14 @@ class Coordinator:
         self._gate.close(UPDATE)
         try:
             self._check_weights_awake()
-            await self._apply_rule(update)
+            if update.rule is Rule.FINISH:
+                if self.paused_by_trainer and self._gate.inside:
+                    raise UpdateFailed(
+                        "groups cannot finish: the engine is paused; POST /resume first, or use the rule keep"
+                    )
+                await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
+            elif update.rule is Rule.RESTART:
+                await update.run_phase("wait", self._suspend_groups, self.settings.wait_timeout)
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
@@ -252,10 +259,12 @@ class Coordinator:
         try:
             if self._paused_by_update:
                 self._paused_by_update = False
-                await self._resume(update)
-        except WeightsLost as lost:
-            error = lost
-            raise
+                if not self.paused_by_trainer:
+                    await update.run_phase("resume", self._model.resume)
+        except Exception as failed:
+            if self.state is not State.LOST:  # else the first error has been reported, and nothing is served anyway
+                error = self.mark_lost(f"the engine does not resume after an update ({failed})")
+                raise error from failed
         finally:
             if self.state in (State.ANNOUNCED, State.PAUSED, State.RESTORING) or (
                 self.state is State.UPDATING and error is None
@@ -445,29 +454,10 @@ class Coordinator:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
 
-    async def _apply_rule(self, update: Update) -> None:
-        if update.rule is Rule.FINISH:
-            if self.paused_by_trainer and self._gate.inside:
-                raise UpdateFailed(
-                    "groups cannot finish: the engine is paused; POST /resume first, or use the rule keep"
-                )
-            await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
-        elif update.rule is Rule.RESTART:
-            await update.run_phase("wait", self._halt_groups, self.settings.wait_timeout)
-
-    async def _halt_groups(self) -> None:
+    async def _suspend_groups(self) -> None:
         if self._groups is not None:
             await self._groups.suspend()
         await self._gate.wait_until_empty(except_groups=True)
-
-    async def _resume(self, update: Update) -> None:
-        try:
-            if not self.paused_by_trainer:
-                await update.run_phase("resume", self._model.resume)
-        except Exception as error:
-            if self.state is State.LOST:  # the first error has been reported, and nothing is served anyway
-                return
-            raise self.mark_lost(f"the engine does not resume after an update ({error})") from error
 
     def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
         self._source = None

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from darts_server.exceptions import UpdateError, UpdateFailed
 from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
-from darts_server.weights.port import Model
-from darts_server.weights.rules import Update
+from darts_server.weights.port import Model, Update
 
 MAX_NAMES = 3
 """Tensors that an error message names."""
@@ -60,7 +59,7 @@ class ExternalUpdates:
         async with self._steps:
             coordinator.check_not_pausing()
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-            update = Update(VLLM_ROUTES, rule, timeout=coordinator.settings.step_timeout)
+            update = Update(VLLM_ROUTES, rule)
             coordinator.begin(update, coordinator.version + 1)
             await coordinator.pause(update)
             session = self._session = _Session(update)
@@ -102,7 +101,8 @@ class ExternalUpdates:
     # --- helpers ------------------------------------------------------------
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
-        self._stop_timer(session)
+        if session.timer is not None:
+            session.timer.cancel()
         session.calls += 1
         try:
             await session.update.run_phase(phase, step)
@@ -110,18 +110,11 @@ class ExternalUpdates:
             await self._fail(session, error)
             raise
         finally:
-            self._start_timer(session)
-
-    def _start_timer(self, session: _Session) -> None:
-        if session is self._session:
-            timeout = self._coordinator.settings.step_timeout
-            session.timer = asyncio.get_running_loop().call_later(
-                timeout, self._time_out, session, session.calls, timeout
-            )
-
-    def _stop_timer(self, session: _Session) -> None:
-        if session.timer is not None:
-            session.timer.cancel()
+            if session is self._session:
+                timeout = self._coordinator.settings.step_timeout
+                session.timer = asyncio.get_running_loop().call_later(
+                    timeout, self._time_out, session, session.calls, timeout
+                )
 
     def _time_out(self, session: _Session, calls: int, timeout: float) -> None:
         error = UpdateFailed(f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout")
@@ -135,7 +128,8 @@ class ExternalUpdates:
                 await self._fail(session, error)
 
     def _close(self, session: _Session) -> None:
-        self._stop_timer(session)
+        if session.timer is not None:
+            session.timer.cancel()
         self._session = None
 
     async def _fail(self, session: _Session, error: Exception) -> None:

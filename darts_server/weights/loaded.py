@@ -5,8 +5,7 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import InvalidRequest, UpdateFailed
-from darts_server.weights.port import Model
-from darts_server.weights.rules import Update
+from darts_server.weights.port import Model, Update
 from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
 

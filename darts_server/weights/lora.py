@@ -24,8 +24,7 @@ from darts_server.weights.lora_config import (
     dump_config,
     parse_config,
 )
-from darts_server.weights.port import LoraEngine
-from darts_server.weights.rules import Rule, Update
+from darts_server.weights.port import LoraEngine, Rule, Update
 from darts_server.weights.staging import BUFFER_BYTES, Staging
 from darts_server.weights.tensors import read_tensors, resolve_path
 
@@ -64,7 +63,7 @@ class Loras:
         root: Path | None,
     ) -> None:
         self.coordinator = coordinator
-        self._staging = staging
+        self.staging = staging
         self.served: dict[str, LoadedLora] = {}
         self._engine = engine
         self._root = root
@@ -92,7 +91,8 @@ class Loras:
             parsed = parse_config(config, "config")
             return parsed, await self.write_tensors(body(layers.max_bytes))
 
-        return await self._put("push", name, fetch, "body", rule, version)
+        update = Update("push", rule or self.coordinator.settings.rule, lora=name)
+        return await self._put(update, version, name, fetch, "body")
 
     async def load(
         self,
@@ -118,7 +118,8 @@ class Loras:
             config = await run_sync(read_config, folder, root)
             return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
 
-        return await self._put("disk", name, fetch, "path", rule, version, when_staged)
+        update = Update("disk", rule or self.coordinator.settings.rule, lora=name, when_staged=when_staged)
+        return await self._put(update, version, name, fetch, "path")
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -132,17 +133,8 @@ class Loras:
         if name not in self.served:
             raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         # Requests cannot continue without the adapter, so no other rule is possible.
-        update = Update("delete", Rule.FINISH, lora=name, timeout=self.coordinator.settings.step_timeout)
-        return await self.coordinator.run(update, None, _LoraRemoval(self, engine, name))
-
-    def clean_up(self) -> None:
-        """Remove the folders and links of adapters that are not served."""
-        folders = {lora.folder for lora in self.served.values()}
-        for folder in set(self._staging.glob(f"*{FOLDER_SUFFIX}")) - folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        for link in self._staging.glob(f"{LINK_PREFIX}*"):
-            if link.name.removeprefix(LINK_PREFIX) not in self.served:
-                link.unlink(missing_ok=True)
+        update = Update("delete", Rule.FINISH, lora=name)
+        return await self.coordinator.run(update, None, _LoraUpdate(self, engine, name, None, "name"))
 
     async def write_tensors(self, chunks: AsyncIterator[bytes]) -> Path:
         """Write these bytes as the tensors of a new adapter. Returns its folder.
@@ -150,39 +142,23 @@ class Loras:
         Raises:
             DiskFull
         """
-        path = await self._staging.write(chunks)
+        path = await self.staging.write(chunks)
         folder = path.with_suffix(FOLDER_SUFFIX)
         folder.mkdir()
         path.rename(folder / TENSORS)
         return folder
 
-    def link(self, name: str, folder: Path) -> Path:
-        """Point the name's link to this folder, atomically. Returns the link."""
-        link = folder.with_name(LINK_PREFIX + name)
-        new = folder.with_name(f"new-{LINK_PREFIX}")
-        new.unlink(missing_ok=True)
-        new.symlink_to(folder)
-        os.replace(new, link)
-        return link
-
     async def _put(
         self,
-        source: str,
+        update: Update,
+        version: int | None,
         name: str,
         fetch: Callable[[LoraLayers], Awaitable[Fetched]],
         field: str,
-        rule: Rule | None,
-        version: int | None,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         engine = self._require_lora()
         engine.check_name(name)
-        settings = self.coordinator.settings
-        update = Update(
-            source, rule or settings.rule, lora=name, timeout=settings.step_timeout, when_staged=when_staged
-        )
-        transaction = _LoraUpdate(self, engine, name, fetch, field)
-        return await self.coordinator.run(update, version, transaction)
+        return await self.coordinator.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
 
     def _require_lora(self) -> LoraEngine:
         if self._engine is None:
@@ -191,14 +167,17 @@ class Loras:
 
 
 class _LoraUpdate:
-    """Implements :class:`darts_server.weights.port.Transaction`: adds or replaces a LoRA adapter."""
+    """Implements :class:`darts_server.weights.port.Transaction`: adds, replaces or removes a LoRA adapter.
+
+    ``fetch``: fetches what is to be served; ``None`` to serve no adapter of that name any more.
+    """
 
     def __init__(
         self,
         loras: Loras,
         engine: LoraEngine,
         name: str,
-        fetch: Callable[[LoraLayers], Awaitable[Fetched]],
+        fetch: Callable[[LoraLayers], Awaitable[Fetched]] | None,
         field: str,
     ) -> None:
         self._loras = loras
@@ -207,11 +186,13 @@ class _LoraUpdate:
         self._fetch = fetch
         self._field = field
         self._old = loras.served.get(name)
-        self._new: LoadedLora
+        self._new: LoadedLora | None = None
 
     async def stage(self, update: Update) -> None:
+        if (fetch := self._fetch) is None:
+            return
         layers = await self._engine.layers()
-        config, folder = await update.run_phase("transfer", lambda: self._fetch(layers))
+        config, folder = await update.run_phase("transfer", lambda: fetch(layers))
 
         def check() -> None:
             tensors = read_tensors(folder / TENSORS, self._field)
@@ -222,48 +203,36 @@ class _LoraUpdate:
         self._new = LoadedLora(self._loras.coordinator.target, config, folder)
 
     async def apply(self, update: Update) -> None:
-        await self._load(update, "load", self._new)
+        await self._serve(update, "load", self._new)
 
     async def roll_back(self, update: Update) -> None:
-        if self._old is not None:
-            await self._load(update, "restore", self._old)
+        await self._serve(update, "restore", self._old)
+
+    def commit(self) -> None:
+        if self._new is None:
+            del self._loras.served[self._name]
         else:
-            await update.run_phase("restore", lambda: self._engine.unload(self._name))
-
-    def commit(self) -> None:
-        self._loras.served[self._name] = self._new
+            self._loras.served[self._name] = self._new
 
     def clean_up(self) -> None:
-        self._loras.clean_up()
+        """Remove the folders and links of adapters that are not served."""
+        served, staging = self._loras.served, self._loras.staging
+        for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - {lora.folder for lora in served.values()}:
+            shutil.rmtree(folder, ignore_errors=True)
+        for link in staging.glob(f"{LINK_PREFIX}*"):
+            if link.name.removeprefix(LINK_PREFIX) not in served:
+                link.unlink(missing_ok=True)
 
-    async def _load(self, update: Update, phase: str, lora: LoadedLora) -> None:
-        link = self._loras.link(self._name, lora.folder)
+    async def _serve(self, update: Update, phase: str, lora: LoadedLora | None) -> None:
+        if lora is None:
+            await update.run_phase(phase, lambda: self._engine.unload(self._name))
+            return
+        # Point the name's link to the adapter's folder, atomically.
+        link, new = lora.folder.with_name(LINK_PREFIX + self._name), lora.folder.with_name(f"new-{LINK_PREFIX}")
+        new.unlink(missing_ok=True)
+        new.symlink_to(lora.folder)
+        os.replace(new, link)
         await update.run_phase(phase, lambda: self._engine.load(self._name, link))
-
-
-class _LoraRemoval:
-    """Implements :class:`darts_server.weights.port.Transaction`: removes a LoRA adapter."""
-
-    def __init__(self, loras: Loras, engine: LoraEngine, name: str) -> None:
-        self._loras = loras
-        self._engine = engine
-        self._name = name
-
-    async def stage(self, update: Update) -> None:
-        """There is nothing to fetch."""
-
-    async def apply(self, update: Update) -> None:
-        await update.run_phase("load", lambda: self._engine.unload(self._name))
-
-    async def roll_back(self, update: Update) -> None:
-        link = self._loras.link(self._name, self._loras.served[self._name].folder)
-        await update.run_phase("restore", lambda: self._engine.load(self._name, link))
-
-    def commit(self) -> None:
-        del self._loras.served[self._name]
-
-    def clean_up(self) -> None:
-        self._loras.clean_up()
 
 
 def read_config(folder: Path, root: Path) -> LoraConfig:

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, Tensor, TensorSet
@@ -94,7 +93,16 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
     if type(rslora) is not bool:
         raise InvalidRequest(field, "use_rslora must be true or false")
     for key, value in given.items():
-        _check_key(key, value, field)
+        if key not in ALLOWED_VALUES:
+            if key not in IGNORED_KEYS and value:
+                raise InvalidRequest(
+                    field,
+                    f"{key[:50]!r} is set, and such LoRA adapters are not supported; leave it out if the adapter is "
+                    "W + scale * B A without it",
+                )
+        # Flags are compared by identity: 1 == True, and PEFT does not write 1.
+        elif not any(value is each or (isinstance(value, str) and value == each) for each in ALLOWED_VALUES[key]):
+            raise InvalidRequest(field, f"{key} is {str(value)[:50]!r}, and such LoRA adapters are not supported")
     return LoraConfig(rank, alpha, rslora)
 
 
@@ -130,21 +138,6 @@ def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
             "bias": "none",
         }
     )
-
-
-def _check_key(key: str, value: Any, field: str) -> None:
-    if key in ALLOWED_VALUES:
-        # Flags are compared by identity: 1 == True, and PEFT does not write 1.
-        if not any(
-            value is allowed or (isinstance(value, str) and value == allowed) for allowed in ALLOWED_VALUES[key]
-        ):
-            raise InvalidRequest(field, f"{key} is {str(value)[:50]!r}, and such LoRA adapters are not supported")
-    elif key not in IGNORED_KEYS and value:
-        raise InvalidRequest(
-            field,
-            f"{key[:50]!r} is set, and such LoRA adapters are not supported; leave it out if the adapter is "
-            "W + scale * B A without it",
-        )
 
 
 def _check_tensor(layers: LoraLayers, rank: int, name: str, tensor: Tensor, field: str) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from anyio.to_thread import run_sync
 
@@ -62,10 +61,19 @@ class Staging:
         Raises:
             DiskFull
         """
-        path = self._new_path()
+        if self._folder is None:
+            self._folder, self._lock = _create_folder(self._parent)
+        self._count += 1
+        path, buffer = self._folder / f"{self._count}{SUFFIX}", bytearray()
         try:
             with path.open("xb") as file:
-                await _copy(chunks, file)
+                async for chunk in chunks:
+                    buffer += chunk
+                    if len(buffer) >= BUFFER_BYTES:
+                        await run_sync(file.write, buffer)
+                        buffer = bytearray()
+                await run_sync(file.write, buffer)
+                await run_sync(file.flush)
         except BaseException as error:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
@@ -84,12 +92,6 @@ class Staging:
     def glob(self, pattern: str) -> list[Path]:
         """Paths in the folder whose names match a pattern."""
         return [] if self._folder is None else list(self._folder.glob(pattern))
-
-    def _new_path(self) -> Path:
-        if self._folder is None:
-            self._folder, self._lock = _create_folder(self._parent)
-        self._count += 1
-        return self._folder / f"{self._count}{SUFFIX}"
 
 
 def _create_folder(parent: Path) -> tuple[Path, int]:
@@ -113,14 +115,3 @@ def _is_abandoned(folder: Path) -> bool:
         except BlockingIOError:
             return False
     return True
-
-
-async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO) -> None:
-    buffer = bytearray()
-    async for chunk in chunks:
-        buffer += chunk
-        if len(buffer) >= BUFFER_BYTES:
-            await run_sync(file.write, buffer)
-            buffer = bytearray()
-    await run_sync(file.write, buffer)
-    await run_sync(file.flush)

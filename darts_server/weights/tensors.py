@@ -1,7 +1,7 @@
 """Sets of tensors in safetensors files, and whether they fit a model. Only headers are read here, not the data."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -106,10 +106,16 @@ def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
     Raises:
         InvalidRequest: of ``field``; a file is missing, not a regular one, not safetensors, or incomplete.
     """
+    tensors: dict[str, TensorFile] = {}
     try:
-        return _merge((read_header(file, field, root) for file in _list_files(path, field, root)), field)
+        for file in _list_files(path, field, root):
+            header = read_header(file, field, root)
+            if (twice := next((name for name in header.tensors if name in tensors), None)) is not None:
+                raise InvalidRequest(field, f"tensor {twice} is in {tensors[twice].path.name} and in {file.name}")
+            tensors |= dict.fromkeys(header.tensors, header)
     except OSError as error:
         raise _unreadable(field, path, error) from error
+    return tensors
 
 
 def read_header(path: Path, field: str, root: Path | None = None) -> TensorFile:
@@ -139,10 +145,9 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
         _check_tensor(expected, given, name, file, field)
     missing = [name for name in expected.tensors if name not in given]
     if missing and not partial:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InvalidRequest(
-            field,
-            f"tensor {missing[0]} is missing{_and_more(len(missing) - 1)}; send all {len(expected.tensors)}, "
-            "or say partial=true",
+            field, f"tensor {missing[0]} is missing{more}; send all {len(expected.tensors)}, or say partial=true"
         )
     checked = {name: file for name, file in given.items() if name in expected.tensors}
     if not checked:
@@ -169,7 +174,8 @@ def _check_tensor(expected: ExpectedTensors, given: TensorSet, name: str, file: 
     wanted = expected.tensors.get(tied_to or name)
     if wanted is None:
         raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
-    if tensor.shape != wanted.shape or not _is_convertible(tensor.dtype, wanted.dtype):
+    is_convertible = tensor.dtype == wanted.dtype or {tensor.dtype, wanted.dtype} <= FLOAT_DTYPES
+    if tensor.shape != wanted.shape or not is_convertible:
         raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
     if tied_to is None:
         return
@@ -181,10 +187,6 @@ def _check_tensor(expected: ExpectedTensors, given: TensorSet, name: str, file: 
         raise InvalidRequest(
             field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
         )
-
-
-def _is_convertible(given: str, wanted: str) -> bool:
-    return given == wanted or {given, wanted} <= FLOAT_DTYPES
 
 
 def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
@@ -211,39 +213,20 @@ def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
     in_folder = list_folder(path, root)
     if in_folder is None:
         return [path]
-    indices = sorted(name for name in in_folder if name.endswith(INDEX_SUFFIX))
-    tensor_files = sorted(name for name in in_folder if name.endswith(SUFFIX))
-    names = _read_index(path / indices[0], field, root) if indices else tensor_files
+    names = sorted(name for name in in_folder if name.endswith(SUFFIX))
+    if index := min((name for name in in_folder if name.endswith(INDEX_SUFFIX)), default=None):
+        content = read_file(path / index, MAX_INDEX_BYTES, root)
+        try:
+            names = sorted(set(json.loads(content)["weight_map"].values()))
+            are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(field, f"{index} is no index of safetensors files") from error
+        if not are_plain:
+            raise InvalidRequest(field, f"{index} may name only *{SUFFIX} files in its folder")
     if not names:
         raise InvalidRequest(field, f"{path} has no *{SUFFIX} file")
     return [path / name for name in names]
 
 
-def _read_index(index: Path, field: str, root: Path | None) -> list[str]:
-    content = read_file(index, MAX_INDEX_BYTES, root)
-    try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
-        are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidRequest(field, f"{index.name} is no index of safetensors files") from error
-    if not are_plain:
-        raise InvalidRequest(field, f"{index.name} may name only *{SUFFIX} files in its folder")
-    return names
-
-
-def _merge(files: Iterable[TensorFile], field: str) -> TensorSet:
-    tensors: dict[str, TensorFile] = {}
-    for file in files:
-        for name in file.tensors:
-            if name in tensors:
-                raise InvalidRequest(field, f"tensor {name} is in {tensors[name].path.name} and in {file.path.name}")
-            tensors[name] = file
-    return tensors
-
-
 def _unreadable(field: str, path: Path, error: OSError) -> InvalidRequest:
     return InvalidRequest(field, f"{error.filename or path} cannot be read: {error.strerror}")
-
-
-def _and_more(count: int) -> str:
-    return f", and {count} more" if count else ""

@@ -15,8 +15,7 @@ from darts_server.weights.coordinator import Coordinator, State
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
-from darts_server.weights.port import Groups, Model, UpdateObserver
-from darts_server.weights.rules import Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Update, UpdateObserver, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import (
     TensorSet,
@@ -26,19 +25,6 @@ from darts_server.weights.tensors import (
     read_tensors,
     resolve_path,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOptions:
-    """Options of a weight update.
-
-    ``rule``: ``None`` for the server's. ``version``: ``None`` for the next one. ``when_staged``: see `Update`.
-    """
-
-    rule: Rule | None = None
-    version: int | None = None
-    partial: bool = False
-    when_staged: Callable[[], Awaitable[None]] | None = None
 
 
 class Updates:
@@ -101,10 +87,17 @@ class Updates:
     def last_error(self) -> str | None:
         return self.coordinator.last_error
 
-    async def push(self, body: Callable[[int], AsyncIterator[bytes]], options: UpdateOptions) -> UpdateRecord:
+    async def push(
+        self,
+        body: Callable[[int], AsyncIterator[bytes]],
+        rule: Rule | None = None,
+        version: int | None = None,
+        partial: bool = False,
+    ) -> UpdateRecord:
         """Update from the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield.
+        ``body`` is called with the largest number of bytes that it may yield. ``rule``: ``None`` for the server's.
+        ``version``: ``None`` for the next one.
 
         Raises:
             InvalidRequest: the weights are bad; nothing was changed.
@@ -117,10 +110,19 @@ class Updates:
             path = await self._staging.write(body(limit))
             return await run_sync(read_tensors, path, "body")
 
-        return await self._update("push", fetch, options, "body")
+        return await self._update(Update("push", rule or self.rule, partial), version, fetch, "body")
 
-    async def load(self, path: str, options: UpdateOptions) -> UpdateRecord:
+    async def load(
+        self,
+        path: str,
+        rule: Rule | None = None,
+        version: int | None = None,
+        partial: bool = False,
+        when_staged: Callable[[], Awaitable[None]] | None = None,
+    ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change until other weights have replaced it.
+
+        ``rule``, ``version``: as for `push`. ``when_staged``: see `Update`.
 
         Raises:
             Forbidden: there is no root.
@@ -134,16 +136,14 @@ class Updates:
             resolved, root = await run_sync(resolve_path, self._root, path)
             return await run_sync(read_tensors, resolved, "path", root)
 
-        return await self._update("disk", fetch, options, "path")
+        update = Update("disk", rule or self.rule, partial, when_staged=when_staged)
+        return await self._update(update, version, fetch, "path")
 
     async def _update(
-        self, source: str, fetch: Callable[[], Awaitable[TensorSet]], options: UpdateOptions, field: str
+        self, update: Update, version: int | None, fetch: Callable[[], Awaitable[TensorSet]], field: str
     ) -> UpdateRecord:
-        timeout = self.coordinator.settings.step_timeout
-        rule, staged = options.rule or self.rule, options.when_staged
-        update = Update(source, rule, options.partial, timeout=timeout, when_staged=staged)
         transaction = _WeightUpdate(self._model, self._loaded, self._staging, fetch, field)
-        return await self.coordinator.run(update, options.version, transaction)
+        return await self.coordinator.run(update, version, transaction)
 
 
 @dataclass(slots=True)

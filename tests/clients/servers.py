@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
-from darts_server.http.routes import router
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
@@ -26,6 +25,7 @@ from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import PromptSpec, Sample
+from tests.http.serving import our_routes
 from tests.rollout.helpers import AtOnce, Texts
 
 WAIT_SECONDS = 60.0
@@ -157,17 +157,6 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
 
         app = FastAPI(lifespan=stepping)
         errors.install(app)
-        routes = router(
-            provenance,
-            statistics,
-            store,
-            control,
-            batches=batches,
-            votes=votes,
-            reward_matcher=reward_matcher,
-            updates=Mock(),
-            monitored=Mock(),
-            needs_key=False,
-        )
-        app.include_router(routes)
+        parts = {"control": control, "batches": batches, "votes": votes}
+        app.include_router(our_routes(store, statistics, provenance, reward_matcher, **parts))
         yield app, engine

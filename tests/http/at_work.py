@@ -12,12 +12,10 @@ from unittest.mock import Mock
 import uvicorn
 from fastapi import FastAPI, Response
 
-from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors, page
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.policy.shaping import Shaping
@@ -29,11 +27,11 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
-from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import RequestOptions, UpdateOutcome
 from darts_server.weights.coordinator import State
 from darts_server.weights.updates import Updates
+from tests.http.serving import our_routes
 from tests.rollout.helpers import collect
 
 STEP_SECONDS = 0.02
@@ -127,21 +125,8 @@ def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str
     monitored = MonitorSources(
         work.live, work.statistics.rewards, updates, lambda: store.fault, lambda: work.stopping()
     )
-    control = Control(load({}, None))
-    app.include_router(
-        router(
-            provenance=work.provenance,
-            statistics=work.statistics,
-            store=store,
-            control=control,
-            batches=Mock(),
-            votes=Mock(),
-            reward_matcher=work.reward_matcher,
-            updates=updates,
-            monitored=monitored,
-            needs_key=bool(keys),
-        )
-    )
+    more = {"updates": updates, "monitored": monitored, "needs_key": bool(keys)}
+    app.include_router(our_routes(store, work.statistics, work.provenance, work.reward_matcher, **more))
     app.include_router(page.routes())
 
     @app.get("/health")

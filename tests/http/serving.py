@@ -3,19 +3,19 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.testclient import TestClient
 
 from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.resources.state import State
-from darts_server.http.response_headers import STATE_KEY, GroupIdHeader
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.middleware import STATE_KEY, SecurityMiddleware
 from darts_server.records import TrajectoryRecord
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
@@ -29,6 +29,15 @@ HERE = "127.0.0.1"
 URL = "http://127.0.0.1:8000"
 LARGEST = 2**30
 """Bytes of a body."""
+
+
+def our_routes(
+    store: State, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
+) -> APIRouter:
+    """Our routes over these and ``more``, and over mocks of what is not given."""
+    parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "updates", "monitored")}
+    parts |= {"control": Control(load({}, None)), "needs_key": False} | more
+    return router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
 
 
 @contextmanager
@@ -58,22 +67,8 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        app.add_middleware(GroupIdHeader)
-        control = Control(load({}, None))
-        app.include_router(
-            router(
-                provenance,
-                statistics,
-                state or store,
-                control,
-                batches=Mock(),
-                votes=Mock(),
-                reward_matcher=reward_matcher,
-                updates=updates or Mock(spec=Updates),
-                monitored=Mock(),
-                needs_key=bool(keys),
-            )
-        )
+        more = {"updates": updates or Mock(spec=Updates), "needs_key": bool(keys)}
+        app.include_router(our_routes(state or store, statistics, provenance, reward_matcher, **more))
         access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
         app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
 

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.testclient import TestClient
 
-from darts_server.http.response_headers import GROUP_ID
 from darts_server.http.routes import serve_metrics_in_the_loop
+from darts_server.http.security.middleware import GROUP_ID
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")

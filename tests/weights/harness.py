@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.numpy import save
 
 from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import KV_CACHE, State
-from darts_server.weights.rules import UpdateSettings
+from darts_server.weights.port import UpdateSettings
 from darts_server.weights.staging import Staging
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.updates import Updates
 from tests.weights.model import SHAPES, FakeGroups, FakeModel, Recorder, tensors
 
 SHORT_TIMEOUT = UpdateSettings(step_timeout=2.0)
@@ -31,16 +32,16 @@ class Harness:
         self.updates = Updates(self.model, self.gate, self.staging, self.root, settings, [self.observer], self.groups)
         self.trainer = Trainer(self)
 
-    async def push(self, value: float, *names: str, options: UpdateOptions | None = None) -> None:
+    async def push(self, value: float, *names: str, **options: Any) -> None:
         data = {n: t for n, t in tensors(value).items() if not names or n in names}
-        await self.push_bytes(save(data), options or UpdateOptions(partial=bool(names)))
+        await self.push_bytes(save(data), partial=bool(names), **options)
 
-    async def push_bytes(self, data: bytes, options: UpdateOptions) -> None:
+    async def push_bytes(self, data: bytes, **options: Any) -> None:
         async def body(limit: int) -> AsyncIterator[bytes]:
             assert len(data) <= limit
             yield data
 
-        await self.updates.push(body, options)
+        await self.updates.push(body, **options)
 
     def check_serves(self, version: int, **values: float) -> None:
         """Check that this version is served. ``values``: by the last part but one of tensor names, or ``all``."""

@@ -8,8 +8,7 @@ import pytest
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import State
-from darts_server.weights.rules import Rule, UpdateSettings
-from darts_server.weights.updates import UpdateOptions
+from darts_server.weights.port import Rule, UpdateSettings
 from tests.weights.harness import Harness, enter, until
 
 pytestmark = pytest.mark.anyio
@@ -113,7 +112,7 @@ async def test_a_resume_cancels_a_pause_that_the_engine_is_carrying_out(harness:
 
 async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_place(harness: Harness) -> None:
     async def pause() -> None:
-        await harness.push(5, options=UpdateOptions(Rule.KEEP))
+        await harness.push(5, rule=Rule.KEEP)
 
     await harness.updates.coordinator.pause_by_trainer("keep", pause)
     assert "resume" not in harness.model.calls
@@ -192,7 +191,7 @@ async def test_our_updates_leave_a_trainers_pause_in_place(harness: Harness) -> 
     harness.gate.let_in()
     with pytest.raises(UpdateFailed, match="POST /resume"):
         await harness.push(6)
-    await harness.push(6, options=UpdateOptions(Rule.KEEP))
+    await harness.push(6, rule=Rule.KEEP)
     harness.gate.leave()
     await harness.trainer.resume()
     await enter(harness.gate)

@@ -9,8 +9,7 @@ import pytest
 from darts_server.exceptions import UpdateFailed, WeightsLost
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import State
-from darts_server.weights.rules import Rule
-from darts_server.weights.updates import UpdateOptions
+from darts_server.weights.port import Rule
 from tests.weights.harness import SHORT_TIMEOUT, Harness, enter, until
 from tests.weights.model import write
 
@@ -47,7 +46,7 @@ async def test_a_failed_first_update_restores_the_checkpoint(harness: Harness) -
 async def test_a_file_that_changes_while_it_is_loaded_fails_the_update(harness: Harness) -> None:
     path = write(harness.root / "one.safetensors", 5)
     harness.gate.let_in()
-    update = asyncio.create_task(harness.updates.load("one.safetensors", UpdateOptions()))
+    update = asyncio.create_task(harness.updates.load("one.safetensors"))
     await until(harness, State.ANNOUNCED)
     write(path, 6)
     harness.gate.leave()
@@ -62,7 +61,7 @@ async def test_weights_that_cannot_be_restored_are_lost_and_every_request_fails(
     waiting: list[asyncio.Task[None]] = []
     harness.model.during["pause"] = lambda: waiting.append(asyncio.create_task(enter(harness.gate)))
     with pytest.raises(WeightsLost, match=r"broken.*broken too.*restart the server"):
-        await harness.push(5, options=UpdateOptions(Rule.KEEP))
+        await harness.push(5, rule=Rule.KEEP)
     with pytest.raises(WeightsLost):
         await waiting[0]
     assert harness.updates.state is State.LOST

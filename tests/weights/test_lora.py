@@ -18,7 +18,7 @@ from darts_server.exceptions import (
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import State
-from darts_server.weights.rules import Rule
+from darts_server.weights.port import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.weights.harness import Harness, until

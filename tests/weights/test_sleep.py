@@ -6,8 +6,7 @@ import pytest
 
 from darts_server.exceptions import Conflict, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.weights.coordinator import State
-from darts_server.weights.rules import Rule
-from darts_server.weights.updates import UpdateOptions
+from darts_server.weights.port import Rule
 from tests.weights.harness import Harness, enter, until
 
 pytestmark = pytest.mark.anyio
@@ -92,7 +91,7 @@ async def test_a_sleep_that_begins_while_weights_arrive_fails_their_update(harne
 async def test_no_update_writes_weights_that_are_being_freed(harness: Harness) -> None:
     async def sleep() -> None:
         with pytest.raises(Conflict, match="POST /wake_up first"):
-            await harness.push(5, options=UpdateOptions(Rule.KEEP))
+            await harness.push(5, rule=Rule.KEEP)
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
@@ -165,7 +164,7 @@ async def test_everything_is_aborted_with_its_groups_also_while_an_update_waits_
 async def test_after_lost_weights_nothing_is_put_to_sleep_or_woken(harness: Harness) -> None:
     harness.model.fail["load"] = [UpdateFailed("broken"), UpdateFailed("broken too")]
     with pytest.raises(WeightsLost):
-        await harness.push(5, options=UpdateOptions(Rule.KEEP))
+        await harness.push(5, rule=Rule.KEEP)
     for call in (harness.trainer.sleep, harness.trainer.wake_up, harness.trainer.abort):
         with pytest.raises(WeightsLost, match="broken too"):
             await call()

@@ -15,8 +15,8 @@ from darts_server.exceptions import (
     UpdateUnsupported,
 )
 from darts_server.weights.coordinator import State
-from darts_server.weights.rules import Rule, UpdateSettings
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.port import Rule, UpdateSettings
+from darts_server.weights.updates import Updates
 from tests.weights.harness import Harness, enter, until
 from tests.weights.model import SHAPES, tensors, write
 
@@ -36,23 +36,23 @@ async def test_an_update_runs_its_phases_and_notifies_observers(harness: Harness
 
 
 async def test_a_version_can_be_given_and_must_be_new(harness: Harness) -> None:
-    await harness.push(5, options=UpdateOptions(version=70))
+    await harness.push(5, version=70)
     await harness.push(6)
-    await harness.push(7, options=UpdateOptions(version=3))
+    await harness.push(7, version=3)
     harness.check_serves(3, all=7)
     with pytest.raises(InvalidRequest, match="version: is 3"):
-        await harness.push(8, options=UpdateOptions(version=3))
+        await harness.push(8, version=3)
     harness.check_serves(3, all=7)
 
 
 async def test_files_and_folders_under_the_root_are_loaded(harness: Harness) -> None:
     write(harness.root / "one.safetensors", 5)
-    await harness.updates.load("one.safetensors", UpdateOptions())
+    await harness.updates.load("one.safetensors")
     harness.check_serves(1, all=5)
     first, *others = SHAPES
     write(harness.root / "two" / "a.safetensors", 6, first)
     write(harness.root / "two" / "b.safetensors", 6, *others)
-    await harness.updates.load("two", UpdateOptions())
+    await harness.updates.load("two")
     harness.check_serves(2, all=6)
 
 
@@ -62,7 +62,7 @@ async def test_partial_sets_are_completed_from_the_served_files(harness: Harness
     await harness.push(6, "layers.1.weight")
     harness.check_serves(2, all=0, layer0=5, layer1=6)
     write(harness.root / "full.safetensors", 7)
-    await harness.updates.load("full.safetensors", UpdateOptions())
+    await harness.updates.load("full.safetensors")
     await harness.push(8, "layers.1.weight")
     harness.check_serves(4, all=7, layer1=8)
     (harness.root / "full.safetensors").unlink()
@@ -85,7 +85,7 @@ async def test_only_files_that_the_model_was_loaded_from_stay_staged(harness: Ha
     await harness.push(5, "layers.0.weight")
     assert staged() == 2
     with pytest.raises(InvalidRequest):
-        await harness.push_bytes(b"junk", UpdateOptions())
+        await harness.push_bytes(b"junk")
     assert staged() == 2
     await harness.push(6)
     assert staged() == 1
@@ -96,7 +96,7 @@ async def test_a_bad_set_changes_nothing(harness: Harness, data: bytes) -> None:
     await harness.push(5)
     before = list(harness.model.calls)
     with pytest.raises(InvalidRequest) as error:
-        await harness.push_bytes(data, UpdateOptions())
+        await harness.push_bytes(data)
     harness.check_serves(1, all=5)
     assert harness.model.calls == [*before, "ended refused"]
     assert harness.updates.last_error == str(error.value)
@@ -105,7 +105,7 @@ async def test_a_bad_set_changes_nothing(harness: Harness, data: bytes) -> None:
 async def test_without_a_root_no_path_is_read(harness: Harness, tmp_path: Path) -> None:
     updates = Updates(harness.model, harness.gate, harness.staging)
     with pytest.raises(Forbidden):
-        await updates.load(str(tmp_path / "checkpoint"), UpdateOptions())
+        await updates.load(str(tmp_path / "checkpoint"))
     harness.check_serves(0, all=0)
 
 
@@ -116,7 +116,7 @@ async def test_an_unsupported_model_is_refused_before_anything_is_transferred(ha
         raise AssertionError("nothing is read")
 
     with pytest.raises(UpdateUnsupported, match="quantized"):
-        await harness.updates.push(body, UpdateOptions())
+        await harness.updates.push(body)
     harness.check_serves(0, all=0)
 
 
@@ -159,7 +159,7 @@ async def test_keep_does_not_wait_but_admits_no_new_groups_while_it_loads(harnes
 
     begins: list[asyncio.Task[None]] = []
     harness.model.during["load"] = lambda: begins.append(asyncio.create_task(watch()))
-    await harness.push(5, options=UpdateOptions(Rule.KEEP))
+    await harness.push(5, rule=Rule.KEEP)
     await begins[0]
     assert entered == [State.SERVING]
     harness.gate.leave()
@@ -188,7 +188,7 @@ async def test_a_caller_that_disconnects_while_it_sends_cancels_its_update(harne
         yield b"x"
         await asyncio.Event().wait()
 
-    update = asyncio.create_task(harness.updates.push(body, UpdateOptions()))
+    update = asyncio.create_task(harness.updates.push(body))
     await until(harness, State.STAGING)
     await asyncio.sleep(0.05)
     update.cancel()
@@ -222,7 +222,7 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
     waiting = asyncio.create_task(alone())
     await passed.wait()
     harness.gate.let_in()  # a group that is halted
-    update = asyncio.create_task(harness.push(5, options=UpdateOptions(Rule.RESTART)))
+    update = asyncio.create_task(harness.push(5, rule=Rule.RESTART))
     await until(harness, State.ANNOUNCED)
     await settle()
     assert harness.groups.halted
@@ -241,6 +241,6 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
 async def test_halted_groups_resume_after_a_failed_update(harness: Harness) -> None:
     harness.model.fail["load"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed):
-        await harness.push(5, options=UpdateOptions(Rule.RESTART))
+        await harness.push(5, rule=Rule.RESTART)
     assert not harness.groups.halted
     harness.check_serves(0, all=0)

@@ -17,9 +17,9 @@ from benchmarks.gpu.tables import Table, Value
 from darts_server.exceptions import UpdateUnsupported
 from darts_server.records import UpdateRecord
 from darts_server.vllm.weights import VllmModel
-from darts_server.weights.rules import Rule
+from darts_server.weights.port import Rule
 from darts_server.weights.staging import Staging
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.updates import Updates
 
 TITLE = "Weight update"
 PHASES = ("transfer", "check", "pause", "load", "resume")
@@ -38,7 +38,6 @@ MEASURED = (
     "file has just been written, so it is read from the page cache as far as that reaches. Pushed: passed to the API "
     f"process in pieces of {PIECE_BYTES >> 10} kB, as from HTTP; the network's time comes on top. GB/s: of the update."
 )
-OPTIONS = UpdateOptions(rule=Rule.KEEP)
 
 Seconds = dict[str, list[Mapping[str, float]]]
 """Seconds of each update by phase, for each path."""
@@ -103,8 +102,8 @@ async def run_updates(bench: Bench, budget: Budget, result: Table, folder: Path,
     with Staging(folder) as staging:
         updates = Updates(VllmModel(bench.llm), bench.llm.gate, staging, folder)
         paths: dict[str, Callable[[], Awaitable[UpdateRecord]]] = {
-            DISK: lambda: updates.load(FILE, OPTIONS),
-            PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), OPTIONS),
+            DISK: lambda: updates.load(FILE, Rule.KEEP),
+            PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), Rule.KEEP),
         }
         for number in range(bench.sizes.updates):
             for path in estimates:

@@ -77,7 +77,7 @@ def routes(controls: Controls) -> APIRouter:
     async def update_lora(request: Request) -> Answer:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load_lora(body.lora_name, "lora_model_path", body.lora_model_path, aborts=True)
+        await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
         return Answer(message=f"The LoRA adapter has version {controls.updates.version}")
 
     for path in NCCL:

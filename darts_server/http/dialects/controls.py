@@ -1,7 +1,6 @@
 """What the dialects' routes act on, and what they have in common."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +13,8 @@ from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.resources.weights import MAX_REQUEST_BYTES
 from darts_server.identifiers import LORA_NAME
 from darts_server.rollout.turns import Turns
-from darts_server.weights.rules import Rule
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.port import Rule
+from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
 """These trainers pause the engine before an update, so that groups cannot be waited for; and where they do not, they
@@ -44,31 +43,15 @@ class Controls:
     turns: Turns
     dangerous: bool = False
 
-    async def load(self, field: str, path: str, *, aborts: bool = False) -> None:
-        """Replace the weights by those in a file or folder.
+    async def load(self, field: str, path: str, *, lora: str | None = None, aborts: bool = False) -> None:
+        """Replace the weights by those in a file or folder, or serve the LoRA adapter in a folder as ``lora``.
 
-        ``field``: of the request, to be named in errors. ``aborts``: what runs, unless the trainer has paused.
-
-        Raises:
-            Forbidden, InvalidRequest, UpdateError, WeightsLost
-        """
-        with renamed_fields(path=field):
-            async with self._pause(aborts) as when_staged:
-                await self.updates.load(path, UpdateOptions(KEEP, when_staged=when_staged))
-
-    async def load_lora(self, name: str, field: str, path: str, *, aborts: bool = False) -> None:
-        """Serve the LoRA adapter in a folder. ``field``: of the path in the request. ``aborts``: as for `load`.
+        ``field``: of the path in the request, to be named in errors. ``aborts``: what runs, unless the trainer has
+        paused.
 
         Raises:
             Forbidden, InvalidRequest, UpdateError, WeightsLost
         """
-        with renamed_fields(path=field, name="lora_name"):
-            async with self._pause(aborts) as when_staged:
-                await self.updates.loras.load(name, path, KEEP, when_staged=when_staged)
-
-    @asynccontextmanager
-    async def _pause(self, aborts: bool) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Yield a function that aborts what runs and pauses, unless the trainer has paused; resume what it paused."""
         has_paused = False
 
         async def pause() -> None:
@@ -78,7 +61,14 @@ class Controls:
                 has_paused = True
 
         try:
-            yield pause
+            if lora is None:
+                await self.updates.load(path, KEEP, when_staged=pause)
+            else:
+                await self.updates.loras.load(lora, path, KEEP, when_staged=pause)
+        except InvalidRequest as error:  # its sender knows the field by another name
+            if (name := {"path": field, "name": "lora_name"}.get(error.field)) is None:
+                raise
+            raise type(error)(name, error.message) from error
         finally:
             if has_paused:
                 await self.engine.resume_generation()
@@ -97,17 +87,6 @@ async def read_lora(request: Request) -> LoraIn:
         InvalidRequest
     """
     return await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-
-
-@contextmanager
-def renamed_fields(**names: str) -> Iterator[None]:
-    """Name the fields of a request in errors as its sender knows them: ``renamed_fields(path="weight_dir")``."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.field not in names:
-            raise
-        raise type(error)(names[error.field], error.message) from error
 
 
 def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:

@@ -48,7 +48,7 @@ def routes(controls: Controls) -> APIRouter:
     async def load_lora_adapter(request: Request) -> dict[str, str]:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await read_lora(request)
-        await controls.load_lora(body.lora_name, "lora_path", body.lora_path)
+        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return DONE
 
     return api

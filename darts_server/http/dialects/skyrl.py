@@ -43,7 +43,7 @@ def routes(controls: Controls) -> APIRouter:
     async def load_lora(request: Request) -> str:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await read_lora(request)
-        await controls.load_lora(body.lora_name, "lora_path", body.lora_path)
+        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return f"LoRA adapter {body.lora_name} is served"
 
     @api.post("/finish_session")

@@ -36,8 +36,12 @@ class PolicyControl(Protocol):
 def routes(control: PolicyControl) -> APIRouter:
     """Create the routes."""
     api = APIRouter()
-    settings = {"application/json": {"schema": control.schema()}}
-    in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": _all(control)}}}}
+    schema = control.schema()
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
+    answer = {**schema, "properties": {**properties, "policies": names}, "required": [*properties, "policies"]}
+    in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer}}}}
 
     @api.get("/policy", response_model=None, responses=in_force)
     async def read() -> dict[str, object]:
@@ -53,33 +57,21 @@ def routes(control: PolicyControl) -> APIRouter:
         "/policy",
         response_model=None,
         responses=in_force,
-        openapi_extra={"requestBody": {"required": True, "content": settings}},
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     )
     async def change(request: Request) -> dict[str, object]:
         """Change runtime settings, all in the body or none. Running groups keep theirs."""
-        return control.change(_object(await read_body(request, MAX_PATCH_BYTES)))
+        body = await read_body(request, MAX_PATCH_BYTES)
+        try:
+            patch = json.loads(body, parse_constant=_reject_constant)
+            json.dumps(patch, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded in a response
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("body", "must be JSON: an object with the settings to change") from error
+        if not isinstance(patch, dict):
+            raise InvalidRequest("body", "must be a JSON object with the settings to change")
+        return control.change(patch)
 
     return api
-
-
-def _all(control: PolicyControl) -> dict[str, object]:
-    """Return the JSON schema of the response."""
-    names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
-    schema = control.schema()
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
-    return {**schema, "properties": {**properties, "policies": names}, "required": [*properties, "policies"]}
-
-
-def _object(body: bytes) -> dict[str, object]:
-    try:
-        patch = json.loads(body, parse_constant=_reject_constant)
-        json.dumps(patch, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded in a response
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("body", "must be JSON: an object with the settings to change") from error
-    if not isinstance(patch, dict):
-        raise InvalidRequest("body", "must be a JSON object with the settings to change")
-    return patch
 
 
 def _reject_constant(constant: str) -> NoReturn:

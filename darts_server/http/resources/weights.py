@@ -1,6 +1,5 @@
 """``/darts/v1/weights``: update the model's weights and its LoRA adapters, pushed or from a folder of the machine."""
 
-from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -9,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
-from darts_server.weights.rules import Rule, RuleName, find_rule
-from darts_server.weights.updates import UpdateOptions, Updates
+from darts_server.weights.port import Rule, RuleName
+from darts_server.weights.updates import Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
 """Of the JSON that names a path."""
@@ -92,14 +91,14 @@ def routes(updates: Updates) -> APIRouter:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
     ) -> WeightsAnswer:
         """Replace the weights by those in the body, or change nothing. Responds when they are served."""
-        await updates.push(body_of(request), UpdateOptions(rule_of(rule), version, partial))
+        await updates.push(lambda limit: chunks_of(request, limit), rule and Rule(rule), version, partial)
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Replace the weights by those at a path, or change nothing. Responds when they are served."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.load(body.path, UpdateOptions(rule_of(body.rule), body.version, body.partial))
+        await updates.load(body.path, body.rule and Rule(body.rule), body.version, body.partial)
         return answer(updates)
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
@@ -116,14 +115,14 @@ def routes(updates: Updates) -> APIRouter:
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
     ) -> WeightsAnswer:
         """Serve this adapter under that name, replacing an earlier one, or change nothing."""
-        await updates.loras.push(name, config, body_of(request), rule_of(rule), version)
+        await updates.loras.push(name, config, lambda limit: chunks_of(request, limit), rule and Rule(rule), version)
         return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
         """Serve the adapter in that folder under that name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.loras.load(name, body.path, rule_of(body.rule), body.version)
+        await updates.loras.load(name, body.path, body.rule and Rule(body.rule), body.version)
         return answer(updates)
 
     @api.delete("/weights/lora/{name}")
@@ -133,15 +132,6 @@ def routes(updates: Updates) -> APIRouter:
         return answer(updates)
 
     return api
-
-
-def body_of(request: Request) -> Callable[[int], AsyncIterator[bytes]]:
-    """Return a function that streams the request's body, at most the given number of bytes."""
-    return lambda limit: chunks_of(request, limit)
-
-
-def rule_of(rule: RuleName | None) -> Rule | None:
-    return None if rule is None else find_rule(rule)
 
 
 def answer(updates: Updates) -> WeightsAnswer:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -131,25 +131,20 @@ class Sites:
         Raises:
             Forbidden
         """
-        if host is not None and not self._is_own(host):
-            raise Forbidden(
-                f"without an API key this server does not answer to the name {host[:LONGEST_SHOWN]!r}; use its IP "
-                "address, or start it with --allowed-hosts NAME"
-            )
-        if origin is not None and not self._may_call(origin, host):
+        if host is not None and ANY not in self._hosts:
+            name = hostname(f"//{host}")
+            if name not in self._hosts and not name.endswith(self._domains) and _address_of(name) is None:
+                raise Forbidden(
+                    f"without an API key this server does not answer to the name {host[:LONGEST_SHOWN]!r}; use its IP "
+                    "address, or start it with --allowed-hosts NAME"
+                )
+        if origin is None or ANY in self._origins or origin in self._origins or is_loopback(hostname(origin)):
+            return
+        if host is None or origin.partition("://")[2].lower() != host.lower():
             raise Forbidden(
                 f"without an API key web pages of {origin[:LONGEST_SHOWN]!r} may not call this server; to allow it, "
                 "start the server with --allowed-origins '[\"ORIGIN\"]'"
             )
-
-    def _is_own(self, host: str) -> bool:
-        name = hostname(f"//{host}")
-        return ANY in self._hosts or name in self._hosts or name.endswith(self._domains) or _is_address(name)
-
-    def _may_call(self, origin: str, host: str | None) -> bool:
-        if ANY in self._origins or origin in self._origins or is_loopback(hostname(origin)):
-            return True
-        return host is not None and origin.partition("://")[2].lower() == host.lower()
 
 
 class Access:
@@ -215,12 +210,9 @@ class Access:
             raise Unauthorized(SEND_A_KEY)
         if name is None:
             self._sites.check(sender.host, sender.origin)
-        if access is not RouteAccess.USE:
-            self._check_admin(what, key, sender)
-        return Caller(name)
-
-    def _check_admin(self, what: str, key: bytes | None, sender: Sender) -> None:
-        """Check a caller without a valid admin key."""
+        if access is RouteAccess.USE:
+            return Caller(name)
+        # The caller has no valid admin key.
         if self.admin_keys:
             if key is None:
                 raise Unauthorized(f"{what} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
@@ -230,6 +222,7 @@ class Access:
                 f"{what} changes the server; without admin keys only callers on this machine may do that; start the "
                 "server with DARTS_ADMIN_API_KEY or --admin-api-key-file, and send Authorization: Bearer KEY"
             )
+        return Caller(name)
 
 
 def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> None:
@@ -275,17 +268,13 @@ def hostname(url: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address or name stands for this machine."""
-    try:
-        address = ip_address(host)
-    except ValueError:
+    if (address := _address_of(host)) is None:
         return host == LOCAL_NAME
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _is_address(host: str) -> bool:
+def _address_of(host: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(host)
+        return ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None

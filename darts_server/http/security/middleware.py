@@ -21,11 +21,11 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.body import BodyLimits, IncompleteBody, LimitedBody
+from darts_server.http.body import BodyLimits, IncompleteBody, limited
 from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import access_of, has_own_limits
-from darts_server.identifiers import NAME_CHARS, without_controls
+from darts_server.identifiers import NAME_CHARS, header_value, without_controls
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
 
@@ -40,10 +40,13 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 REWARDS = "/darts/v1/rewards"
 POLICY_VIOLATION = 1008
 """Close code of a websocket."""
+GROUP_ID = "X-Darts-Group-Id"
+STATE_KEY = "darts_group_id"
+"""Attribute of a request's state that holds the id of its groups, if it was shaped."""
 
 
 class SecurityMiddleware:
-    """ASGI middleware that refuses requests in OpenAI's error form.
+    """ASGI middleware that refuses requests in OpenAI's error form, and names the groups of answers in `GROUP_ID`.
 
     Args:
         limits: of request bodies, except for routes with limits of their own.
@@ -73,75 +76,81 @@ class SecurityMiddleware:
             # Browsers send OPTIONS before a request with a key, and no route acts on it.
             await self._app(scope, receive, send)
             return
+        # Refuse callers without access, and work for a stopping server: what it has can be fetched and rewarded.
+        method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
+        starts_work, lifecycle = method not in SAFE, self._lifecycle
         try:
-            who = self._check_access(scope)
-            if self._lifecycle.stop_reason is not None and _is_refused_at_shutdown(scope):
-                raise self._lifecycle.stop_reason.with_traceback(None)  # or it keeps every request that it refuses
+            who = self._check_access(scope, method, path)
+            if lifecycle.stop_reason is not None and (path in HEALTH or (starts_work and path != REWARDS)):
+                raise lifecycle.stop_reason.with_traceback(None)  # or it keeps every request that it refuses
         except DartsError as error:
             await self._refuse(error, scope, receive, send)
             return
-        who.request_id, who.trace = _request_id(scope), _trace(scope)
+
+        # Limit the body.
+        is_limited = scope["type"] == "http" and not has_own_limits(method, path)
+        receive_limited = limited(scope, receive, self._limits) if is_limited else receive
+
+        async def receive_checked() -> Message:
+            try:
+                return await receive_limited()
+            except InvalidRequest as error:
+                who.refused = error
+                raise
+
+        # Replace a route's error response by ours if its cause is an error of ours. A response that the route has
+        # given to an error of ours in a form of its own only gets the error's headers.
+        replaced = False
+
+        async def send_replaced(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start":
+                status, error = message["status"], None
+                if who.refused is not None and status >= MIN_ERROR_STATUS:
+                    error = who.refused
+                elif status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                    error = lifecycle.stop_reason
+                if error is not None:
+                    replaced = True
+                    await self._refuse(error, scope, receive, send)
+                    return
+                if group_id := scope.get("state", {}).get(STATE_KEY):
+                    MutableHeaders(scope=message)[GROUP_ID] = header_value(group_id)
+                if who.answered is not None:
+                    MutableHeaders(scope=message).update(headers_of(who.answered))
+            if not replaced:
+                await send(message)
+
         token = caller.set(who)
         try:
-            with self._lifecycle.track_request() if scope.get("method") not in SAFE else nullcontext():
-                await self._app(
-                    scope, self._limit_body(scope, receive, who), self._replace_errors(scope, receive, send, who)
-                )
+            with lifecycle.track_request() if starts_work else nullcontext():
+                await self._app(scope, receive_checked if is_limited else receive, send_replaced)
         finally:
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
             who.refused = who.answered = None
 
-    def _check_access(self, scope: Scope) -> Caller:
+    def _check_access(self, scope: Scope, method: str, path: str) -> Caller:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name
-        method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
-        route_access = (
-            self._opened.get((method, path))
-            or access_of(method, path)
-            or (RouteAccess.ADMIN if _is_route(scope) else RouteAccess.USE)
+        access = self._opened.get((method, path)) or access_of(method, path)
+        if access is None:  # not in the table: a new route of vLLM's, or no route at all
+            is_route = any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+            access = RouteAccess.ADMIN if is_route else RouteAccess.USE
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+        # With --forwarded-allow-ips, or FORWARDED_ALLOW_IPS, uvicorn has replaced the client's address by one of
+        # X-Forwarded-For. The header remains, so such an address never counts as this machine's.
+        sender = Sender(
+            scope["client"][0] if scope.get("client") else "",
+            headers[b"host"].decode("latin-1") if b"host" in headers else None,
+            headers[b"origin"].decode("latin-1") if b"origin" in headers else None,
+            any(name.startswith(FORWARDED) for name in headers),
         )
-        return self._access.check(
-            route_access, f"{method} {path}", _key(headers.get(b"authorization", b"")), _sender(scope, headers)
-        )
-
-    def _limit_body(self, scope: Scope, receive: Receive, who: Caller) -> Receive:
-        if scope["type"] != "http" or has_own_limits(scope["method"], get_route_path(scope)):
-            return receive
-        body = LimitedBody(scope, receive, self._limits)
-
-        async def receive_limited() -> Message:
-            try:
-                return await body.receive()
-            except InvalidRequest as error:
-                who.refused = error
-                raise
-
-        return receive_limited
-
-    def _replace_errors(self, scope: Scope, receive: Receive, send: Send, who: Caller) -> Send:
-        """Replace a route's error response by our own, if its cause is an error of ours.
-
-        One that the route has answered in a form of its own only gets the error's headers.
-        """
-        replaced = False
-
-        async def send_replaced(message: Message) -> None:
-            nonlocal replaced
-            if message["type"] == "http.response.start" and (error := self._cause(message["status"], who)) is not None:
-                replaced = True
-                await self._refuse(error, scope, receive, send)
-            elif not replaced:
-                if message["type"] == "http.response.start" and who.answered is not None:
-                    MutableHeaders(scope=message).update(headers_of(who.answered))
-                await send(message)
-
-        return send_replaced
-
-    def _cause(self, status: int, who: Caller) -> DartsError | None:
-        """Return the error of ours that caused a response with this status, if there is one."""
-        if who.refused is not None and status >= MIN_ERROR_STATUS:
-            return who.refused
-        return self._lifecycle.stop_reason if status == HTTPStatus.INTERNAL_SERVER_ERROR else None
+        who = self._access.check(access, f"{method} {path}", key or None, sender)
+        if (request_id := headers.get(REQUEST_ID)) is not None:
+            who.request_id = without_controls(request_id.decode("latin-1")[:NAME_CHARS])
+        who.trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE}
+        return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
         self._on_refusal(_reason(error))
@@ -153,43 +162,6 @@ class SecurityMiddleware:
             headers["Connection"] = "close"  # otherwise the server would read and discard the rest of the body
         response = JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers)
         await response(scope, receive, send)
-
-
-def _request_id(scope: Scope) -> str | None:
-    value: bytes | None = next((each for name, each in scope["headers"] if name == REQUEST_ID), None)
-    return None if value is None else without_controls(value.decode("latin-1")[:NAME_CHARS])
-
-
-def _trace(scope: Scope) -> dict[str, str]:
-    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE}
-
-
-def _is_refused_at_shutdown(scope: Scope) -> bool:
-    """Return whether a stopping server refuses the request. What it has can be fetched and rewarded."""
-    path = get_route_path(scope)
-    return path in HEALTH or (scope.get("method") not in SAFE and path != REWARDS)
-
-
-def _is_route(scope: Scope) -> bool:
-    """Return whether any route of the app matches the request."""
-    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
-
-
-def _sender(scope: Scope, headers: Mapping[bytes, bytes]) -> Sender:
-    """Return where a request comes from."""
-    # With --forwarded-allow-ips, or FORWARDED_ALLOW_IPS, uvicorn has replaced the client's address by one of
-    # X-Forwarded-For. The header remains, so such an address never counts as this machine's.
-    return Sender(
-        scope["client"][0] if scope.get("client") else "",
-        headers[b"host"].decode("latin-1") if b"host" in headers else None,
-        headers[b"origin"].decode("latin-1") if b"origin" in headers else None,
-        any(name.startswith(FORWARDED) for name in headers),
-    )
-
-
-def _key(authorization: bytes) -> bytes | None:
-    scheme, _, key = authorization.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" and key.strip() else None
 
 
 def _reason(error: DartsError) -> str:

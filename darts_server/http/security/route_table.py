@@ -3,9 +3,6 @@
 A test builds the whole app and fails for a route that is missing here. At run time such a route is for admins only.
 """
 
-import re
-from functools import cache
-
 from starlette.routing import compile_path
 
 from darts_server.http.security.access import RouteAccess
@@ -145,11 +142,20 @@ OWN_LIMITS = {
 """Routes that limit their large bodies themselves, by the size of the model or of the state."""
 
 
+# Compiled as the router does it, so that no spelling of a path matches here and another route there.
+_ROUTES = [
+    (compile_path(template)[0], frozenset(methods.split()), access)
+    for access, routes in TABLE.items()
+    for template, methods in routes.items()
+]
+_OWN_LIMITS = [(method, compile_path(template)[0]) for method, template in OWN_LIMITS]
+
+
 def access_of(method: str, path: str) -> RouteAccess | None:
     """Return who may call the route that a request matches; ``None`` if the table has no such route."""
     # Not cached by path: callers without a key choose it, at any length.
     method = "GET" if method == "HEAD" else method
-    for pattern, methods, access in _patterns():
+    for pattern, methods, access in _ROUTES:
         if (method in methods or ANY in methods) and pattern.match(path):
             return access
     return None
@@ -157,19 +163,4 @@ def access_of(method: str, path: str) -> RouteAccess | None:
 
 def has_own_limits(method: str, path: str) -> bool:
     """Return whether the route that a request matches limits its body itself."""
-    return any(method == each and pattern.match(path) for each, pattern in _own_limits())
-
-
-@cache
-def _own_limits() -> list[tuple[str, re.Pattern[str]]]:
-    return [(method, compile_path(template)[0]) for method, template in OWN_LIMITS]
-
-
-@cache
-def _patterns() -> list[tuple[re.Pattern[str], frozenset[str], RouteAccess]]:
-    # Compiled as the router does it, so that no spelling of a path matches here and another route there.
-    return [
-        (compile_path(template)[0], frozenset(methods.split()), access)
-        for access, routes in TABLE.items()
-        for template, methods in routes.items()
-    ]
+    return any(method == each and pattern.match(path) for each, pattern in _OWN_LIMITS)

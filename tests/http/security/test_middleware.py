@@ -245,31 +245,30 @@ def test_a_body_of_the_maximum_size_is_accepted() -> None:
     assert (answer.status_code, answer.json()) == (200, None)
 
 
+def status_for(app: App, chunks: AsyncIterator[bytes]) -> int:
+    """Call the app as a client does that sends these chunks and never stops; return the status."""
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+
+    async def sent(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": HERE}
+    asyncio.run(app.app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent))
+    return statuses[0]
+
+
 def test_a_body_is_not_read_beyond_the_limit() -> None:
     read = []
 
-    def endless() -> Any:
+    async def endless() -> AsyncIterator[bytes]:
         for number in range(10**6):
             read.append(number)
             yield b"x" * 100
 
-    async def send() -> int:
-        """Call the app as a client does that never stops sending."""
-        status = 0
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": next(body), "more_body": True}
-
-        async def sent(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": HERE}
-        await App().app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent)
-        return status
-
-    body = endless()
-    assert asyncio.run(send()) == 413
+    assert status_for(App(), endless()) == 413
     assert len(read) == LIMIT // 100 + 1
 
 
@@ -279,26 +278,11 @@ def test_weights_have_their_own_limit() -> None:
 
 
 def test_a_silent_sender_times_out() -> None:
-    async def content() -> AsyncIterator[bytes]:
+    async def silent() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.Event().wait()
 
-    async def send() -> int:
-        came = aiter(content())
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": await anext(came), "more_body": True}
-
-        async def sent(message: Any) -> None:
-            statuses.append(message.get("status"))
-
-        statuses: list[int | None] = []
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": HERE}
-        app = App(stall=0.01).app
-        await app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, sent)
-        return statuses[0] or 0
-
-    assert asyncio.run(send()) == 400
+    assert status_for(App(stall=0.01), silent()) == 400
 
 
 # --- load -------------------------------------------------------------------
