@@ -65,14 +65,11 @@ class Restores:
 
     def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
-        self.count = 0
-        self.noticed()
+        self.count = documents.generation()
 
     def noticed(self) -> bool:
-        """Return whether documents were replaced since the last call. It may read the disk, so not for each step."""
-        before = self.count
-        with suppress(StateError):  # what cannot be read cannot have been replaced either
-            self.count = self._documents.generation()
+        """Return whether documents were replaced since the last call."""
+        before, self.count = self.count, self._documents.generation()
         return self.count != before
 
 
