@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.event_log import EventLog
+from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
@@ -31,7 +31,7 @@ from darts_server.metrics import (
     ServingMetrics,
     WeightMetrics,
 )
-from darts_server.observers import GroupObserver
+from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
@@ -189,11 +189,11 @@ def make_rooms(
     access: Access,
     stores: Stores,
     staging: Staging,
-    traces: Sequence[GroupObserver],
+    traces: Sequence[server.Traces],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, event_log, store = Control(settings), EventLog(), stores.learned
+    control, store = Control(settings), stores.learned
     port, gate = engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
@@ -215,14 +215,29 @@ def make_rooms(
     bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
     metrics = RolloutMetrics(engine.model_name, _metric_sources(rollouts, control, store, bias))
 
-    def learn_rewards(record: GroupRecord, correct: Mapping[int, bool]) -> None:
+    def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
+        metrics.group_rewarded(zero_variance)
         rollouts.group_rewarded(record, correct)
         pruner.record_rewarded_group()
 
-    reward_matcher = RewardMatcher(
-        statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
+    on_reward = [confidence.learn_reward, pruner.learn_reward]
+    reward_matcher = RewardMatcher(statistics.rewards, learn_rewards, metrics.rewards_reported, on_reward=on_reward)
+    events = rollouts.observers
+    events.single_request_classified.add(metrics.single_request_classified)
+    events.group_sealed.add(metrics.group_sealed)
+    events.candidates_started.add(metrics.candidates_started, monitor.candidates_started)
+    events.trajectory_returned.add(reward_matcher.trajectory_returned)
+    events.group_ended.add(
+        metrics.group_ended,
+        provenance.group_ended,
+        bias.group_ended,
+        reward_matcher.group_ended,
+        monitor.group_ended,
+        pruner.group_ended,
+        log_group,
+        *(trace.group_ended for trace in traces),
     )
-    rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
+    events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
     retention = BatchRetention(
         settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
@@ -246,8 +261,10 @@ def make_rooms(
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
 
     limits = UpdateSettings(find_rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-    update_observers = (WeightMetrics(engine.model_name), event_log)
-    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
+    update_events = UpdateEvents()
+    update_events.announced.add(log_announced_update)
+    update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
+    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_events, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
 

@@ -1,6 +1,6 @@
 """Prometheus collectors. They use the default registry, so vLLM's ``/metrics`` serves them.
 
-Every metric has the label ``model_name`` besides its own. The classes implement the observer protocols of other rooms.
+Every metric has the label ``model_name`` besides its own.
 """
 
 from darts_server.metrics.collectors import AccessMetrics, ServingMetrics, WeightMetrics

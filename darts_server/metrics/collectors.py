@@ -96,7 +96,7 @@ class AccessMetrics(Collectors):
 
 
 class WeightMetrics(Collectors):
-    """Implements the observer protocol of the weights room."""
+    """Measure weight updates."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
@@ -106,9 +106,6 @@ class WeightMetrics(Collectors):
         )
         self._version = self._gauge("darts_weight_version", "Version of the weights that are served.")
         self._version.labels(model_name).set(0)
-
-    def update_announced(self, version: int) -> None:
-        """Count nothing: an update is counted when it ends."""
 
     def update_ended(self, record: UpdateRecord) -> None:
         self._updates.labels(self._model, record.outcome).inc()

@@ -8,7 +8,7 @@ from itertools import product
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from darts_server.metrics.collectors import Collectors, Values, or_nan
-from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
+from darts_server.observers import VoteObserver
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, MaxLost, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -59,8 +59,8 @@ class RolloutSources:
     observer_failures: Callable[[], float] = lambda: 0.0
 
 
-class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
-    """Count groups, cohorts, rewards and votes. Implements the observer protocols of the rollout room."""
+class RolloutMetrics(Collectors, VoteObserver):
+    """Count groups, cohorts, rewards and votes."""
 
     def __init__(
         self, model_name: str, sources: RolloutSources | None = None, registry: CollectorRegistry = REGISTRY
@@ -75,7 +75,7 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
 
-    def group_sealed(self, *, full: bool) -> None:
+    def group_sealed(self, full: bool) -> None:
         self._sealed.labels(self._model, str(full).lower()).inc()
 
     def candidates_started(self, count: int) -> None:

@@ -1,9 +1,8 @@
-"""Interfaces of this room: the served model, its LoRA adapters, the running groups and observers; and transactions."""
+"""Interfaces of this room: the served model, its LoRA adapters, the running groups; and transactions."""
 
 from pathlib import Path
 from typing import Protocol
 
-from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.rules import Update
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
@@ -143,13 +142,3 @@ class Groups(Protocol):
 
     def abort_all(self, reason: str) -> None:
         """Abort every group, with an error for its caller."""
-
-
-class UpdateObserver(Protocol):
-    """Called synchronously in the event loop: return fast and never raise."""
-
-    def update_announced(self, version: int) -> None:
-        """The engine will be paused, to serve ``version`` afterwards."""
-
-    def update_ended(self, record: UpdateRecord) -> None:
-        """An update ended, with whatever outcome. Called once per update."""

@@ -83,7 +83,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.single_request_classified(TurnKind.OPENING)
-    metrics.group_sealed(full=True)
+    metrics.group_sealed(True)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
@@ -214,7 +214,6 @@ def test_weight_updates_are_counted_with_their_phases_and_version() -> None:
     assert value(registry, "darts_weight_version") == 0
     done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
     for update in (done, replace(done, version=8), replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={})):
-        metrics.update_announced(update.version)
         metrics.update_ended(update)
     assert value(registry, "darts_weight_version") == 8
     assert value(registry, "darts_weight_updates_total", outcome="completed") == 2

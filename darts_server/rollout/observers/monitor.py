@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from darts_server.observers import GroupObserver
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -52,7 +51,7 @@ class MonitorUpdate:
     candidates: int
 
 
-class Monitor(GroupObserver):
+class Monitor:
     """Keep the records of the last groups that ended, and count what runs.
 
     Args:

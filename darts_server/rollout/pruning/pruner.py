@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
-from darts_server.observers import GroupObserver, PruningObserver
+from darts_server.observers import PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
@@ -73,7 +73,7 @@ CreateHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
 
 
-class Pruner(GroupObserver):
+class Pruner:
     """Implements `CandidateScorer`, and observes rewards and ended groups.
 
     Nothing is loaded or started before the first trajectory is scored, or before `start`.

@@ -26,7 +26,8 @@ EVERYTHING = Caller(is_admin=True).may_see
 
 def new_monitor(harness: Harness, **limits: int) -> Monitor:
     monitor = Monitor(harness.rollouts, clock=lambda: float(harness.engine.now), **limits)
-    harness.rollouts.observe(monitor)
+    harness.rollouts.observers.candidates_started.add(monitor.candidates_started)
+    harness.rollouts.observers.group_ended.add(monitor.group_ended)
     return monitor
 
 
