@@ -90,9 +90,28 @@ class RolloutMetrics(Collectors, VoteObserver):
         generated, returned = record.generated_tokens, record.returned_tokens
         for kind, count in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
             self._tokens.labels(self._model, kind).inc(count)
-        self._count_candidates(record)
-        if record.max_lost is not None and self._sources is not None:
-            self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
+        for candidate in record.candidates:
+            self._ended.labels(self._model, candidate.reason or "selected").inc()
+            if candidate.reason is not DiscardReason.CARRIED:
+                self._length.labels(self._model, "generated").observe(candidate.tokens)
+            if candidate.selected_as is not None:
+                self._length.labels(self._model, "returned").observe(candidate.tokens)
+            if candidate.cut and candidate.selected_as is not None:
+                self._cut.labels(self._model).inc()
+            is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
+            if record.explored and record.deadline is not None and is_tail:
+                beyond = max(0, candidate.tokens - record.deadline)
+                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
+                self._explored_tokens.labels(self._model).inc(beyond)
+        sources, max_lost = self._sources, record.max_lost
+        if max_lost is not None and sources is not None:  # its policy's deadlines are read from now on
+            for gauge, read in (
+                (self._lost_share, sources.lost_share),
+                (self._lost_groups, sources.lost_group_share),
+                (self._stretch, sources.deadline_stretch),
+            ):
+                value = partial(read, record.applied_policy, max_lost)
+                gauge.labels(self._model, record.applied_policy).set_function(or_nan(value))
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
@@ -115,33 +134,6 @@ class RolloutMetrics(Collectors, VoteObserver):
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self._votes.labels(self._model, outcome).inc()
         self._vote_stopped.labels(self._model).inc(stopped)
-
-    def _count_candidates(self, record: GroupRecord) -> None:
-        for candidate in record.candidates:
-            self._ended.labels(self._model, candidate.reason or "selected").inc()
-            if candidate.reason is not DiscardReason.CARRIED:
-                self._length.labels(self._model, "generated").observe(candidate.tokens)
-            if candidate.selected_as is not None:
-                self._length.labels(self._model, "returned").observe(candidate.tokens)
-            if candidate.cut and candidate.selected_as is not None:
-                self._cut.labels(self._model).inc()
-            if (
-                record.explored
-                and record.deadline is not None
-                and candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
-            ):
-                beyond = max(0, candidate.tokens - record.deadline)
-                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
-                self._explored_tokens.labels(self._model).inc(beyond)
-
-    def _read_deadlines(self, sources: RolloutSources, policy: str, max_lost: MaxLost) -> None:
-        """Report a policy's deadlines from now on."""
-        for gauge, read in (
-            (self._lost_share, sources.lost_share),
-            (self._lost_groups, sources.lost_group_share),
-            (self._stretch, sources.deadline_stretch),
-        ):
-            gauge.labels(self._model, policy).set_function(or_nan(partial(read, policy, max_lost)))
 
     # --- collectors --------------------------------------------------------
 
@@ -187,7 +179,7 @@ class RolloutMetrics(Collectors, VoteObserver):
         what = "Candidates stopped because they could not change the result of a vote."
         self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
 
-        # Set by `_read_deadlines`, once a policy has a deadline.
+        # Set by `group_ended`, once a policy has a deadline.
         what = "Share of correct answers that the policy's deadlines discard, where rewards were reported."
         self._lost_share = self._gauge("darts_deadline_lost_share", what, "policy")
         what = "Share of the groups with correct answers that lose all of them to the policy's deadlines."

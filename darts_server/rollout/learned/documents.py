@@ -1,5 +1,6 @@
 """Learned values that survive a restart, as documents in the store: small JSON values, and blobs of any size."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -55,6 +56,26 @@ def parse_document(document: Document, parse: Callable[[Document], T]) -> T:
 def parse_value(parse: Parse) -> Callable[[Document], Any]:
     """Return a function that parses the documents of `StoredValues`."""
     return lambda document: parse(json.loads(str(document["value"])))
+
+
+class Debounce:
+    """Run ``work`` within ``seconds`` of the first request for it, however many requests follow meanwhile."""
+
+    def __init__(self, seconds: float, work: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._work = work
+        self._timer: asyncio.TimerHandle | None = None
+
+    def request(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.run_pending)
+
+    def run_pending(self) -> None:
+        """Run the work now if it was requested."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._work()
 
 
 class Restores:

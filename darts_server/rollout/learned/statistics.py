@@ -7,8 +7,7 @@ from darts_server.policy.checks import MIN_MEAN, check_count, check_length, chec
 from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
 from darts_server.policy.lengths import DatasetStats, LengthEstimate, PromptStats, estimate_lengths
 from darts_server.records import GroupRecord
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
+from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts, observations
 from darts_server.rollout.learned.rewards import Rewards

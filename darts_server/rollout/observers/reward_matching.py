@@ -279,7 +279,14 @@ class RewardMatcher:
                 if group.is_fully_rewarded:
                     stats[group.prompt_key] += _group_stats(group)
                     fully_rewarded.append(group)
-            _count(report, place, found, unrewarded)
+            if unrewarded:
+                report.matched += 1
+            elif found:
+                report.repeated += 1
+            else:
+                report.unknown += 1
+                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
+                    report.unknown_indices.append(place)
         self._on_report(report.matched - matched, report.unknown - unknown)
         self._learn(stats, fully_rewarded)
 
@@ -297,19 +304,6 @@ class RewardMatcher:
             assert group.record is not None
             correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
             self._on_group_rewarded(group.record, correct, group.zero_variance)
-
-
-def _count(
-    report: RewardReport, place: int, found: Sequence[ReturnedTrajectory], unrewarded: Sequence[ReturnedTrajectory]
-) -> None:
-    if unrewarded:
-        report.matched += 1
-    elif found:
-        report.repeated += 1
-    else:
-        report.unknown += 1
-        if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
-            report.unknown_indices.append(place)
 
 
 def _trajectory_stats(trajectory: ReturnedTrajectory) -> RewardStats:

@@ -16,8 +16,7 @@ from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import BlobStore, DocumentStore
+from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.checkpoints import DetectionPoint, HeadCheckpoint
 from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
