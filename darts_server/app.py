@@ -23,11 +23,12 @@ from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.metrics import (
+    QUANTILES,
     AccessMetrics,
     QualityMetrics,
     QualitySources,
+    Reads,
     RolloutMetrics,
-    RolloutSources,
     ServingMetrics,
     WeightMetrics,
 )
@@ -213,7 +214,7 @@ def make_rooms(
     control.apply_to(rollouts)
 
     bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _metric_sources(rollouts, control, store, bias))
+    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -319,26 +320,29 @@ def extend(
     )
 
 
-def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias: LengthBias) -> RolloutSources:
+def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Reads:
     statistics, deadlines = rollouts.statistics, rollouts.allocator.deadlines
     rewards = statistics.rewards
-    return RolloutSources(
-        tracked=lambda: store.count(KIND),
-        fault=lambda: store.fault is not None,
-        step_seconds=statistics.latency.step_seconds,
-        start_seconds=lambda: statistics.latency.start_seconds,
-        mean_length=bias.mean,
-        length_quantile=bias.quantile,
-        lost_share=deadlines.lost_share,
-        lost_group_share=deadlines.lost_group_share,
-        deadline_stretch=deadlines.stretch,
-        pass_rate=lambda: rewards.dataset.pass_rate,
-        answer_length=rewards.mean_length,
-        pattern_difference=lambda: rewards.dataset.difference.tokens,
-        pattern_error=lambda: rewards.dataset.difference.error,
-        redundancy_scale=rollouts.redundancy_scale,
-        observer_failures=lambda: rollouts.observers.failures,
-    )
+
+    def length(kind: str, statistic: str) -> float | None:
+        return bias.mean(kind) if statistic == "mean" else bias.quantile(kind, QUANTILES[statistic])
+
+    return {
+        "darts_prompts_tracked": lambda: store.count(KIND),
+        "darts_store_fault": lambda: store.fault is not None,
+        "darts_redundancy_scale": rollouts.redundancy_scale,
+        "darts_observer_failures": lambda: rollouts.observers.failures,
+        "darts_step_seconds": statistics.latency.step_seconds,
+        "darts_start_seconds": lambda: statistics.latency.start_seconds,
+        "darts_length_tokens": length,
+        "darts_pass_rate": lambda: rewards.dataset.pass_rate,
+        "darts_answer_length_tokens": rewards.mean_length,
+        "darts_pattern_difference_tokens": lambda: rewards.dataset.difference.tokens,
+        "darts_pattern_error_tokens": lambda: rewards.dataset.difference.error,
+        "darts_deadline_lost_share": deadlines.lost_share,
+        "darts_deadline_lost_groups": deadlines.lost_group_share,
+        "darts_deadline_stretch": deadlines.stretch,
+    }
 
 
 def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:
