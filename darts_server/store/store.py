@@ -65,8 +65,7 @@ class Store(AbstractContextManager["Store"]):
         self._database = None if folder is None else Database(folder)
         self._lock = threading.Lock()  # of all below, and of reading from the file
         self._write_lock = threading.Lock()  # one write or restore at a time; taken before the other lock
-        self._pending = _Texts(OrderedDict)  # to be written; without a file, all there is
-        self._in_flight = _Texts(OrderedDict)  # being written
+        self._pending = _Texts(OrderedDict)  # not written yet; without a file, all there is
         self._cache: dict[Name, str | None] = {}  # of reads, up to a point in time
         self._cached_until = 0.0
         self._restores = 0
@@ -101,7 +100,7 @@ class Store(AbstractContextManager["Store"]):
         name = check_name(kind, key)
         with self._lock:
             self._refuse_closed()
-            text = self._pending[kind].get(key) or self._in_flight[kind].get(key)
+            text = self._pending[kind].get(key)
             if text is None and self._database is not None:
                 # The same few documents are read again and again, and each read of the file takes several system calls.
                 if (now := time.monotonic()) >= self._cached_until:
@@ -117,7 +116,7 @@ class Store(AbstractContextManager["Store"]):
             self._refuse_closed()
             if self._database is None:
                 return len(self._pending[kind])
-            return self._database.count(kind, self._pending[kind].keys() | self._in_flight[kind].keys())
+            return self._database.count(kind, self._pending[kind])
 
     def generation(self) -> int:
         """Count how often ``restore`` has replaced everything."""
@@ -198,11 +197,7 @@ class Store(AbstractContextManager["Store"]):
         with ExitStack() as reading:
             with self._lock:
                 self._refuse_closed()
-                unwritten = sorted(
-                    (kind, key, text)
-                    for kind in {*self._pending, *self._in_flight}
-                    for key, text in {**self._in_flight[kind], **self._pending[kind]}.items()
-                )
+                unwritten = sorted(self._pending_rows())
                 written = () if self._database is None else reading.enter_context(self._database.snapshot())
             previous: Name | None = None
             for row in heapq.merge(unwritten, written, key=itemgetter(0, 1)):  # of two the unwritten one comes first
@@ -219,35 +214,29 @@ class Store(AbstractContextManager["Store"]):
             self._try_write()
 
     def _try_write(self) -> Exception | None:
-        """Write what is pending, in the caller's thread.
-
-        After an error, which is returned, kept in ``fault`` and logged once, all of it is pending again, except where
-        there is a newer text.
-        """
+        """Write what is pending, in the caller's thread. An error is returned, kept in ``fault`` and logged once."""
         with self._write_lock:
             with self._lock:
                 if self._is_closed:
                     return StateError("the store is closed")
-                if self._database is not None:
-                    self._pending, self._in_flight = _Texts(OrderedDict), self._pending
-            rows = [(kind, key, text) for kind, texts in self._in_flight.items() for key, text in texts.items()]
-            error, is_written = None, False
+                rows = [] if self._database is None else list(self._pending_rows())
+            error: Exception | None = None
             try:
                 if self._database is not None and rows:
                     self._database.write(rows)
-                is_written = True
             except Exception as failure:
                 error = failure
-            finally:  # also at Ctrl-C
+            else:
                 with self._lock:
-                    if not is_written:
-                        for kind, newer in self._pending.items():
-                            self._in_flight[kind].update(newer)
-                        self._pending = self._in_flight
-                    self._in_flight = _Texts(OrderedDict)
+                    for kind, key, text in rows:
+                        if self._pending[kind].get(key) is text:  # otherwise there is a newer one by now
+                            del self._pending[kind][key]
             before, self.fault = self.fault, None if error is None else str(error)
             if error is not None and self.fault != before:
                 logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
             elif error is None and before is not None:
                 logger.warning("the learned state is written again")
             return error
+
+    def _pending_rows(self) -> Iterator[Row]:
+        return ((kind, key, text) for kind, texts in self._pending.items() for key, text in texts.items())
