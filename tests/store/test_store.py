@@ -120,12 +120,12 @@ def test_a_closed_store_raises(store: Store) -> None:
 
 def test_many_keys_are_counted_after_a_restart(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
-        for number in range(20_000):
+        for number in range(2000):
             store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
-        assert store.count("prompt") == 20_000
+        assert store.count("prompt") == 2000
     with Store(tmp_path) as store:
-        assert store.count("prompt") == len(saved_documents(store, "prompt")) == 20_000
-        assert store.get("prompt", f"{19_999:064x}") == {"mean": 19_999 / 7, "std": 1.5, "count": 19_999}
+        assert store.count("prompt") == len(saved_documents(store, "prompt")) == 2000
+        assert store.get("prompt", f"{1999:064x}") == {"mean": 1999 / 7, "std": 1.5, "count": 1999}
 
 
 def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
