@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.event_log import EventLog
+from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
@@ -22,15 +22,16 @@ from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.metrics import (
+    QUANTILES,
     AccessMetrics,
     QualityMetrics,
     QualitySources,
+    Reads,
     RolloutMetrics,
-    RolloutSources,
     ServingMetrics,
     WeightMetrics,
 )
-from darts_server.observers import GroupObserver
+from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
@@ -187,11 +188,11 @@ def make_rooms(
     access: Access,
     stores: Stores,
     staging: Staging,
-    traces: Sequence[GroupObserver],
+    traces: Sequence[server.Traces],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, event_log, store = Control(settings), EventLog(), stores.learned
+    control, store = Control(settings), stores.learned
     port, gate = engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
@@ -211,16 +212,31 @@ def make_rooms(
     control.apply_to(rollouts)
 
     bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _metric_sources(rollouts, control, store, bias))
+    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias))
 
-    def learn_rewards(record: GroupRecord, correct: Mapping[int, bool]) -> None:
+    def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
+        metrics.group_rewarded(zero_variance)
         rollouts.group_rewarded(record, correct)
         pruner.record_rewarded_group()
 
-    reward_matcher = RewardMatcher(
-        statistics.rewards, learn_rewards, metrics, on_reward=[confidence.learn_reward, pruner.learn_reward]
+    on_reward = [confidence.learn_reward, pruner.learn_reward]
+    reward_matcher = RewardMatcher(statistics.rewards, learn_rewards, metrics.rewards_reported, on_reward=on_reward)
+    events = rollouts.observers
+    events.single_request_classified.add(metrics.single_request_classified)
+    events.group_sealed.add(metrics.group_sealed)
+    events.candidates_started.add(metrics.candidates_started, monitor.candidates_started)
+    events.trajectory_returned.add(reward_matcher.trajectory_returned)
+    events.group_ended.add(
+        metrics.group_ended,
+        provenance.group_ended,
+        bias.group_ended,
+        reward_matcher.group_ended,
+        monitor.group_ended,
+        pruner.group_ended,
+        log_group,
+        *(trace.group_ended for trace in traces),
     )
-    rollouts.observe(metrics, provenance, bias, reward_matcher, monitor, pruner, event_log, *traces)
+    events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
     retention = BatchRetention(
         settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
@@ -244,8 +260,10 @@ def make_rooms(
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
-    update_observers = (WeightMetrics(engine.model_name), event_log)
-    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_observers, rollouts)
+    update_events = UpdateEvents()
+    update_events.announced.add(log_announced_update)
+    update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
+    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_events, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
 
@@ -299,26 +317,29 @@ def extend(
     )
 
 
-def _metric_sources(rollouts: VllmRollouts, control: Control, store: Store, bias: LengthBias) -> RolloutSources:
+def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Reads:
     statistics, deadlines = rollouts.statistics, rollouts.allocator.deadlines
     rewards = statistics.rewards
-    return RolloutSources(
-        tracked=lambda: store.count(KIND),
-        fault=lambda: store.fault is not None,
-        step_seconds=statistics.latency.step_seconds,
-        start_seconds=lambda: statistics.latency.start_seconds,
-        mean_length=bias.mean,
-        length_quantile=bias.quantile,
-        lost_share=deadlines.lost_share,
-        lost_group_share=deadlines.lost_group_share,
-        deadline_stretch=deadlines.stretch,
-        pass_rate=lambda: rewards.dataset.pass_rate,
-        answer_length=rewards.mean_length,
-        pattern_difference=lambda: rewards.dataset.difference.tokens,
-        pattern_error=lambda: rewards.dataset.difference.error,
-        redundancy_scale=rollouts.redundancy_scale,
-        observer_failures=lambda: rollouts.observers.failures,
-    )
+
+    def length(kind: str, statistic: str) -> float | None:
+        return bias.mean(kind) if statistic == "mean" else bias.quantile(kind, QUANTILES[statistic])
+
+    return {
+        "darts_prompts_tracked": lambda: store.count(KIND),
+        "darts_store_fault": lambda: store.fault is not None,
+        "darts_redundancy_scale": rollouts.redundancy_scale,
+        "darts_observer_failures": lambda: rollouts.observers.failures,
+        "darts_step_seconds": statistics.latency.step_seconds,
+        "darts_start_seconds": lambda: statistics.latency.start_seconds,
+        "darts_length_tokens": length,
+        "darts_pass_rate": lambda: rewards.dataset.pass_rate,
+        "darts_answer_length_tokens": rewards.mean_length,
+        "darts_pattern_difference_tokens": lambda: rewards.dataset.difference.tokens,
+        "darts_pattern_error_tokens": lambda: rewards.dataset.difference.error,
+        "darts_deadline_lost_share": deadlines.lost_share,
+        "darts_deadline_lost_groups": deadlines.lost_group_share,
+        "darts_deadline_stretch": deadlines.stretch,
+    }
 
 
 def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:

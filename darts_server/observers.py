@@ -1,98 +1,76 @@
-"""What rooms report while they work, for metrics, logs, traces and statistics.
-
-All methods are called synchronously in the event loop: they must return fast. One that raises misses that call, and
-nothing else: see `Observers`.
-"""
+"""What rooms report while they work, for metrics, logs, traces and statistics: lists of functions for each event."""
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, ParamSpec
 
-from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord
+from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord, UpdateRecord
 from darts_server.types import TurnKind, VoteOutcome
 
 logger = logging.getLogger(__name__)
 
-ObserverT = TypeVar("ObserverT")
+P = ParamSpec("P")
 
 
-class Observers(Generic[ObserverT]):
-    """Notify several observers, in order. An error of one is logged and counted; the others are notified all the same.
+class Event(Generic[P]):
+    """Call functions, in order, in the event loop: they must return fast.
+
+    An error of one is logged and counted; the others are called all the same.
 
     ``failures``: calls that raised.
     """
 
-    def __init__(self, observers: Iterable[ObserverT] = ()) -> None:
+    def __init__(self) -> None:
         self.failures = 0
-        self._observers = list(observers)
-        self._failed: set[type[ObserverT]] = set()
+        self._functions: list[Callable[P, object]] = []
+        self._failed: set[Callable[P, object]] = set()
 
-    def add(self, *observers: ObserverT) -> None:
-        self._observers += observers
+    def add(self, *functions: Callable[P, object]) -> None:
+        self._functions += functions
 
-    def notify(self, call: Callable[[ObserverT], None]) -> None:
-        for observer in self._observers:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for function in self._functions:
             try:
-                call(observer)
+                function(*args, **kwargs)
             except Exception:
                 self.failures += 1
-                if type(observer) not in self._failed:  # not at every group, if it fails at every group
-                    self._failed.add(type(observer))
-                    logger.exception("%s failed; its further errors are only counted", type(observer).__name__)
+                if function not in self._failed:  # not at every group, if it fails at every group
+                    self._failed.add(function)
+                    name = getattr(function, "__qualname__", repr(function))
+                    logger.exception("%s failed; its further errors are only counted", name)
 
 
-class GroupObserver:
-    """Ignore everything that happens to groups; subclasses override the methods that they need."""
+class GroupEvents:
+    """What happens to groups."""
 
-    def single_request_classified(self, kind: TurnKind) -> None:
-        """Called for each request for one trajectory that may be joined to a group."""
+    def __init__(self) -> None:
+        self.single_request_classified = Event[[TurnKind]]()
+        """A request for one trajectory arrived that may be joined to a group."""
+        self.group_sealed = Event[[bool]]()
+        """A group of single requests takes no more. Whether it is full; otherwise it waited for more in vain."""
+        self.candidates_started = Event[[int]]()
+        """So many candidates of one group were started."""
+        self.trajectory_returned = Event[[TrajectoryRecord]]()
+        """Once per trajectory when its caller gets it, before its group has ended or after."""
+        self.group_ended = Event[[GroupRecord]]()
+        """Once per group, with any outcome."""
+        self.cohort_ended = Event[[CohortRecord]]()
+        """The last group of a cohort has ended."""
 
-    def group_sealed(self, *, full: bool) -> None:
-        """Called when a group of single requests takes no more; not ``full``: it waited for more in vain."""
-
-    def candidates_started(self, count: int) -> None:
-        """Called when ``count`` candidates of one group were started."""
-
-    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        """Called once per trajectory when its caller gets it, before its group has ended or after."""
-
-    def group_ended(self, record: GroupRecord) -> None:
-        """Called once per group when it has ended, with any outcome."""
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        """Called when the last group of a cohort has ended."""
-
-
-class GroupObservers(Observers[GroupObserver], GroupObserver):
-    """Pass every call on to each of several observers."""
-
-    def single_request_classified(self, kind: TurnKind) -> None:
-        self.notify(lambda observer: observer.single_request_classified(kind))
-
-    def group_sealed(self, *, full: bool) -> None:
-        self.notify(lambda observer: observer.group_sealed(full=full))
-
-    def candidates_started(self, count: int) -> None:
-        self.notify(lambda observer: observer.candidates_started(count))
-
-    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        self.notify(lambda observer: observer.trajectory_returned(returned))
-
-    def group_ended(self, record: GroupRecord) -> None:
-        self.notify(lambda observer: observer.group_ended(record))
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        self.notify(lambda observer: observer.cohort_ended(record))
+    @property
+    def failures(self) -> int:
+        """Calls that raised."""
+        return sum(event.failures for event in vars(self).values())
 
 
-class RewardObserver:
-    """Ignore reported rewards; subclasses override the methods that they need."""
+class UpdateEvents:
+    """What happens to the weights."""
 
-    def rewards_reported(self, matched: int, unknown: int) -> None:
-        """Called for each report: ``matched`` rewards of known trajectories, ``unknown`` of unknown ones."""
-
-    def group_rewarded(self, zero_variance: bool) -> None:
-        """Called once per group when all of its returned trajectories have rewards."""
+    def __init__(self) -> None:
+        self.announced = Event[[int]]()
+        """The engine will be paused, to serve this version afterwards."""
+        self.ended = Event[[UpdateRecord]]()
+        """Once per update, with any outcome."""
 
 
 class VoteObserver:

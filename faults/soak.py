@@ -237,12 +237,19 @@ class Stack:
         self.reward_matcher = RewardMatcher(
             self.rollouts.statistics.rewards,
             self._rewarded,
-            self.metrics,
+            self.metrics.rewards_reported,
             keep["groups"],
             [confidence.learn_reward, self.pruner.learn_reward],
         )
         provenance = Provenance(keep["groups"])
-        self.rollouts.observe(self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor, self.pruner)
+        events = self.rollouts.observers
+        events.single_request_classified.add(self.metrics.single_request_classified)
+        events.group_sealed.add(self.metrics.group_sealed)
+        events.candidates_started.add(self.metrics.candidates_started, self.monitor.candidates_started)
+        events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
+        for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor, self.pruner):
+            events.group_ended.add(observer.group_ended)
+        events.cohort_ended.add(self.metrics.cohort_ended)
         retention = BatchRetention(kept_batches=keep["batches"])
         self.batches = BatchRegistry(self.rollouts, Texts(), self.control.new_planner, retention, clock=loop.time)
         self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, AtOnce(), loop.time)
@@ -277,7 +284,8 @@ class Stack:
         self.rollouts.statistics.flush()
         self.store.close()
 
-    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
+    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool], zero_variance: bool) -> None:
+        self.metrics.group_rewarded(zero_variance)
         self.rollouts.group_rewarded(record, right)
         self.pruner.record_rewarded_group()
 

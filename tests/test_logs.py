@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from darts_server import logs
-from darts_server.event_log import EventLog
+from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
 from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
@@ -43,7 +43,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
     output = logging_to(logs.json_config("DEBUG"))
     token = caller.set(Caller(request_id="mine"))
     try:
-        EventLog().group_ended(record())
+        log_group(record())
     finally:
         caller.reset(token)
     logging.getLogger("vllm.engine").info("two\nlines")
@@ -58,15 +58,13 @@ def test_json_lines_have_their_values_as_fields() -> None:
 
 def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
     output = logging_to(logs.console_config("INFO"))
-    event_log = EventLog()
-    event_log.group_ended(record())
-    event_log.candidates_started(3)
-    event_log.cohort_ended(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
+    log_group(record())
+    log_cohort(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
     chosen = ChosenOption("cap at 0.9", "2 s a step, off 3 s")
-    event_log.cohort_ended(CohortRecord("auto", 8, 8.0, 60, False, 2.0, 2.5, 1000, 1000, chosen))
-    event_log.update_announced(7)
+    log_cohort(CohortRecord("auto", 8, 8.0, 60, False, 2.0, 2.5, 1000, 1000, chosen))
+    log_announced_update(7)
     for outcome in UpdateOutcome:
-        event_log.update_ended(UpdateRecord(7, outcome, "push", "finish", False, {"load": 1.0}))
+        log_update(UpdateRecord(7, outcome, "push", "finish", False, {"load": 1.0}))
     lines = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
     assert lines == [
         "cohort policy=darts_cut prompts=64 candidates=800 generated_tokens=1000 returned_tokens=600 seconds=2.5 "

@@ -4,7 +4,7 @@ import asyncio
 import random
 import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm import SamplingParams
@@ -20,9 +20,9 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.steplog import StepLog
 from benchmarks.gpu.traced import Lengths, TracedEngine
 from darts_server.http.options import merge_options
-from darts_server.observers import GroupObserver
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -83,12 +83,12 @@ class Bench:
         policies: Mapping[str, Shaping],
         documents: DocumentStore,
         lengths: Lengths,
-        observers: Sequence[GroupObserver],
+        groups: list[GroupRecord],
     ) -> VllmRollouts:
-        """Shape with these policies from now on, with lengths from a trace."""
+        """Shape with these policies from now on, with lengths from a trace; ``groups`` gets their records."""
         self.traced = TracedEngine(self.port, lengths)
         rollouts = RepeatableRollouts(self.traced, Planner(policies, OFF, LIMITS), self._statistics(documents))
-        rollouts.observe(*observers)
+        rollouts.observers.group_ended.add(groups.append)
         rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
         self._running.shape(rollouts, merge_options)
         self._log_steps(learn=rollouts.statistics.latency.observe)

@@ -1,11 +1,10 @@
 """Keep the records of groups."""
 
-from darts_server.observers import GroupObserver
 from darts_server.records import GroupRecord
 
 
-class Records(GroupObserver):
-    """Implements :class:`darts_server.observers.GroupObserver`."""
+class Records:
+    """The records of groups that have ended."""
 
     def __init__(self) -> None:
         self.groups: list[GroupRecord] = []
@@ -18,6 +17,3 @@ class Records(GroupObserver):
     @property
     def candidates(self) -> int:
         return sum(len(record.candidates) for record in self.groups)
-
-    def group_ended(self, record: GroupRecord) -> None:
-        self.groups.append(record)

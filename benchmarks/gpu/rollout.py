@@ -75,7 +75,7 @@ async def _shaped(bench: Bench, policy: str, trace: Trace, limit: float) -> Outc
         tokens = trace.prompts[prompt_number(request.request_id)].length(index)
         return tokens, trace.reason(tokens)
 
-    bench.shape_with({policy: SHAPED[policy]}, store, length, [records])
+    bench.shape_with({policy: SHAPED[policy]}, store, length, records.groups)
     outcome, requests = Outcome(policy), []
     for i in range(len(trace.prompts)):
         params = bench.params(trace.cap, SIZE, darts_policy=policy, darts_prompt_key=f"prompt-{i}")

@@ -1,6 +1,6 @@
 """Base class of our metrics, and those of the server itself: its event loop, refused requests, weight updates."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -12,7 +12,7 @@ LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
-Values = dict[tuple[str, ...], Callable[[], float | None]]
+Values = Mapping[tuple[str, ...], Callable[[], float | None]]
 """Functions that return the current value, by label values; ``None`` while it is unknown."""
 
 
@@ -96,7 +96,7 @@ class AccessMetrics(Collectors):
 
 
 class WeightMetrics(Collectors):
-    """Implements the observer protocol of the weights room."""
+    """Measure weight updates."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
@@ -106,9 +106,6 @@ class WeightMetrics(Collectors):
         )
         self._version = self._gauge("darts_weight_version", "Version of the weights that are served.")
         self._version.labels(model_name).set(0)
-
-    def update_announced(self, version: int) -> None:
-        """Count nothing: an update is counted when it ends."""
 
     def update_ended(self, record: UpdateRecord) -> None:
         self._updates.labels(self._model, record.outcome).inc()

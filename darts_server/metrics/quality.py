@@ -39,9 +39,31 @@ class QualityMetrics(Collectors, PruningObserver):
     ) -> None:
         super().__init__(model_name, registry)
         self._last_totals = (0, 0.0, 0)
-        self._create_counters()
-        if sources is not None:
-            self._create_gauges(sources)
+        booleans = ("true", "false")
+        what = "Scores of running trajectories, by whether their inputs were finite numbers."
+        self._scores = self._counter("darts_quality_scores", what, "usable", booleans)
+        what = "Decisions on scored trajectories that could be pruned, by outcome."
+        self._decisions = self._counter("darts_pruning_decisions", what, "outcome", ("kept", "pruned"))
+        what = "Hidden states expected of trajectories past a detection point, by whether the engine sent them."
+        self._states = self._counter("darts_probe_states", what, "received", booleans)
+        self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
+        what = "Scored trajectories dropped from memory before their reward came, because memory for them was full."
+        self._dropped = self._counter("darts_quality_labels_dropped", what)
+        self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
+        self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
+        what = "Trainings of the quality head that were undone."
+        self._divergences = self._counter("darts_quality_divergences", what)
+        if sources is None:
+            return
+        for name, text in METRICS.items():
+            what = f"{text}, of raw scores and of calibrated probabilities, on labels that came later."
+            values: Values = {(each,): partial(sources.metric, each, name) for each in PREDICTIONS}
+            self._read_gauge(f"darts_quality_{name}", what, values, "prediction")
+        what = "Mean loss of the quality head's last good training, in nats."
+        self._read_gauge("darts_quality_loss", what, {(): sources.loss})
+        what = "1 for the current status of pruning; it prunes while that is 'ready'."
+        current: Values = {(each,): partial(_is_current, sources.status, each) for each in PruningStatus}
+        self._read_gauge("darts_quality_status", what, current, "status")
 
     def trajectory_scored(self, *, usable: bool) -> None:
         self._scores.labels(self._model, str(usable).lower()).inc()
@@ -67,33 +89,6 @@ class QualityMetrics(Collectors, PruningObserver):
         self._last_totals = totals
         for counter, now, last in zip((self._steps, self._seconds, self._divergences), totals, before, strict=True):
             counter.labels(self._model).inc(now - last)
-
-    def _create_counters(self) -> None:
-        booleans = ("true", "false")
-        what = "Scores of running trajectories, by whether their inputs were finite numbers."
-        self._scores = self._counter("darts_quality_scores", what, "usable", booleans)
-        what = "Decisions on scored trajectories that could be pruned, by outcome."
-        self._decisions = self._counter("darts_pruning_decisions", what, "outcome", ("kept", "pruned"))
-        what = "Hidden states expected of trajectories past a detection point, by whether the engine sent them."
-        self._states = self._counter("darts_probe_states", what, "received", booleans)
-        self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
-        what = "Scored trajectories dropped from memory before their reward came, because memory for them was full."
-        self._dropped = self._counter("darts_quality_labels_dropped", what)
-        self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
-        self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
-        what = "Trainings of the quality head that were undone."
-        self._divergences = self._counter("darts_quality_divergences", what)
-
-    def _create_gauges(self, sources: QualitySources) -> None:
-        for name, text in METRICS.items():
-            what = f"{text}, of raw scores and of calibrated probabilities, on labels that came later."
-            values: Values = {(each,): partial(sources.metric, each, name) for each in PREDICTIONS}
-            self._read_gauge(f"darts_quality_{name}", what, values, "prediction")
-        what = "Mean loss of the quality head's last good training, in nats."
-        self._read_gauge("darts_quality_loss", what, {(): sources.loss})
-        what = "1 for the current status of pruning; it prunes while that is 'ready'."
-        current: Values = {(each,): partial(_is_current, sources.status, each) for each in PruningStatus}
-        self._read_gauge("darts_quality_status", what, current, "status")
 
 
 def _is_current(current: Callable[[], PruningStatus], status: PruningStatus) -> float:

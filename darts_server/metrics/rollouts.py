@@ -1,16 +1,15 @@
 """Prometheus collectors of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, Values, or_nan
-from darts_server.observers import GroupObserver, RewardObserver, VoteObserver
+from darts_server.metrics.collectors import Collectors, or_nan
+from darts_server.observers import VoteObserver
 from darts_server.records import CohortRecord, GroupRecord
-from darts_server.types import DiscardReason, MaxLost, Outcome, SelectedAs, TurnKind, VoteOutcome
+from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
@@ -26,56 +25,73 @@ RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 END_REASONS = ("selected", *DiscardReason)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSources:
-    """Functions that are called at each scrape; they return ``None`` while a value is unknown.
+Reads = Mapping[str, Callable[..., float | None]]
+"""By gauge, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
+GAUGES: Mapping[str, tuple[str, Mapping[str, Sequence[str | int]]]] = {
+    "darts_prompts_tracked": ("Prompts with statistics.", {}),
+    "darts_store_fault": ("1 while learned state cannot be written, else 0.", {}),
+    "darts_redundancy_scale": (
+        "Share of the configured redundancy in force: 1, or less while too many candidates wait.",
+        {},
+    ),
+    "darts_observer_failures": (
+        "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each.",
+        {},
+    ),
+    "darts_step_seconds": (
+        "Measured duration of a decode step by the number of running sequences.",
+        {"sequences": STEP_SIZES},
+    ),
+    "darts_start_seconds": (
+        "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding.",
+        {},
+    ),
+    "darts_length_tokens": (
+        "Lengths in the last groups: of all candidates (estimated for stopped ones) and of returned ones.",
+        {"kind": KINDS, "statistic": ("mean", *QUANTILES)},
+    ),
+    "darts_pass_rate": ("Share of correct trajectories among rewarded ones.", {}),
+    "darts_answer_length_tokens": (
+        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones.",
+        {"answer": ANSWERS},
+    ),
+    "darts_pattern_difference_tokens": (
+        "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens.",
+        {},
+    ),
+    "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
+}
+"""Their texts and labels, with all values of these."""
+DEADLINE_GAUGES = {
+    "darts_deadline_lost_share": (
+        "Share of correct answers that the policy's deadlines discard, where rewards were reported."
+    ),
+    "darts_deadline_lost_groups": (
+        "Share of the groups with correct answers that lose all of them to the policy's deadlines."
+    ),
+    "darts_deadline_stretch": "Factor by which the policy's deadlines are moved later.",
+}
+"""Once a policy has a deadline. What is read gets the policy, and what its deadlines may discard."""
 
-    ``tracked``: number of prompts with statistics. ``fault``: whether learned state cannot be written.
-    ``step_seconds``: duration of a decode step with this many sequences. ``start_seconds``: what a candidate costs when
-    it starts, besides its decode steps. ``mean_length``, ``length_quantile``: in tokens, for one of `KINDS`.
-    ``lost_share``: share of correct answers that a policy's deadlines discard, of which they may discard so many.
-    ``lost_group_share``: share of the groups that lose all of theirs. ``deadline_stretch``: factor that moves them
-    later.
-    ``pass_rate``: share of correct trajectories among rewarded ones. ``answer_length``: mean tokens, for one of
-    `ANSWERS`. ``pattern_difference``, ``pattern_error``: mean length of correct minus incorrect ones, and its
-    standard error. ``redundancy_scale``: share of the configured redundancy that is in force.
-    ``observer_failures``: calls of observers that failed.
-    """
 
-    tracked: Callable[[], float]
-    fault: Callable[[], bool]
-    step_seconds: Callable[[int], float | None]
-    start_seconds: Callable[[], float | None]
-    mean_length: Callable[[str], float | None]
-    length_quantile: Callable[[str, float], float | None]
-    lost_share: Callable[[str, MaxLost], float | None]
-    lost_group_share: Callable[[str, MaxLost], float | None]
-    deadline_stretch: Callable[[str, MaxLost], float]
-    pass_rate: Callable[[], float | None]
-    answer_length: Callable[[str], float | None]
-    pattern_difference: Callable[[], float | None]
-    pattern_error: Callable[[], float | None]
-    redundancy_scale: Callable[[], float] = lambda: 1.0
-    observer_failures: Callable[[], float] = lambda: 0.0
+class RolloutMetrics(Collectors, VoteObserver):
+    """Count groups, cohorts, rewards and votes."""
 
-
-class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
-    """Count groups, cohorts, rewards and votes. Implements the observer protocols of the rollout room."""
-
-    def __init__(
-        self, model_name: str, sources: RolloutSources | None = None, registry: CollectorRegistry = REGISTRY
-    ) -> None:
+    def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._make_group_metrics()
         self._make_other_metrics()
-        self._sources = sources
-        if sources is not None:
-            self._make_gauges(sources)
+        self._deadline_gauges = {name: self._gauge(name, text, "policy") for name, text in DEADLINE_GAUGES.items()}
+        self._reads = reads
+        if reads is not None:
+            for name, (text, labels) in GAUGES.items():
+                values = {tuple(map(str, each)): partial(reads[name], *each) for each in product(*labels.values())}
+                self._read_gauge(name, text, values, *labels)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
 
-    def group_sealed(self, *, full: bool) -> None:
+    def group_sealed(self, full: bool) -> None:
         self._sealed.labels(self._model, str(full).lower()).inc()
 
     def candidates_started(self, count: int) -> None:
@@ -90,9 +106,23 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         generated, returned = record.generated_tokens, record.returned_tokens
         for kind, count in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
             self._tokens.labels(self._model, kind).inc(count)
-        self._count_candidates(record)
-        if record.max_lost is not None and self._sources is not None:
-            self._read_deadlines(self._sources, record.applied_policy, record.max_lost)
+        for candidate in record.candidates:
+            self._ended.labels(self._model, candidate.reason or "selected").inc()
+            if candidate.reason is not DiscardReason.CARRIED:
+                self._length.labels(self._model, "generated").observe(candidate.tokens)
+            if candidate.selected_as is not None:
+                self._length.labels(self._model, "returned").observe(candidate.tokens)
+            if candidate.cut and candidate.selected_as is not None:
+                self._cut.labels(self._model).inc()
+            is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
+            if record.explored and record.deadline is not None and is_tail:
+                beyond = max(0, candidate.tokens - record.deadline)
+                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
+                self._explored_tokens.labels(self._model).inc(beyond)
+        if record.max_lost is not None and self._reads is not None:  # its policy's deadlines are read from now on
+            for name, gauge in self._deadline_gauges.items():
+                value = partial(self._reads[name], record.applied_policy, record.max_lost)
+                gauge.labels(self._model, record.applied_policy).set_function(or_nan(value))
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
@@ -115,33 +145,6 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self._votes.labels(self._model, outcome).inc()
         self._vote_stopped.labels(self._model).inc(stopped)
-
-    def _count_candidates(self, record: GroupRecord) -> None:
-        for candidate in record.candidates:
-            self._ended.labels(self._model, candidate.reason or "selected").inc()
-            if candidate.reason is not DiscardReason.CARRIED:
-                self._length.labels(self._model, "generated").observe(candidate.tokens)
-            if candidate.selected_as is not None:
-                self._length.labels(self._model, "returned").observe(candidate.tokens)
-            if candidate.cut and candidate.selected_as is not None:
-                self._cut.labels(self._model).inc()
-            if (
-                record.explored
-                and record.deadline is not None
-                and candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
-            ):
-                beyond = max(0, candidate.tokens - record.deadline)
-                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
-                self._explored_tokens.labels(self._model).inc(beyond)
-
-    def _read_deadlines(self, sources: RolloutSources, policy: str, max_lost: MaxLost) -> None:
-        """Report a policy's deadlines from now on."""
-        for gauge, read in (
-            (self._lost_share, sources.lost_share),
-            (self._lost_groups, sources.lost_group_share),
-            (self._stretch, sources.deadline_stretch),
-        ):
-            gauge.labels(self._model, policy).set_function(or_nan(partial(read, policy, max_lost)))
 
     # --- collectors --------------------------------------------------------
 
@@ -186,41 +189,3 @@ class RolloutMetrics(Collectors, GroupObserver, RewardObserver, VoteObserver):
         self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
         what = "Candidates stopped because they could not change the result of a vote."
         self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
-
-        # Set by `_read_deadlines`, once a policy has a deadline.
-        what = "Share of correct answers that the policy's deadlines discard, where rewards were reported."
-        self._lost_share = self._gauge("darts_deadline_lost_share", what, "policy")
-        what = "Share of the groups with correct answers that lose all of them to the policy's deadlines."
-        self._lost_groups = self._gauge("darts_deadline_lost_groups", what, "policy")
-        what = "Factor by which the policy's deadlines are moved later."
-        self._stretch = self._gauge("darts_deadline_stretch", what, "policy")
-
-    def _make_gauges(self, sources: RolloutSources) -> None:
-        self._read_gauge("darts_prompts_tracked", "Prompts with statistics.", {(): sources.tracked})
-        what = "1 while learned state cannot be written, else 0."
-        self._read_gauge("darts_store_fault", what, {(): lambda: float(sources.fault())})
-        what = "Share of the configured redundancy in force: 1, or less while too many candidates wait."
-        self._read_gauge("darts_redundancy_scale", what, {(): sources.redundancy_scale})
-        what = (
-            "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each."
-        )
-        self._read_gauge("darts_observer_failures", what, {(): sources.observer_failures})
-        what = "Measured duration of a decode step by the number of running sequences."
-        steps: Values = {(str(size),): partial(sources.step_seconds, size) for size in STEP_SIZES}
-        self._read_gauge("darts_step_seconds", what, steps, "sequences")
-        what = "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding."
-        self._read_gauge("darts_start_seconds", what, {(): sources.start_seconds})
-        what = "Lengths in the last groups: of all candidates (estimated for stopped ones) and of returned ones."
-        lengths: Values = {(kind, "mean"): partial(sources.mean_length, kind) for kind in KINDS}
-        for kind, (name, share) in product(KINDS, QUANTILES.items()):
-            lengths[kind, name] = partial(sources.length_quantile, kind, share)
-        self._read_gauge("darts_length_tokens", what, lengths, "kind", "statistic")
-        what = "Share of correct trajectories among rewarded ones."
-        self._read_gauge("darts_pass_rate", what, {(): sources.pass_rate})
-        what = "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones."
-        answers: Values = {(answer,): partial(sources.answer_length, answer) for answer in ANSWERS}
-        self._read_gauge("darts_answer_length_tokens", what, answers, "answer")
-        what = "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens."
-        self._read_gauge("darts_pattern_difference_tokens", what, {(): sources.pattern_difference})
-        what = "Standard error of darts_pattern_difference_tokens."
-        self._read_gauge("darts_pattern_error_tokens", what, {(): sources.pattern_error})

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Generic, Protocol
 
 from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
-from darts_server.observers import GroupObserver
+from darts_server.observers import GroupEvents
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
@@ -63,8 +63,8 @@ class Groups(Protocol[RequestT, OutputT]):
     allocator: Allocator
 
     @property
-    def observers(self) -> GroupObserver:
-        """What is notified of groups."""
+    def observers(self) -> GroupEvents:
+        """What happens to groups is reported here."""
         ...
 
     def collect(
@@ -336,7 +336,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         pass_rate = self._groups.pass_rate(self._prompt_key)
         if self._start_extras:
             full = plan.size == self._plan.size
-            self._groups.observers.group_sealed(full=full)
+            self._groups.observers.group_sealed(full)
             self._short.add(full=full, planned=self._plan.size)
             allocation = await self._groups.allocator.allocate(plan, self._prompt_key, self._tokens)
             if not self._run.has_ended:

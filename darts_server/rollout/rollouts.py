@@ -8,7 +8,7 @@ from typing import Generic
 
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.observers import GroupObserver, GroupObservers
+from darts_server.observers import GroupEvents
 from darts_server.policy.allocation import Brownout, reduce_candidates
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
@@ -79,7 +79,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.turns = Turns()
         self.starts = StartQueue()
         self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
-        self.observers = GroupObservers([statistics])
+        self.observers = GroupEvents()
         self.allocator = Allocator(
             statistics,
             intervals.allocation,
@@ -89,7 +89,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             opening=lambda: self.gate.opening,
             unfinished=lambda: engine.unfinished,
         )
-        self.observers.add(self.allocator)
+        self.observers.group_ended.add(statistics.group_ended, self.allocator.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join, intervals.join_named)
         self._engine = engine
         self._scorer = scorer
@@ -103,10 +103,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         """How often everything was aborted."""
         self._suspended = False
         self._group_ended = asyncio.Event()
-
-    def observe(self, *observers: GroupObserver) -> None:
-        """Report all groups to these observers too."""
-        self.observers.add(*observers)
 
     # --- planning -----------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Generic
 import numpy as np
 
 from darts_server.engine.port import Engine, OutputT, RequestT
-from darts_server.observers import GroupObserver
+from darts_server.observers import GroupEvents
 from darts_server.policy.group import Group
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
@@ -97,7 +97,7 @@ class GroupContext(Generic[RequestT, OutputT]):
     """
 
     engine: Engine[RequestT, OutputT]
-    observer: GroupObserver
+    observer: GroupEvents
     scorer: CandidateScorer | None
     starts: StartQueue
     clock: Callable[[], float]

@@ -119,29 +119,28 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
     file.seek(first.end())
     size = 0
     previous: Name | None = None
-    with gzip.GzipFile(fileobj=file, mode="rb") as lines:
-        while line := _read_line(lines):
-            size += len(line)
-            if size > limit:
-                raise _damaged(f"has more than {limit} bytes when decompressed")
-            if not line.endswith(b"\n"):
-                raise _damaged("has a line that is too long or cut off")
-            try:
-                kind, key, document = json.loads(line)
-                row = (*check_name(kind, key), encode(document))
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise _damaged(f"has a line that is no document ({error})") from error
-            if previous is not None and row[:2] <= previous:
-                raise _damaged(f"has {kind} {key[:64]!r} twice or out of order")
-            previous = row[:2]
-            yield row
-
-
-def _read_line(lines: gzip.GzipFile) -> bytes:
-    try:
-        return lines.readline(_LINE_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(f"cannot be decompressed ({error})") from error
+    lines = gzip.GzipFile(fileobj=file, mode="rb")
+    while True:
+        try:
+            line = lines.readline(_LINE_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _damaged(f"cannot be decompressed ({error})") from error
+        if not line:
+            return
+        size += len(line)
+        if size > limit:
+            raise _damaged(f"has more than {limit} bytes when decompressed")
+        if not line.endswith(b"\n"):
+            raise _damaged("has a line that is too long or cut off")
+        try:
+            kind, key, document = json.loads(line)
+            row = (*check_name(kind, key), encode(document))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _damaged(f"has a line that is no document ({error})") from error
+        if previous is not None and row[:2] <= previous:
+            raise _damaged(f"has {kind} {key[:64]!r} twice or out of order")
+        previous = row[:2]
+        yield row
 
 
 def _damaged(what: str) -> StateDamaged:

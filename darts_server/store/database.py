@@ -1,7 +1,4 @@
-"""The state file ``state.db``: an SQLite file that is checked before anything may change it.
-
-Servers of one host may share it: SQLite lets one write at a time, and each sees what the others have committed.
-"""
+"""The state file ``state.db``: an SQLite file of one server, which is checked before anything may change it."""
 
 import os
 import secrets
@@ -27,6 +24,7 @@ _TABLES = {
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID",
     "restores": "CREATE TABLE restores (generation INTEGER NOT NULL)",
 }
+"""Earlier versions read the second one."""
 _SELECT = "SELECT kind, key, document, crc FROM documents"
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
@@ -63,10 +61,8 @@ class Database:
             self._writer.execute("PRAGMA synchronous = FULL")
             self._writer.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             self._status = path.stat()
-            self._writer.execute("BEGIN IMMEDIATE")
             # Fails if the file is read-only: the start is the time to say so.
-            self._writer.execute("UPDATE restores SET generation = 0")
-            self._writer.execute("ROLLBACK")
+            self._writer.executescript("BEGIN IMMEDIATE; UPDATE restores SET generation = 0; ROLLBACK")
             self._connections = opened.pop_all()
 
     def read(self, name: Name) -> str | None:
@@ -94,50 +90,27 @@ class Database:
 
         It uses a connection of its own. SQLite's log cannot shrink while it is open.
         """
-        with translate_errors(self._path), ExitStack() as opened:
-            self._refuse_replaced()
-            connection = opened.enter_context(closing(connect(self._path, "ro")))
-            yield _verified(self._path, connection.execute(f"{_SELECT} ORDER BY kind, key"))
-
-    def generation(self) -> int:
-        """Count how often everything was replaced, by any process."""
         with translate_errors(self._path):
-            return int(self._reader.execute("SELECT generation FROM restores").fetchone()[0])
+            self._refuse_moved()
+            with closing(connect(self._path, "ro")) as connection:
+                yield _verified(self._path, connection.execute(f"{_SELECT} ORDER BY kind, key"))
 
-    def write(self, rows: Iterable[Row], generation: int | None) -> bool:
-        """Add or overwrite rows, all at once; they are on the disk when this returns.
+    def write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
+        """Add or overwrite rows, or ``replace`` everything by them, all at once.
 
-        Unless this is another ``generation`` by now: then nothing is written, and it returns ``False``.
+        They are on the disk when this returns.
         """
-        with self._transaction():
-            current = self._writer.execute("SELECT generation FROM restores").fetchone()[0]
-            if generation not in (None, current):
-                return False
-            self._upsert(rows)
-        return True
-
-    def replace(self, rows: Iterable[Row]) -> None:
-        """Replace everything by these rows, all at once, as the next generation."""
-        with self._transaction():
-            self._writer.execute("DELETE FROM documents")
-            self._writer.execute("UPDATE restores SET generation = generation + 1")
-            self._upsert(rows)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
         with translate_errors(self._path), self._writer:  # commits, or rolls back
-            self._refuse_replaced()
+            self._refuse_moved()
             self._writer.execute("BEGIN IMMEDIATE")
-            refuse_foreign(self._path, self._writer, APPLICATION_ID, VERSION)  # another server may have migrated it
-            yield
-
-    def _upsert(self, rows: Iterable[Row]) -> None:
-        self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
+            if replace:
+                self._writer.execute("DELETE FROM documents")
+            self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
 
     def close(self) -> None:
         self._connections.close()
 
-    def _refuse_replaced(self) -> None:
+    def _refuse_moved(self) -> None:
         if not (self._path.exists() and os.path.samestat(self._path.stat(), self._status)):
             raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
 
@@ -223,8 +196,6 @@ def _check_file(path: Path) -> None:
             raise damaged(path, "its tables are not ours")
         if _pragma(connection, "journal_mode") != "wal":
             raise damaged(path, "it is not in WAL mode")
-        if connection.execute("SELECT count(*), min(typeof(generation)) FROM restores").fetchone() != (1, "integer"):
-            raise damaged(path, "it does not say how often it was restored")
         for _ in _verified(path, connection.execute(_SELECT)):
             pass
 

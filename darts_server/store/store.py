@@ -6,11 +6,11 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from operator import itemgetter
 from pathlib import Path
 
-from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
 from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
 from darts_server.store.database import Database
@@ -21,7 +21,8 @@ FLUSH_SECONDS = 0.5
 """Between two writes, so that one takes many documents. With the write itself it stays below the second that a killed
 process may lose."""
 CACHE_SECONDS = 0.5
-"""With the other process's ``FLUSH_SECONDS`` its documents are seen about a second after they were put."""
+"""How long a document that was read is kept. A server that starts while the previous one ends sees what that one still
+writes."""
 MAX_IN_MEMORY = 2**18
 """Documents of each kind. A prompt's takes some hundred bytes, and data sets seldom have more prompts."""
 
@@ -36,8 +37,8 @@ class Store(AbstractContextManager["Store"]):
 
     ``put`` never waits for the disk: a thread writes new documents twice a second, so a killed process loses the last
     second at most. A failed write is retried until it succeeds; meanwhile ``fault`` says why, and the newest document
-    of each key is in memory. ``get`` sees this process's puts at once, and those of other processes that share the
-    folder, each with its own store, about a second later. Of two puts of one key the one written later wins.
+    of each key is in memory. ``get`` sees every put at once. One process uses a folder; the next one may start while it
+    ends.
 
     ``check`` gets kind and document of everything to be restored; it raises ``ValueError`` for what cannot be used.
 
@@ -64,12 +65,10 @@ class Store(AbstractContextManager["Store"]):
         self._database = None if folder is None else Database(folder)
         self._lock = threading.Lock()  # of all below, and of reading from the file
         self._write_lock = threading.Lock()  # one write or restore at a time; taken before the other lock
-        self._pending = _Texts(OrderedDict)  # to be written; without a file, all there is
-        self._pending_since: int | None = None  # the generation that the first of them belongs to; None if unknown
-        self._in_flight = _Texts(OrderedDict)  # being written
+        self._pending = _Texts(OrderedDict)  # not written yet; without a file, all there is
         self._cache: dict[Name, str | None] = {}  # of reads, up to a point in time
         self._cached_until = 0.0
-        self._restores = 0  # without a file, which counts itself
+        self._restores = 0
         self._is_closed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._write_until_stopped, name="darts-store", daemon=True)
@@ -88,10 +87,6 @@ class Store(AbstractContextManager["Store"]):
         name, text = check_name(kind, key), archive.encode(document)
         with self._lock:
             self._refuse_closed()
-            if self._database is not None and not any(self._pending.values()):
-                self._pending_since = None
-                with suppress(StateError):  # a file that cannot be read must not fail a put
-                    self._pending_since = self._database.generation()
             self._add(self._pending, (*name, text))
             self._cache.pop(name, None)
 
@@ -105,7 +100,7 @@ class Store(AbstractContextManager["Store"]):
         name = check_name(kind, key)
         with self._lock:
             self._refuse_closed()
-            text = self._pending[kind].get(key) or self._in_flight[kind].get(key)
+            text = self._pending[kind].get(key)
             if text is None and self._database is not None:
                 # The same few documents are read again and again, and each read of the file takes several system calls.
                 if (now := time.monotonic()) >= self._cached_until:
@@ -121,13 +116,11 @@ class Store(AbstractContextManager["Store"]):
             self._refuse_closed()
             if self._database is None:
                 return len(self._pending[kind])
-            return self._database.count(kind, self._pending[kind].keys() | self._in_flight[kind].keys())
+            return self._database.count(kind, self._pending[kind])
 
     def generation(self) -> int:
-        """Count how often ``restore`` has replaced everything, in any process. Raises ``StateError`` as ``get``."""
-        with self._lock:
-            self._refuse_closed()
-            return self._restores if self._database is None else self._database.generation()
+        """Count how often ``restore`` has replaced everything."""
+        return self._restores
 
     def flush(self) -> None:
         """Write everything that was put before, and wait for it. Raises ``StateError`` if that fails."""
@@ -141,29 +134,34 @@ class Store(AbstractContextManager["Store"]):
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
 
-        Documents that are put before it returns are lost too, here and in other processes. ``limit``: bytes that the
-        data may have when decompressed.
+        Documents that are put before it returns are lost too. ``limit``: bytes that the data may have when
+        decompressed.
 
         Raises:
             StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
                 that cannot be used; nothing was changed.
             StateError: it could not be written; nothing was changed.
         """
-        for row in archive.unpack(data, limit):  # check all of it before anything is changed
-            self._check_row(row)
-        restored = _Texts(OrderedDict)
-        with self._write_lock:
+        for kind, key, text in archive.unpack(data, limit):  # check all of it before anything is changed
             try:
-                with self._lock:
-                    self._refuse_closed()
-                rows = archive.unpack(data, limit)
-                if self._database is None:
-                    for row in rows:
-                        self._add(restored, row)
-                else:
-                    self._database.replace(rows)
-            except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
-                raise StateError(str(error)) from error
+                self._check(kind, archive.decode(text))
+            except ValueError as error:
+                raise StateDamaged(
+                    f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
+                    "nothing was changed. Send a saved file, byte for byte"
+                ) from error
+        restored, rows = _Texts(OrderedDict), archive.unpack(data, limit)
+        with self._write_lock:
+            with self._lock:
+                self._refuse_closed()
+            if self._database is None:
+                for row in rows:
+                    self._add(restored, row)
+            else:
+                try:
+                    self._database.write(rows, replace=True)
+                except StateDamaged as error:  # of the state file: ``data`` was checked above
+                    raise StateError(str(error)) from error
             with self._lock:
                 self._pending, self._cache = restored, {}
                 self._restores += 1
@@ -199,27 +197,13 @@ class Store(AbstractContextManager["Store"]):
         with ExitStack() as reading:
             with self._lock:
                 self._refuse_closed()
-                unwritten = sorted(
-                    (kind, key, text)
-                    for kind in {*self._pending, *self._in_flight}
-                    for key, text in {**self._in_flight[kind], **self._pending[kind]}.items()
-                )
+                unwritten = sorted(self._pending_rows())
                 written = () if self._database is None else reading.enter_context(self._database.snapshot())
             previous: Name | None = None
             for row in heapq.merge(unwritten, written, key=itemgetter(0, 1)):  # of two the unwritten one comes first
                 if row[:2] != previous:
                     yield row
                 previous = row[:2]
-
-    def _check_row(self, row: Row) -> None:
-        kind, key, text = row
-        try:
-            self._check(kind, archive.decode(text))
-        except ValueError as error:
-            raise StateDamaged(
-                f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
-                "nothing was changed. Send a saved file, byte for byte"
-            ) from error
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -230,42 +214,29 @@ class Store(AbstractContextManager["Store"]):
             self._try_write()
 
     def _try_write(self) -> Exception | None:
-        """Write now, in the caller's thread. An error is returned, kept in ``fault`` and logged once."""
-        try:
-            self._write()
-        except Exception as error:
-            if self.fault != str(error):
-                logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
-            self.fault = str(error)
-            return error
-        if self.fault is not None:
-            logger.warning("the learned state is written again")
-        self.fault = None
-        return None
-
-    def _write(self) -> None:
-        """Write what is pending. After an error all of it is pending again, except where there is a newer text."""
+        """Write what is pending, in the caller's thread. An error is returned, kept in ``fault`` and logged once."""
         with self._write_lock:
             with self._lock:
-                self._refuse_closed()
-                if self._database is None or not any(self._pending.values()):
-                    return
-                writing = self._in_flight = self._pending
-                since = self._pending_since
-                rows = [(kind, key, text) for kind, texts in writing.items() for key, text in texts.items()]
-                self._pending = _Texts(OrderedDict)
+                if self._is_closed:
+                    return StateError("the store is closed")
+                rows = [] if self._database is None else list(self._pending_rows())
+            error: Exception | None = None
             try:
-                is_current = self._database.write(rows, since)
-            except BaseException:
-                with self._lock:
-                    for kind, newer in self._pending.items():
-                        writing[kind].update(newer)
-                    self._pending, self._pending_since = writing, since
-                raise
+                if self._database is not None and rows:
+                    self._database.write(rows)
+            except Exception as failure:
+                error = failure
             else:
-                if not is_current:  # another process has replaced everything: what was learned before that is gone
-                    with self._lock:
-                        self._pending, self._cache = _Texts(OrderedDict), {}
-            finally:
                 with self._lock:
-                    self._in_flight = _Texts(OrderedDict)
+                    for kind, key, text in rows:
+                        if self._pending[kind].get(key) is text:  # otherwise there is a newer one by now
+                            del self._pending[kind][key]
+            before, self.fault = self.fault, None if error is None else str(error)
+            if error is not None and self.fault != before:
+                logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
+            elif error is None and before is not None:
+                logger.warning("the learned state is written again")
+            return error
+
+    def _pending_rows(self) -> Iterator[Row]:
+        return ((kind, key, text) for kind, texts in self._pending.items() for key, text in texts.items())

@@ -16,7 +16,6 @@ from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.observers import GroupObserver
 from darts_server.records import GroupRecord
 from darts_server.serving.lifecycle import Drainable
 from darts_server.vllm import routes
@@ -204,7 +203,7 @@ def _refuse_other_modes(args: Namespace) -> None:
     args.api_server_count = None
 
 
-class Traces(GroupObserver):
+class Traces:
     """Exports an OpenTelemetry span for each group, next to the one that vLLM exports for each candidate.
 
     The tracer is the one that vLLM sets up for ``--otlp-traces-endpoint``.

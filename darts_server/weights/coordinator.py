@@ -5,17 +5,17 @@ An update of our own routes is a `Transaction`: it is applied completely, or rol
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from typing import TypeVar
 
 from darts_server.exceptions import Conflict, IllegalMove, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
-from darts_server.observers import Observers
+from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.port import Groups, Model, Rule, Transaction, Update, UpdateObserver, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Transaction, Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Coordinator:
         model: Model,
         gate: Gate,
         settings: UpdateSettings,
-        observers: Sequence[UpdateObserver] = (),
+        observers: UpdateEvents | None = None,
         groups: Groups | None = None,
     ) -> None:
         self.settings = settings
@@ -87,7 +87,7 @@ class Coordinator:
         self._model = model
         self._gate = gate
         self._groups = groups
-        self._observers = Observers(observers)
+        self._observers = observers or UpdateEvents()
         self.state = State.SERVING
         self.version = model.weight_version
         """In the state LOST: the version that was served last."""
@@ -213,7 +213,7 @@ class Coordinator:
             UpdateFailed, WeightsLost
         """
         self._move(State.ANNOUNCED)
-        self._observers.notify(lambda observer: observer.update_announced(self.target))
+        self._observers.announced(self.target)
         self._gate.close(UPDATE)
         try:
             self._check_weights_awake()
@@ -475,5 +475,5 @@ class Coordinator:
         if record.error is not None:
             self.last_error = record.error
             logger.warning("a weight update was %s: %s", record.outcome, record.error)
-        self._observers.notify(lambda observer: observer.update_ended(record))
+        self._observers.ended(record)
         return record

@@ -1,6 +1,6 @@
 """An update of the weights, its steps and what it does to running groups; and the interfaces of this room.
 
-These are the served model, its LoRA adapters, the running groups and observers.
+These are the served model, its LoRA adapters and the running groups.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from darts_server.exceptions import UpdateFailed
-from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 
@@ -225,13 +224,3 @@ class Groups(Protocol):
 
     def abort_all(self, reason: str) -> None:
         """Abort every group, with an error for its caller."""
-
-
-class UpdateObserver(Protocol):
-    """Called synchronously in the event loop: return fast and never raise."""
-
-    def update_announced(self, version: int) -> None:
-        """The engine will be paused, to serve ``version`` afterwards."""
-
-    def update_ended(self, record: UpdateRecord) -> None:
-        """An update ended, with whatever outcome. Called once per update."""

@@ -1,6 +1,6 @@
 """Updates of the served model's weights, one at a time: fetched and checked completely, then applied, or not at all."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -9,13 +9,14 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from darts_server.exceptions import UpdateFailed
+from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import Coordinator, State
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
-from darts_server.weights.port import Groups, Model, Rule, Update, UpdateObserver, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Update, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import (
     TensorSet,
@@ -44,7 +45,7 @@ class Updates:
         staging: Staging,
         root: Path | None = None,
         settings: UpdateSettings | None = None,
-        observers: Sequence[UpdateObserver] = (),
+        observers: UpdateEvents | None = None,
         groups: Groups | None = None,
     ) -> None:
         self._model = model

@@ -19,7 +19,6 @@ from vllm.sampling_params import RequestOutputKind
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS
 from darts_server.demo.server import FLAGS, MODEL
 from darts_server.http.options import merge_options
-from darts_server.observers import GroupObserver
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics
@@ -34,7 +33,7 @@ from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
 
 
-class TinyEngine(GroupObserver):
+class TinyEngine:
     """A shaping engine, with the record of every finished group by request id."""
 
     def __init__(self) -> None:
@@ -47,9 +46,6 @@ class TinyEngine(GroupObserver):
 
     def group_ended(self, record: GroupRecord) -> None:
         self.records[record.group_id] = record
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        self.cohorts.append(record)
 
     def prompt(self, text: str) -> Any:
         """Return the prompt as vLLM's routes pass it to ``generate()``."""
@@ -78,7 +74,8 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
         engine.statistics = Statistics(engine.store, engine.port.capacity)
         planner = Planner(policies, OFF, Limits(1024))
         rollouts = Rollouts(running.port, planner, engine.statistics, Intervals(poll=0.005))
-        rollouts.observe(engine)
+        rollouts.observers.group_ended.add(engine.group_ended)
+        rollouts.observers.cohort_ended.add(engine.cohorts.append)
         running.shape(rollouts, merge_options)
         yield engine
 

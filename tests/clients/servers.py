@@ -139,7 +139,8 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             statistics,
             Intervals(poll=STEP_SECONDS, allocation=0),
         )
-        rollouts.observe(provenance, reward_matcher)
+        rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
+        rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)
         control.apply_to(rollouts)
         batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner, interval=STEP_SECONDS)
         votes = VoteRunner(rollouts, SlowTexts(), confidence, Mock(), AtOnce())

@@ -4,19 +4,11 @@ import logging
 
 import pytest
 
-from darts_server.observers import GroupObserver
 from darts_server.records import GroupRecord
 from faults.soak import Stack, soak
 
 GROUPS, ROUNDS = 2000, 12
 kept_records: list[GroupRecord] = []
-
-
-class Hoarder(GroupObserver):
-    """An observer that never forgets a group."""
-
-    def group_ended(self, record: GroupRecord) -> None:
-        kept_records.append(record)
 
 
 @pytest.mark.nightly
@@ -40,7 +32,7 @@ def test_nothing_grows_and_nothing_is_lost_over_thousands_of_groups() -> None:
 @pytest.mark.nightly
 def test_an_observer_that_never_forgets_is_found() -> None:
     def hoard(stack: Stack) -> None:
-        stack.rollouts.observe(Hoarder())
+        stack.rollouts.observers.group_ended.add(kept_records.append)
 
     soaked = soak(500, ROUNDS, spoil=hoard)
     kept_records.clear()

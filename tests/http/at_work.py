@@ -52,7 +52,10 @@ class Work:
             Intervals(allocation=0),
         )
         self.live = Monitor(self.rollouts)
-        self.rollouts.observe(self.provenance, self.reward_matcher, self.live)
+        events = self.rollouts.observers
+        events.candidates_started.add(self.live.candidates_started)
+        events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
+        events.group_ended.add(self.provenance.group_ended, self.reward_matcher.group_ended, self.live.group_ended)
         self.stopping: Callable[[], bool] = lambda: False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: set[asyncio.Task[object]] = set()

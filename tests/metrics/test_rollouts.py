@@ -1,10 +1,12 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import AccessMetrics, RolloutMetrics, RolloutSources, WeightMetrics
+from darts_server.metrics import AccessMetrics, RolloutMetrics, WeightMetrics
+from darts_server.metrics.rollouts import GAUGES
 from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,
@@ -71,9 +73,8 @@ def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
     RolloutMetrics("tiny", registry=registry).group_ended(
         record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=())
     )
-    labels = {"model_name": "tiny"}
-    assert registry.get_sample_value("darts_groups_total", labels | {"outcome": "cancelled"}) == 1
-    assert not registry.get_sample_value("darts_tail_wait_seconds_count", labels)
+    assert value(registry, "darts_groups_total", outcome="cancelled") == 1
+    assert not value(registry, "darts_tail_wait_seconds_count")
 
 
 def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
@@ -83,24 +84,12 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.single_request_classified(TurnKind.OPENING)
-    metrics.group_sealed(full=True)
+    metrics.group_sealed(True)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
-    assert labels == {
-        "model_name",
-        "outcome",
-        "reason",
-        "kind",
-        "deadline",
-        "explored",
-        "matched",
-        "full",
-        "rule",
-        "turn",
-        "zero_variance",
-        "le",
-    }
+    names = "model_name outcome reason kind deadline explored matched full rule turn zero_variance le"
+    assert labels == set(names.split())
 
 
 def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
@@ -117,41 +106,33 @@ def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 def test_gauges_read_their_sources_at_each_scrape() -> None:
     registry = CollectorRegistry()
     faults: list[str] = []
-    sources = RolloutSources(
-        tracked=lambda: 7,
-        fault=lambda: bool(faults),
-        step_seconds=lambda _: None,
-        start_seconds=lambda: 0.002,
-        mean_length=lambda _: None,
-        length_quantile=lambda *_: None,
-        lost_share=lambda policy, max_lost: None,
-        lost_group_share=lambda policy, max_lost: max_lost.groups,
-        deadline_stretch=lambda policy, max_lost: 1 + max_lost.answers,
-        pass_rate=lambda: 0.75,
-        answer_length={"right": 30.0, "wrong": 50.0}.get,
-        pattern_difference=lambda: -20.0,
-        pattern_error=lambda: None,
-        redundancy_scale=lambda: 0.25,
-    )
-    metrics = RolloutMetrics("tiny", sources, registry)
-    labels = {"model_name": "tiny"}
-    assert registry.get_sample_value("darts_prompts_tracked", labels) == 7
-    assert registry.get_sample_value("darts_start_seconds", labels) == 0.002
-    assert registry.get_sample_value("darts_redundancy_scale", labels) == 0.25
-    assert registry.get_sample_value("darts_pass_rate", labels) == 0.75
-    assert registry.get_sample_value("darts_answer_length_tokens", labels | {"answer": "wrong"}) == 50
-    assert registry.get_sample_value("darts_pattern_difference_tokens", labels) == -20
-    assert math.isnan(registry.get_sample_value("darts_pattern_error_tokens", labels) or 0)
-    assert registry.get_sample_value("darts_store_fault", labels) == 0
+    reads: dict[str, Callable[..., float | None]] = dict.fromkeys(GAUGES, lambda *_: None)
+    reads |= {
+        "darts_prompts_tracked": lambda: 7,
+        "darts_store_fault": lambda: bool(faults),
+        "darts_step_seconds": lambda size: size / 8,
+        "darts_length_tokens": lambda kind, statistic: len(kind) if statistic == "p50" else None,
+        "darts_answer_length_tokens": {"right": 30.0, "wrong": 50.0}.get,
+        "darts_deadline_lost_share": lambda policy, max_lost: None,
+        "darts_deadline_lost_groups": lambda policy, max_lost: max_lost.groups,
+        "darts_deadline_stretch": lambda policy, max_lost: 1 + max_lost.answers,
+    }
+    metrics = RolloutMetrics("tiny", reads, registry)
+    assert value(registry, "darts_prompts_tracked") == 7
+    assert value(registry, "darts_step_seconds", sequences="16") == 2
+    assert value(registry, "darts_length_tokens", kind="generated", statistic="p50") == 9
+    assert value(registry, "darts_answer_length_tokens", answer="wrong") == 50
+    assert math.isnan(value(registry, "darts_pattern_error_tokens") or 0)
+    assert value(registry, "darts_store_fault") == 0
     faults.append("the disk is full")
-    assert registry.get_sample_value("darts_store_fault", labels) == 1
+    assert value(registry, "darts_store_fault") == 1
 
     cut = record(max_lost=MaxLost(0.25))
     metrics.group_ended(replace(cut, policy="cap"))
     metrics.group_ended(replace(cut, policy="auto", chosen=ChosenOption("cut 1.5 at 0.9", "it is fast")))
     for policy in ("cap", "auto: cut 1.5 at 0.9"):
-        assert registry.get_sample_value("darts_deadline_stretch", labels | {"policy": policy}) == 1.25
-        assert math.isnan(registry.get_sample_value("darts_deadline_lost_share", labels | {"policy": policy}) or 0)
+        assert value(registry, "darts_deadline_stretch", policy=policy) == 1.25
+        assert math.isnan(value(registry, "darts_deadline_lost_share", policy=policy) or 0)
 
 
 def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:
@@ -183,13 +164,10 @@ def test_cut_candidates_and_explored_tails_are_counted() -> None:
     metrics.group_ended(record(cohort_deadline=25, completion_length=20, explored=True))
     metrics.group_ended(record(cohort_deadline=45, completion_length=20, explored=True))
 
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
-
-    assert value("darts_candidates_cut_total") == 1
-    assert value("darts_explored_candidates_total", deadline="beyond") == 1
-    assert value("darts_explored_candidates_total", deadline="within") == 1
-    assert value("darts_explored_beyond_tokens_total") == 5
+    assert value(registry, "darts_candidates_cut_total") == 1
+    assert value(registry, "darts_explored_candidates_total", deadline="beyond") == 1
+    assert value(registry, "darts_explored_candidates_total", deadline="within") == 1
+    assert value(registry, "darts_explored_beyond_tokens_total") == 5
 
 
 def test_rewards_are_counted_by_match_and_rewarded_groups_by_zero_variance() -> None:
@@ -214,7 +192,6 @@ def test_weight_updates_are_counted_with_their_phases_and_version() -> None:
     assert value(registry, "darts_weight_version") == 0
     done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
     for update in (done, replace(done, version=8), replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={})):
-        metrics.update_announced(update.version)
         metrics.update_ended(update)
     assert value(registry, "darts_weight_version") == 8
     assert value(registry, "darts_weight_updates_total", outcome="completed") == 2
@@ -228,18 +205,13 @@ def test_votes_are_counted_by_outcome_with_the_candidates_they_stopped() -> None
     metrics = RolloutMetrics("tiny", registry=registry)
     for outcome, stopped in ((VoteOutcome.DECIDED_EARLY, 3), (VoteOutcome.DECIDED_EARLY, 1), (VoteOutcome.COUNTED, 0)):
         metrics.vote_ended(outcome, stopped)
-    by_outcome = [
-        registry.get_sample_value("darts_votes_total", {"model_name": "tiny", "outcome": outcome})
-        for outcome in VoteOutcome
-    ]
-    assert by_outcome == [2, 1, 0]
-    assert registry.get_sample_value("darts_vote_candidates_stopped_total", {"model_name": "tiny"}) == 4
+    assert [value(registry, "darts_votes_total", outcome=outcome) for outcome in VoteOutcome] == [2, 1, 0]
+    assert value(registry, "darts_vote_candidates_stopped_total") == 4
 
 
 def test_refused_requests_are_counted_by_reason_from_the_start() -> None:
     registry = CollectorRegistry()
     metrics = AccessMetrics("tiny", registry)
     metrics.refused("queue")
-    labels = {"model_name": "tiny"}
-    assert registry.get_sample_value("darts_requests_refused_total", labels | {"reason": "queue"}) == 1
-    assert registry.get_sample_value("darts_requests_refused_total", labels | {"reason": "key"}) == 0
+    assert value(registry, "darts_requests_refused_total", reason="queue") == 1
+    assert value(registry, "darts_requests_refused_total", reason="key") == 0

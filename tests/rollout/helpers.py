@@ -10,7 +10,7 @@ import numpy as np
 from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, settle, slice_from
 from darts_server.exceptions import InvalidRequest
-from darts_server.observers import GroupObserver
+from darts_server.observers import GroupEvents
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.allocator import Allocator
@@ -22,7 +22,7 @@ from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
+from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample, TurnKind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,26 +71,24 @@ class AtOnce(Executor):
         return future
 
 
-class Recorder(GroupObserver):
-    """Record everything that observers get."""
+class Recorder:
+    """Record what happens to groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: GroupEvents | None = None) -> None:
+        self.events = events = events or GroupEvents()
         self.started = 0
         self.records: list[GroupRecord] = []
         self.cohorts: list[CohortRecord] = []
         self.returned: list[TrajectoryRecord] = []
+        self.turns: list[TurnKind] = []
+        events.candidates_started.add(self._add_started)
+        events.trajectory_returned.add(self.returned.append)
+        events.group_ended.add(self.records.append)
+        events.cohort_ended.add(self.cohorts.append)
+        events.single_request_classified.add(self.turns.append)
 
-    def candidates_started(self, count: int) -> None:
+    def _add_started(self, count: int) -> None:
         self.started += count
-
-    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        self.returned.append(returned)
-
-    def group_ended(self, record: GroupRecord) -> None:
-        self.records.append(record)
-
-    def cohort_ended(self, record: CohortRecord) -> None:
-        self.cohorts.append(record)
 
 
 class Documents:
@@ -137,7 +135,6 @@ class Harness:
         self.script = script
         self.limits = Limits(64)
         self.engine = engine(script)
-        self.recorder = Recorder()
         self.store = store or Documents()
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
@@ -147,7 +144,7 @@ class Harness:
             clock=lambda: self.engine.now,
             scorer=scorer,
         )
-        self.rollouts.observe(self.recorder)
+        self.recorder = Recorder(self.rollouts.observers)
 
     def run(
         self, size: int, policy: str = "shortest", *, group_id: str = "g", early: bool = False, tail_seed: int = 7

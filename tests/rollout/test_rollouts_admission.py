@@ -12,7 +12,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from tests.rollout.batches.test_batch import batch_request, script, submit
-from tests.rollout.helpers import Documents, Harness, lengths
+from tests.rollout.helpers import Documents, Harness, Recorder, lengths
 
 pytestmark = pytest.mark.anyio
 CAPACITY = 4
@@ -36,7 +36,7 @@ class FullHarness(Harness):
             admission=admission,
             brownout=Brownout.for_queue(max_waiting, CAPACITY, 0.0),
         )
-        self.rollouts.observe(self.recorder)
+        self.recorder = Recorder(self.rollouts.observers)
 
 
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:

@@ -22,7 +22,7 @@ SEED = 0
 
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
-    context = GroupContext(engine, recorder, None, StartQueue(), lambda: engine.now)
+    context = GroupContext(engine, recorder.events, None, StartQueue(), lambda: engine.now)
     spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
     return GroupRun(context, spec, lambda _: None)
 

@@ -42,14 +42,14 @@ Path = tuple[str | int, ...]
 
 async def run(documents: Documents, *policies: str) -> Recorder:
     """Run a single group and ten at once under each policy; their rewards are learned too."""
-    engine, recorder = ScriptedEngine(lambda _, index: Script(5 + index)), Recorder()
+    engine = ScriptedEngine(lambda _, index: Script(5 + index))
     rollouts: Rollouts[str, list[int]] = Rollouts(
         engine,
         Planner(POLICIES, "fixed", Limits(64), AUTO_OPTIONS),
         Statistics(documents, 64),
         Intervals(poll=0, allocation=0),
     )
-    rollouts.observe(recorder)
+    recorder = Recorder(rollouts.observers)
     for policy in policies:
         plan = rollouts.plan(8, RequestOptions(policy))
         assert isinstance(plan, Plan)

@@ -9,18 +9,9 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits
 from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns, hash_of
 from darts_server.types import RequestOptions, TurnKind
-from tests.rollout.helpers import Harness, Recorder
+from tests.rollout.helpers import Harness
 
 PROMPT, ANSWER = [5, 6, 7], [8, 9]
-
-
-class Counter(Recorder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: list[TurnKind] = []
-
-    def single_request_classified(self, kind: TurnKind) -> None:
-        self.kinds.append(kind)
 
 
 def turn(tokens: list[int], session: str | None = None, **more: Any) -> Turn:
@@ -235,8 +226,6 @@ def test_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
 def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(later_turns: bool) -> None:
     harness = Harness(lambda *_: None, {"uniform": Shaping(redundancy=1.5)})  # type: ignore[arg-type]  # nothing runs
     harness.rollouts.planner.limits = Limits(64, joins_later_turns=later_turns)
-    counter = Counter()
-    harness.rollouts.observe(counter)
     options = RequestOptions(group_size=8)
 
     def is_joined(turn: Turn) -> bool:
@@ -248,7 +237,7 @@ def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(l
     assert not is_joined(turn(PROMPT, greedy=True))
     assert not is_joined(turn(PROMPT, scoring=True))
     assert harness.rollouts.plan(8, RequestOptions(), turn([*PROMPT, *ANSWER])) is not None
-    assert counter.kinds == [TurnKind.OPENING, TurnKind.TOKENS, TurnKind.GREEDY, TurnKind.SCORING]
+    assert harness.recorder.turns == [TurnKind.OPENING, TurnKind.TOKENS, TurnKind.GREEDY, TurnKind.SCORING]
 
 
 # --- the index of what is known ------------------------------------------------

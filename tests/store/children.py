@@ -1,4 +1,4 @@
-"""Processes that share, fill, restore or kill a store: ``python -m tests.store.children NAME FOLDER``."""
+"""Processes that fill, restore or kill a store: ``python -m tests.store.children NAME FOLDER``."""
 
 import os
 import resource
@@ -53,21 +53,6 @@ def restore_for_ever(store: Store) -> None:
     for turn in count():
         store.restore(states[turn % 2])
         say(turn)
-
-
-def share(store: Store) -> None:
-    """Read a name, put keys of its own and common ones; at the next line print what it sees of all."""
-    name = sys.stdin.readline().strip()
-    for number in range(300):
-        store.put("prompt", f"{name} {number}", {"by": name, "number": number})
-        store.put("prompt", f"common {number % 10}", {"by": name, "number": number})
-        if number % 30 == 0:
-            store.flush()
-    store.flush()
-    say("done")
-    sys.stdin.readline()
-    time.sleep(0.6)
-    say(store.count("prompt"), *(str((store.get("prompt", f"common {n}") or {}).get("by")) for n in range(10)))
 
 
 def run_out_of_space(store: Store) -> None:

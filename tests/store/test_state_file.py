@@ -1,7 +1,9 @@
-"""Which state files are accepted, and how a new one is created."""
+"""Which state files are accepted, how a new one is created, and what else may happen to one."""
 
 import os
+import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 from darts_server.store import Store
 from darts_server.store.database import FILE_NAME, checksum, connect, create, translate_errors
+from darts_server.store.store import CACHE_SECONDS
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
@@ -41,8 +44,6 @@ def test_the_database_of_another_program_is_refused_and_no_file_is_created_besid
         ("CREATE TRIGGER t AFTER INSERT ON documents BEGIN DELETE FROM documents; END", "tables are not ours"),
         ("PRAGMA user_version = 0", "tables are not ours"),
         ("PRAGMA journal_mode = delete", "not in WAL mode"),
-        ("DELETE FROM restores", "how often it was restored"),
-        ("UPDATE restores SET generation = 'x'", "how often it was restored"),
         ("INSERT INTO documents VALUES ('prompt', 'a', '{}', 1)", "checksum of prompt 'a'"),
         ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", "wrong type"),
     ],
@@ -126,3 +127,43 @@ def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, suffix: 
 def test_the_checksum_covers_kind_key_and_text_separately() -> None:
     rows = [("a", "b", b"{}"), ("a", "b{}", b""), ("ab", "", b"{}"), ("a", "b", b"{ }")]
     assert len({checksum(*row) for row in rows}) == len(rows)
+
+
+def test_the_next_server_sees_what_the_previous_one_writes_while_it_ends(tmp_path: Path) -> None:
+    with Store(tmp_path) as one, Store(tmp_path) as two:
+        assert two.get("prompt", "a") is None
+        one.put("prompt", "a", {"n": 1})
+        one.flush()
+        time.sleep(CACHE_SECONDS + 0.1)
+        assert two.get("prompt", "a") == {"n": 1}
+        two.put("prompt", "a", {"n": 2})  # its own at once
+        assert two.get("prompt", "a") == {"n": 2}
+
+
+def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            store.put("prompt", "a", {"n": 1})
+            time.sleep(1.0)  # the thread is waiting now; callers are not
+            store.put("prompt", "b", {"n": 2})
+            assert store.count("prompt") == 2
+            other.execute("COMMIT")
+        store.flush()
+        assert store.fault is None
+    with Store(tmp_path) as store:
+        assert store.count("prompt") == 2
+
+
+def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -> None:
+    with Store(tmp_path / "state") as store:
+        (tmp_path / "state").rename(tmp_path / "elsewhere")
+        store.put("prompt", "a", {"n": 1})
+        with pytest.raises(StateError, match="was moved or replaced"):
+            store.flush()
+        assert store.get("prompt", "a") == {"n": 1}
+        (tmp_path / "elsewhere").rename(tmp_path / "state")
+        store.flush()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    with Store(tmp_path / "copy") as store:
+        assert store.get("prompt", "a") == {"n": 1}

@@ -29,7 +29,7 @@ class Harness:
         self.gate = Gate()
         self.groups = FakeGroups()
         self.staging = Staging(folder)
-        self.updates = Updates(self.model, self.gate, self.staging, self.root, settings, [self.observer], self.groups)
+        self.updates = Updates(self.model, self.gate, self.staging, self.root, settings, self.observer, self.groups)
         self.trainer = Trainer(self)
 
     async def push(self, value: float, *names: str, **options: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
@@ -148,16 +149,19 @@ class FakeGroups:
         self.aborted.append(reason)
 
 
-class Recorder:
+class Recorder(UpdateEvents):
     """An observer that keeps every record."""
 
     def __init__(self, model: FakeModel) -> None:
         self.records: list[UpdateRecord] = []
         self._model = model
+        super().__init__()
+        self.announced.add(self._add_announced)
+        self.ended.add(self._add_ended)
 
-    def update_announced(self, version: int) -> None:
+    def _add_announced(self, version: int) -> None:
         self._model.calls.append(f"announced {version}")
 
-    def update_ended(self, record: UpdateRecord) -> None:
+    def _add_ended(self, record: UpdateRecord) -> None:
         self._model.calls.append(f"ended {record.outcome}")
         self.records.append(record)

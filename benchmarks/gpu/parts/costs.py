@@ -107,7 +107,7 @@ async def shaped(bench: Bench, name: str, limit: float) -> int:
     def length(_: PromptRequest, index: int, resumed: bool) -> tuple[int, FinishReason]:
         return max(1, sizes.load_tokens * (count + 2 * index) // (2 * count)), FinishReason.STOP
 
-    bench.shape_with({"uniform": policy}, bench.empty_store(), length, [records])
+    bench.shape_with({"uniform": policy}, bench.empty_store(), length, records.groups)
     params = bench.params(2 * sizes.load_tokens, SIZE, darts_policy="uniform")
     await gather_within((bench.request(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
     return records.generated

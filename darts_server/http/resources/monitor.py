@@ -19,7 +19,7 @@ from darts_server.http.resources.trajectories import Cut, Quality, Reason, Selec
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.rewards import Rewards, summarize
-from darts_server.rollout.observers.monitor import GroupState, MaySee, Monitor, MonitorUpdate, Viewer
+from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
 from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Outcome
 from darts_server.weights.updates import Updates
@@ -158,7 +158,7 @@ def routes(sources: MonitorSources) -> APIRouter:
         who = caller.get()
         if MEDIA_TYPE in request.headers.get("accept", ""):
             return sources.feeds.setdefault((who.name, who.is_admin), Feed(sources, who.may_see)).stream()
-        return JSONResponse(_to_json(Viewer(sources.monitor, who.may_see).next_update(), sources.health()))
+        return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
 
     return api
 
@@ -221,10 +221,12 @@ class Feed:
         cpu, now = time.thread_time(), time.monotonic()
         update, previous_health, self._health = self._viewer.next_update(), self._health, self._sources.health()
         self._snapshot = None
+        is_due = self._health != previous_health or now - self._sent_at >= self._quiet
+        answer = update | {"health": self._health}
         if previous_health is None:  # the first one is of everything
-            self._snapshot, self._sent_at = _encode_snapshot(update, self._health), now
-        elif update.groups or update.dropped or self._health != previous_health or now - self._sent_at >= self._quiet:
-            self._updates.append(encode("update", _to_json(update, self._health)))
+            self._snapshot, self._sent_at = encode("snapshot", answer | {"now": None}), now
+        elif update["groups"] or update["left"] or is_due:
+            self._updates.append(encode("update", answer))
             self._number, self._sent_at = self._number + 1, now
         self._due = now + max(self._interval, self._seconds_for(cpu))
 
@@ -237,29 +239,10 @@ class Feed:
         if self._snapshot is None:
             cpu = time.thread_time()
             update = Viewer(self._sources.monitor, self._may_see).next_update()
-            self._snapshot = _encode_snapshot(update, self._sources.health())
+            self._snapshot = encode("snapshot", update | {"now": None, "health": self._sources.health()})
             self._due += self._seconds_for(cpu)
         return self._snapshot.replace(NO_TIME, NO_TIME[:-4] + str(self._sources.monitor.clock()).encode(), 1)
 
     def _seconds_for(self, cpu_began: float) -> float:
         """Return the time that what was computed since then may be repeated after."""
         return (time.thread_time() - cpu_began) * len(self._sources.feeds) / MAX_CPU_SHARE
-
-
-def _encode_snapshot(update: MonitorUpdate, health: dict[str, Any]) -> bytes:
-    return encode("snapshot", _to_json(update, health) | {"now": None})
-
-
-def _to_json(update: MonitorUpdate, health: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "now": update.now,
-        "running": update.running,
-        "candidates": update.candidates,
-        "groups": [_group(group) for group in update.groups],
-        "left": list(update.dropped),
-        "health": health,
-    }
-
-
-def _group(group: GroupState) -> dict[str, Any]:
-    return {"group_id": group.group_id, **group.fields, "candidates": list(group.candidates)}

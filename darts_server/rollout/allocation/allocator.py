@@ -9,7 +9,6 @@ from math import inf
 import numpy as np
 
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
-from darts_server.observers import GroupObserver
 from darts_server.policy.allocation import (
     ShadowPrice,
     ShadowPriceState,
@@ -80,7 +79,7 @@ class _Pending:
             waiting.set_exception(error)
 
 
-class Allocator(GroupObserver):
+class Allocator:
     """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
 
     The mean over all groups of one policy and size stays at the budget. What it learns is kept with ``statistics``.

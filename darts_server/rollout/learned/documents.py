@@ -1,5 +1,6 @@
 """Learned values that survive a restart, as documents in the store: small JSON values, and blobs of any size."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -57,6 +58,26 @@ def parse_value(parse: Parse) -> Callable[[Document], Any]:
     return lambda document: parse(json.loads(str(document["value"])))
 
 
+class Debounce:
+    """Run ``work`` within ``seconds`` of the first request for it, however many requests follow meanwhile."""
+
+    def __init__(self, seconds: float, work: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._work = work
+        self._timer: asyncio.TimerHandle | None = None
+
+    def request(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.run_pending)
+
+    def run_pending(self) -> None:
+        """Run the work now if it was requested."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._work()
+
+
 class Restores:
     """Notice when all documents were replaced by a saved state, so that nothing learned before overwrites it.
 
@@ -65,14 +86,11 @@ class Restores:
 
     def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
-        self.count = 0
-        self.noticed()
+        self.count = documents.generation()
 
     def noticed(self) -> bool:
-        """Return whether documents were replaced since the last call. It may read the disk, so not for each step."""
-        before = self.count
-        with suppress(StateError):  # what cannot be read cannot have been replaced either
-            self.count = self._documents.generation()
+        """Return whether documents were replaced since the last call."""
+        before, self.count = self.count, self._documents.generation()
         return self.count != before
 
 

@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
 from darts_server.policy.simulation.machine import Machine, StepTime
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
+from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 
 KIND, KEY = "latency", "engine"
 WRITE_DELAY_SECONDS = 2.0

@@ -3,13 +3,11 @@
 from dataclasses import asdict
 from typing import Any
 
-from darts_server.observers import GroupObserver
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
 from darts_server.policy.lengths import DatasetStats, LengthEstimate, PromptStats, estimate_lengths
 from darts_server.records import GroupRecord
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import DocumentStore, Parse, Restores, StoredValues
+from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.latency import Latency
 from darts_server.rollout.learned.prompts import Prompts, observations
 from darts_server.rollout.learned.rewards import Rewards
@@ -109,7 +107,7 @@ class Dataset:
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
 
 
-class Statistics(GroupObserver):
+class Statistics:
     """Keep statistics of lengths, step times and rewards in ``documents``.
 
     ``capacity``, ``kv_tokens``, ``engines``: see `Latency`.

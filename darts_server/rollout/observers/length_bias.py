@@ -4,7 +4,6 @@ from collections import deque
 
 import numpy as np
 
-from darts_server.observers import GroupObserver
 from darts_server.policy.lengths import complete_sample
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.prompts import observations
@@ -14,7 +13,7 @@ MAX_GROUPS = 256
 """Number of groups that it covers: one step or a few."""
 
 
-class LengthBias(GroupObserver):
+class LengthBias:
     """Compare generated and returned lengths over the last groups. Lengths of stopped candidates are estimated."""
 
     def __init__(self) -> None:

@@ -2,11 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from darts_server.observers import GroupObserver
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -19,40 +18,12 @@ MAX_CANDIDATES_PER_GROUP = 1024
 """Of a very large group only the first candidates are shown."""
 
 Fields = dict[str, Any]
-"""Fields by name, without those that are unknown or do not apply."""
+"""JSON values by name, without those that are unknown or do not apply."""
 MaySee = Callable[[str | None], bool]
 """Whether the groups of an owner may be seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """The state of a group, or the changes of its state.
-
-    A full state has ``began`` among its ``fields`` and all fields of its ``candidates``. Changes have only the fields
-    that changed, and the ``index`` of each candidate. Times are seconds on the runner's clock.
-    """
-
-    group_id: str
-    fields: Fields
-    candidates: Sequence[Fields]
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorUpdate:
-    """What changed since a viewer's previous update.
-
-    ``now``: on the runner's clock. ``dropped``: ids of running groups that get no more updates, as newer ones took
-    their place. ``running``, ``candidates``: number of running groups, and of their candidates.
-    """
-
-    now: float
-    groups: Sequence[GroupState]
-    dropped: Sequence[str]
-    running: int
-    candidates: int
-
-
-class Monitor(GroupObserver):
+class Monitor:
     """Keep the records of the last groups that ended, and count what runs.
 
     Args:
@@ -125,32 +96,43 @@ class Viewer:
     monitor: Monitor
     may_see: MaySee
     _groups_seen: int = 0
-    _running: dict[str, GroupState] = field(default_factory=dict)
+    _running: dict[str, Fields] = field(default_factory=dict)
 
-    def next_update(self) -> MonitorUpdate:
-        """Everything that changed since the previous update; the first one has full states."""
-        changes, previous, self._running = [], self._running, {}
-        for record in filter(lambda record: self.may_see(record.owner), self.monitor.ended_after(self._groups_seen)):
-            changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
-        self._groups_seen = self.monitor.ended
-        for run in self.monitor.newest(self.may_see):
-            if run.recorder.group_id in self._running:
+    def next_update(self) -> Fields:
+        """Return what changed since the previous update, as in `MonitorAnswer`, without ``health``.
+
+        A group that is new to the viewer, as all are in the first update, has ``began`` and all fields of its
+        candidates. Otherwise it has only the fields that changed, and the ``index`` of each candidate. Times are
+        seconds on the runner's clock.
+        """
+        monitor, changes, previous, self._running = self.monitor, [], self._running, {}
+        for record in monitor.ended_after(self._groups_seen):
+            if self.may_see(record.owner):
+                changes.append(_changes(_ended_group(record), previous.pop(record.group_id, None)))
+        self._groups_seen = monitor.ended
+        for run in monitor.newest(self.may_see):
+            group_id = run.recorder.group_id
+            if group_id in self._running:
                 continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
-            before = previous.pop(run.recorder.group_id, None)
-            state = self._running[run.recorder.group_id] = _state_of_run(run, before)
-            changes.append(_changes(state, before))
-        groups = [group for group in changes if group.fields or group.candidates]
-        return MonitorUpdate(
-            self.monitor.clock(), groups, list(previous), self.monitor.running, self.monitor.candidates
-        )
+            before = previous.pop(group_id, None)
+            group = self._running[group_id] = _running_group(run, before)
+            changes.append(_changes(group, before))
+        return {
+            "now": monitor.clock(),
+            "running": monitor.running,
+            "candidates": monitor.candidates,
+            "groups": [group for group in changes if len(group) > 2 or group["candidates"]],  # always has its id
+            "left": list(previous),
+        }
 
 
 def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _state_of_record(record: GroupRecord) -> GroupState:
+def _ended_group(record: GroupRecord) -> Fields:
     fields = {
+        "group_id": record.group_id,
         "began": record.started_at,
         "prompt_key": record.prompt_key,
         "policy": record.policy,
@@ -160,33 +142,44 @@ def _state_of_record(record: GroupRecord) -> GroupState:
         "outcome": record.outcome.value,
         "deadline": record.deadline,
         "error": record.error,
+        "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
     }
-    candidates = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
-    return GroupState(record.group_id, _without_none(fields), candidates)
+    return _without_none(fields)
 
 
-def _state_of_run(run: GroupRun[Any, Any], before: GroupState | None) -> GroupState:
-    """The state of a running group. ``before``: its last state, of which candidates that have ended are reused."""
+def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
+    """``before``: its last state, of which candidates that do not change any more are reused."""
     recorder = run.recorder
+    old = [] if before is None or before["began"] != recorder.opened_at else before["candidates"]
+    candidates = []
+    for index in range(_shown_candidates(run)):
+        kept = old[index] if index < len(old) else {}
+        is_final = "stop" in kept and kept["state"] in ("selected", "discarded")
+        candidates.append(kept if is_final else _candidate(run.candidate_record(index)))
     fields = {
+        "group_id": recorder.group_id,
         "began": recorder.opened_at,
         "prompt_key": recorder.prompt_key,
         "policy": recorder.policy,
         "size": run.size,
         "started": len(run.candidates),
+        "candidates": candidates,
     }
-    old = [] if before is None or before.fields["began"] != recorder.opened_at else before.candidates
-    candidates = [
-        old[index] if index < len(old) and _is_final(old[index]) else _candidate_fields(run.candidate_record(index))
-        for index in range(_shown_candidates(run))
-    ]
-    return GroupState(recorder.group_id, _without_none(fields), candidates)
+    return _without_none(fields)
 
 
-def _candidate_fields(record: CandidateRecord) -> Fields:
+def _candidate(record: CandidateRecord) -> Fields:
+    if record.selected_as is not None:
+        state = "selected"
+    elif record.reason is not None:
+        state = "discarded"
+    elif record.finish_reason is not None:
+        state = "finished"
+    else:
+        state = "waiting" if record.started_at is None else "running"
     fields = {
         "index": record.index,
-        "state": _candidate_state(record),
+        "state": state,
         "tokens": record.tokens,
         "start": record.started_at,
         "stop": record.ended_at,
@@ -199,37 +192,23 @@ def _candidate_fields(record: CandidateRecord) -> Fields:
     return _without_none(fields)
 
 
-def _candidate_state(record: CandidateRecord) -> str:
-    if record.selected_as is not None:
-        return "selected"
-    if record.reason is not None:
-        return "discarded"
-    if record.finish_reason is not None:
-        return "finished"
-    return "waiting" if record.started_at is None else "running"
-
-
-def _is_final(fields: Fields) -> bool:
-    """Whether no field of this candidate changes any more."""
-    return "stop" in fields and fields["state"] in ("selected", "discarded")
-
-
 def _without_none(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _changes(now: GroupState, before: GroupState | None) -> GroupState:
-    """The changes of a group; its full state if there was none before, or if a new group has reused its id."""
-    if before is None or before.fields["began"] != now.fields["began"]:
+def _changes(now: Fields, before: Fields | None) -> Fields:
+    """Return the changes of a group; all of it if there was none before, or if a new group has reused its id."""
+    if before is None or before["began"] != now["began"]:
         return now
-    candidates = []
-    for index, fields in enumerate(now.candidates):
-        if index >= len(before.candidates):
+    candidates, old = [], before["candidates"]
+    for index, fields in enumerate(now["candidates"]):
+        if index >= len(old):
             candidates.append(fields)
-        elif (old := before.candidates[index]) is not fields and (changed := _changed_fields(fields, old)):
+        elif fields is not old[index] and (changed := _changed_fields(fields, old[index])):
             candidates.append({"index": fields["index"], **changed})
-    return GroupState(now.group_id, _changed_fields(now.fields, before.fields), candidates)
+    changed = _changed_fields(now, before, but="candidates")
+    return {"group_id": now["group_id"], **changed, "candidates": candidates}
 
 
-def _changed_fields(now: Fields, before: Fields) -> Fields:
-    return {name: value for name, value in now.items() if before.get(name) != value}
+def _changed_fields(now: Fields, before: Fields, but: str | None = None) -> Fields:
+    return {name: value for name, value in now.items() if name != but and before.get(name) != value}

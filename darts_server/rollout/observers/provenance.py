@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from darts_server.observers import GroupObserver
 from darts_server.records import GroupKey, GroupRecord
 
 DEFAULT_KEPT = 10_000
@@ -15,7 +14,7 @@ MAX_NUMBER_DIGITS = 7
 """Digits of a prompt's number. Longer ones are random ids that happen to have no letter."""
 
 
-class Provenance(GroupObserver):
+class Provenance:
     """Keep the records of the newest groups that have ended: at most ``kept``, with ``kept_candidates`` in all."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:

@@ -13,7 +13,6 @@ from hashlib import blake2b
 from operator import add
 
 from darts_server.identifiers import from_header
-from darts_server.observers import GroupObserver, RewardObserver
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.rewards import Rewards
@@ -199,24 +198,24 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
     return hashed.digest()
 
 
-class RewardMatcher(GroupObserver):
+class RewardMatcher:
     """Match rewards to trajectories of the newest ``kept`` groups, and learn from them.
 
     ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too.
 
     Args:
         rewards: gets statistics of rewarded trajectories.
-        on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record
-            and by candidate index which of them are correct.
-        observer: gets the counts of every report.
+        on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record,
+            by candidate index which of them are correct, and whether all rewards are equal.
+        on_report: called with the numbers of rewards of known trajectories and of unknown ones, chunk by chunk.
         on_reward: each is called with every trajectory's first reward.
     """
 
     def __init__(
         self,
         rewards: Rewards,
-        on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool]], None],
-        observer: RewardObserver,
+        on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool], bool], None],
+        on_report: Callable[[int, int], None],
         kept: int = DEFAULT_KEPT,
         on_reward: Sequence[OnReward] = (),
         kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
@@ -224,7 +223,7 @@ class RewardMatcher(GroupObserver):
         self._rewards = rewards
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
-        self._observer = observer
+        self._on_report = on_report
         self._groups = ReturnedGroups(kept, kept_candidates)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
@@ -280,8 +279,15 @@ class RewardMatcher(GroupObserver):
                 if group.is_fully_rewarded:
                     stats[group.prompt_key] += _group_stats(group)
                     fully_rewarded.append(group)
-            _count(report, place, found, unrewarded)
-        self._observer.rewards_reported(report.matched - matched, report.unknown - unknown)
+            if unrewarded:
+                report.matched += 1
+            elif found:
+                report.repeated += 1
+            else:
+                report.unknown += 1
+                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
+                    report.unknown_indices.append(place)
+        self._on_report(report.matched - matched, report.unknown - unknown)
         self._learn(stats, fully_rewarded)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
@@ -296,21 +302,8 @@ class RewardMatcher(GroupObserver):
         self._rewards.learn(stats)
         for group in fully_rewarded:
             assert group.record is not None
-            self._observer.group_rewarded(group.zero_variance)
-            self._on_group_rewarded(group.record, {t.index: t.correct for t in group.returned.values()})
-
-
-def _count(
-    report: RewardReport, place: int, found: Sequence[ReturnedTrajectory], unrewarded: Sequence[ReturnedTrajectory]
-) -> None:
-    if unrewarded:
-        report.matched += 1
-    elif found:
-        report.repeated += 1
-    else:
-        report.unknown += 1
-        if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
-            report.unknown_indices.append(place)
+            correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
+            self._on_group_rewarded(group.record, correct, group.zero_variance)
 
 
 def _trajectory_stats(trajectory: ReturnedTrajectory) -> RewardStats:

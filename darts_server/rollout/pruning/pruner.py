@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
-from darts_server.observers import GroupObserver, PruningObserver
+from darts_server.observers import PruningObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import BlobStore, DocumentStore
+from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.checkpoints import DetectionPoint, HeadCheckpoint
 from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
@@ -73,7 +72,7 @@ CreateHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
 
 
-class Pruner(GroupObserver):
+class Pruner:
     """Implements `CandidateScorer`, and observes rewards and ended groups.
 
     Nothing is loaded or started before the first trajectory is scored, or before `start`.

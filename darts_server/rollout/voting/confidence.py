@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from darts_server.exceptions import StateError
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
 from darts_server.records import GroupKey
-from darts_server.rollout.debounce import Debounce
-from darts_server.rollout.learned.documents import BlobStore, DocumentStore
+from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.pruning.checkpoints import DetectionPoint
 from darts_server.rollout.pruning.score_kinds import ScoreKind, logprob_score

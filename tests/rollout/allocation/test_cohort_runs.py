@@ -123,7 +123,7 @@ def gathered(harness: Harness, name: str, candidates: int) -> GroupRun[str, list
 
 def a_batch(harness: Harness, groups: int, **terms: Any) -> Cohort:
     made = CohortTerms("cut", groups, 6.0, None, SURE, **terms)
-    return Cohort(made, harness.recorder.cohort_ended, lambda: harness.engine.now)
+    return Cohort(made, harness.recorder.cohorts.append, lambda: harness.engine.now)
 
 
 async def test_a_group_whose_need_is_clear_before_it_opens_reports_it_when_it_opens() -> None:
@@ -158,7 +158,7 @@ async def test_an_observer_that_fails_fails_neither_group_nor_cohort(
     def fail(_: GroupRecord) -> None:
         raise RuntimeError("observer broke")
 
-    harness.recorder.group_ended = fail  # type: ignore[method-assign,assignment]  # to fail
+    harness.rollouts.observers.group_ended.add(fail)
     [task] = await begun(harness, ["p"])
     await harness.engine.run()
     await task

@@ -189,7 +189,6 @@ class JoiningHarness:
         self.size = size
         self.engine = ScriptedEngine(script)
         self.signing = SigningEngine(self.engine)
-        self.recorder = Recorder()
         self.store = Documents()
         self.callers: list[Caller] = []
         self._others = asyncio.all_tasks()
@@ -201,7 +200,7 @@ class JoiningHarness:
             Intervals(poll=0, allocation=window, join=wait, join_named=NAMED_WAIT),
             clock=lambda: self.engine.now,
         )
-        self.rollouts.observe(self.recorder)
+        self.recorder = Recorder(self.rollouts.observers)
 
     def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """Send a caller's request. ``name``: its name for the group."""

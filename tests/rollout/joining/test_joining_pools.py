@@ -6,7 +6,6 @@ import re
 import pytest
 
 from darts_server.engine.scripted import settle
-from darts_server.observers import GroupObserver
 from darts_server.rollout.joining import WINDOW, ShortGroups
 from darts_server.rollout.plan import Limits
 from tests.rollout.helpers import lengths
@@ -15,17 +14,10 @@ from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness
 pytestmark = pytest.mark.anyio
 
 
-class Sealed(GroupObserver):
-    def __init__(self) -> None:
-        self.full: list[bool] = []
-
-    def group_sealed(self, *, full: bool) -> None:
-        self.full.append(full)
-
-
-def observed(harness: JoiningHarness) -> Sealed:
-    sealed = Sealed()
-    harness.rollouts.observe(sealed)
+def observed(harness: JoiningHarness) -> list[bool]:
+    """Whether each group was full when it was sealed."""
+    sealed: list[bool] = []
+    harness.rollouts.observers.group_sealed.add(sealed.append)
     return sealed
 
 
@@ -40,7 +32,7 @@ async def test_a_named_group_is_not_sealed_by_silence(name: str | None) -> None:
         await harness.advance_clock(0.9 * NAMED_WAIT)
     await harness.engine.run()
     assert len({caller.group_id for caller in harness.callers}) == (4 if name is None else 1)
-    assert sealed.full == ([False] * 4 if name is None else [True])
+    assert sealed == ([False] * 4 if name is None else [True])
 
 
 async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> None:
@@ -51,11 +43,11 @@ async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> No
     harness.send("c1", name="uid")
     await settle()
     for others in range(6):
-        assert sealed.full == [False] * others
+        assert sealed == [False] * others
         harness.send(f"other {others}", prompt=f"p{others}")
         await settle()
         await harness.advance_clock(NAMED_WAIT / 6)
-    assert sealed.full == [False] * 7
+    assert sealed == [False] * 7
     assert harness.callers[0].group_id == harness.callers[1].group_id
     await harness.engine.run()
     assert all(caller.is_answered for caller in harness.callers)
@@ -68,9 +60,9 @@ async def test_a_named_group_waits_at_least_as_long_as_another() -> None:
     harness.send("c0", name="uid")
     await settle()
     await harness.advance_clock(1.9 * NAMED_WAIT)
-    assert sealed.full == []
+    assert sealed == []
     await harness.advance_clock(0.1 * NAMED_WAIT)
-    assert sealed.full == [False]
+    assert sealed == [False]
     await harness.engine.run()
     await harness.assert_empty()
 

@@ -3,6 +3,7 @@
 import pytest
 
 from darts_server.exceptions import StateError
+from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.latency import Latency
 from tests.rollout.helpers import Documents
 
@@ -48,7 +49,7 @@ async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten
 
 async def test_a_store_that_cannot_be_read_changes_nothing() -> None:
     class Broken(Documents):
-        def generation(self) -> int:
+        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
             raise StateError("no disk")
 
     latency = taught(Latency(Broken()), 0.01)

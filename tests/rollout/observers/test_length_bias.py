@@ -19,7 +19,6 @@ def group(*returned: int, stopped: tuple[int, ...] = (), outcome: Outcome = Outc
 def test_there_is_no_value_before_the_first_group() -> None:
     bias = LengthBias()
     bias.group_ended(group(outcome=Outcome.CANCELLED))
-    bias.candidates_started(3)
     assert bias.mean("returned") is bias.quantile("generated", 0.5) is None
 
 

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.rollout.observers.monitor import (
-    MAX_CANDIDATES_PER_GROUP,
-    Monitor,
-    MonitorUpdate,
-    Viewer,
-)
+from darts_server.rollout.observers.monitor import MAX_CANDIDATES_PER_GROUP, Fields, Monitor, Viewer
 from darts_server.serving.admission import Caller
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Harness, lengths
@@ -26,20 +21,22 @@ EVERYTHING = Caller(is_admin=True).may_see
 
 def new_monitor(harness: Harness, **limits: int) -> Monitor:
     monitor = Monitor(harness.rollouts, clock=lambda: float(harness.engine.now), **limits)
-    harness.rollouts.observe(monitor)
+    harness.rollouts.observers.candidates_started.add(monitor.candidates_started)
+    harness.rollouts.observers.group_ended.add(monitor.group_ended)
     return monitor
 
 
-def merge(state: State, update: MonitorUpdate) -> State:
+def merge(state: State, update: Fields) -> State:
     """Merge an update into a viewer's state."""
-    for group_id in update.dropped:
+    for group_id in update["left"]:
         del state[group_id]
-    for group in update.groups:
-        if "began" in group.fields:
-            state[group.group_id] = {"candidates": {}}
-        state[group.group_id] |= group.fields
-        for row in group.candidates:
-            state[group.group_id]["candidates"].setdefault(row["index"], {}).update(row)
+    for group in update["groups"]:
+        if "began" in group:
+            state[group["group_id"]] = {"candidates": {}}
+        kept = state[group["group_id"]]
+        for row in group["candidates"]:
+            kept["candidates"].setdefault(row["index"], {}).update(row)
+        kept |= group | {"candidates": kept["candidates"]}
     return state
 
 
@@ -80,7 +77,7 @@ async def test_of_several_running_groups_with_one_id_the_newest_is_shown() -> No
     for _ in range(3):
         await harness.engine.step()
         update = viewer.next_update()
-        assert [group.group_id for group in update.groups] == ["g"]
+        assert [group["group_id"] for group in update["groups"]] == ["g"]
         merge(state, update)
         assert state["g"]["size"] == 3
 
@@ -91,27 +88,27 @@ async def test_an_update_has_only_changed_fields() -> None:
     harness.run(2, group_id="g")
     await settle()
     await harness.engine.step()
-    [group] = viewer.next_update().groups
-    assert [row["state"] for row in group.candidates] == ["running"] * 3
-    assert (group.fields["began"], group.fields["size"], group.fields["started"]) == (0, 2, 3)
-    assert viewer.next_update().groups == []
+    [group] = viewer.next_update()["groups"]
+    assert [row["state"] for row in group["candidates"]] == ["running"] * 3
+    assert (group["began"], group["size"], group["started"]) == (0, 2, 3)
+    assert viewer.next_update()["groups"] == []
     await harness.engine.step()
-    [group] = viewer.next_update().groups
-    assert group.fields == {}
-    assert group.candidates == [
+    [group] = viewer.next_update()["groups"]
+    assert group.keys() == {"group_id", "candidates"}
+    assert group["candidates"] == [
         {"index": 0, "state": "finished", "tokens": 2, "stop": 2},
         {"index": 1, "tokens": 2},
         {"index": 2, "tokens": 2},
     ]
     await harness.engine.run()
-    [group] = viewer.next_update().groups
-    assert group.fields == {"ended": 9, "outcome": "completed"}
-    assert group.candidates == [
+    [group] = viewer.next_update()["groups"]
+    assert group | {"candidates": []} == {"group_id": "g", "ended": 9, "outcome": "completed", "candidates": []}
+    assert group["candidates"] == [
         {"index": 0, "state": "selected", "selected_as": "short"},
         {"index": 1, "state": "selected", "tokens": 9, "stop": 9, "selected_as": "short"},
         {"index": 2, "state": "discarded", "tokens": 9, "stop": 9, "reason": "longer_than_needed"},
     ]
-    assert viewer.next_update().groups == []
+    assert viewer.next_update()["groups"] == []
 
 
 async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_named() -> None:
@@ -123,9 +120,9 @@ async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_na
         harness.run(4, group_id=f"g{number}")
         await settle()
         update = viewer.next_update()
-        assert sum(len(group.candidates) for group in update.groups) <= 20
+        assert sum(len(group["candidates"]) for group in update["groups"]) <= 20
         assert set(merge(state, update)) == {f"g{n}" for n in range(max(0, number - 2), number + 1)}
-    assert (update.running, update.candidates) == (30, 180)
+    assert (update["running"], update["candidates"]) == (30, 180)
     await harness.engine.run()
     update = viewer.next_update()
     assert set(merge(state, update)) <= set(full_state(monitor)) | {"g27", "g28", "g29"}
@@ -137,8 +134,8 @@ def test_of_a_very_large_group_only_the_first_candidates_are_shown() -> None:
     harness = Harness(lengths(1))
     monitor = new_monitor(harness, max_candidates=100)
     monitor.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
-    [group] = Viewer(monitor, EVERYTHING).next_update().groups
-    assert (len(group.candidates), group.fields["started"]) == (MAX_CANDIDATES_PER_GROUP, 3000)
+    [group] = Viewer(monitor, EVERYTHING).next_update()["groups"]
+    assert (len(group["candidates"]), group["started"]) == (MAX_CANDIDATES_PER_GROUP, 3000)
 
 
 async def test_a_group_that_reuses_an_id_is_sent_in_full() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.observers import RewardObserver
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.rewards import DATASET_KIND, Rewards
@@ -29,7 +28,7 @@ from tests.rollout.helpers import Documents, Harness, lengths
 pytestmark = pytest.mark.anyio
 
 
-class Trainer(RewardObserver):
+class Trainer:
     """A reward matcher, with a record of what it reports."""
 
     def __init__(self, store: Documents | Store | None = None, kept: int = 100) -> None:
@@ -38,20 +37,19 @@ class Trainer(RewardObserver):
         self.rewarded_groups: list[tuple[str, dict[int, bool]]] = []
         self.counted = [0, 0]
         self.variances: list[bool] = []
-        self.reward_matcher = RewardMatcher(self.rewards, self._rewarded, self, kept)
+        self.reward_matcher = RewardMatcher(self.rewards, self._rewarded, self._count, kept)
 
-    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool]) -> None:
+    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool], zero_variance: bool) -> None:
         self.rewarded_groups.append((record.group_id, dict(right)))
-
-    def rewards_reported(self, matched: int, unknown: int) -> None:
-        self.counted = [self.counted[0] + matched, self.counted[1] + unknown]
-
-    def group_rewarded(self, zero_variance: bool) -> None:
         self.variances.append(zero_variance)
+
+    def _count(self, matched: int, unknown: int) -> None:
+        self.counted = [self.counted[0] + matched, self.counted[1] + unknown]
 
     def listen(self, harness: Harness) -> None:
         """Hear of the groups of a harness."""
-        harness.rollouts.observe(self.reward_matcher)
+        harness.rollouts.observers.trajectory_returned.add(self.reward_matcher.trajectory_returned)
+        harness.rollouts.observers.group_ended.add(self.reward_matcher.group_ended)
 
     def report(self, *rewards: Reward) -> RewardReport:
         return asyncio.run(self.reward_matcher.report(rewards))

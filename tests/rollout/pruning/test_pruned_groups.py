@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from darts_server.engine.scripted import Script
-from darts_server.observers import RewardObserver
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
@@ -36,8 +35,10 @@ class RewardedGroups:
         self.harness = Harness(self._script, shapings, scorer=self.bench.pruner)
         self.harness.engine.probe_width = WIDTH
         on_reward = [self.bench.pruner.learn_reward]
-        self.reward_matcher = RewardMatcher(Rewards(Documents()), self._rewarded, RewardObserver(), on_reward=on_reward)
-        self.harness.rollouts.observe(self.reward_matcher, self.bench.pruner)
+        self.reward_matcher = RewardMatcher(Rewards(Documents()), self._rewarded, lambda *_: None, on_reward=on_reward)
+        events = self.harness.rollouts.observers
+        events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
+        events.group_ended.add(self.reward_matcher.group_ended, self.bench.pruner.group_ended)
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:
