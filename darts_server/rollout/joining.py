@@ -236,7 +236,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._ticket = first.ticket.split(0)
         self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set, ticket=self._ticket)
         if first.name is not None:
-            self._run.add_request_id(first.name)
+            self._run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     @property
@@ -250,7 +250,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             request.request, request.request_id, asyncio.get_running_loop().create_future()
         )
         self._seats.append(seat)
-        self._run.add_request_id(request.request_id)
+        self._run.request_ids += (request.request_id,)
         self._ticket.merge(request.ticket)
         self._run.add_candidate(request.request)
         if self._timer is not None:
@@ -274,7 +274,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.add_request_id(request.request_id)
+                self._run.request_ids += (request.request_id,)
                 return seat
         return None
 
@@ -306,7 +306,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Answer a caller with what its candidate has generated; with nothing if that has ended otherwise."""
         if not caller.done():
             output = aborting.result()
-            caller.set_result(self._run.runner.aborted_output(seat.request) if output is None else output)
+            caller.set_result(self._run.aborted_output(seat.request) if output is None else output)
 
     def _stop_if_unattended(self) -> None:
         if not self._ended and not any(seat.is_waiting for seat in self._seats):
@@ -324,7 +324,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 self._answer_seat(self._draw_seat(trajectory.index), trajectory.output)
             for seat in self._seats:
                 if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
-                    self._answer_seat(seat, self._run.runner.aborted_output(seat.request))
+                    self._answer_seat(seat, self._run.aborted_output(seat.request))
         except Exception as error:
             self._fail(error)
         finally:
@@ -357,12 +357,13 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
         free = [seat for seat in self._seats if seat.output is None]
-        if index in self._run.runner.aborted:
-            request, number = self._run.runner.request_of(index)
+        candidates = self._run.runner.candidates
+        if (candidate := candidates[index]).aborted:
             for seat in free:
-                if seat.request is request and number == 0:
+                if seat.request is candidate.request and candidate.has_own_request:
                     return seat
-            free = [seat for seat in free if not self._run.runner.owns_aborted(seat.request)] or free
+            owners = [c.request for c in candidates if c.aborted or c.aborting is not None]
+            free = [seat for seat in free if not any(seat.request is request for request in owners)] or free
         return self._rng.choice(free)
 
     def _answer_seat(self, seat: _Seat[RequestT, OutputT], output: OutputT) -> None:

@@ -218,7 +218,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             held.release()
             raise
         order = self.starting_order(spec.prompt_key)
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), carried, order)
+        run = GroupRun(self._context, spec, held, ended, carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         if self._polling is None:

@@ -36,7 +36,9 @@ async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
         rates.append(run.record.earlier_pass_rate)
     assert rates == [None, 3 / 5, 3 / 6]
     unnamed = harness.collect("no key", "uniform")
-    assert unnamed.recorder.earlier_pass_rate is None
+    unnamed.cancel()
+    assert unnamed.record is not None
+    assert unnamed.record.earlier_pass_rate is None
 
 
 @pytest.mark.anyio

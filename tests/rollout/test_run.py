@@ -185,7 +185,7 @@ async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pyte
         raise RuntimeError("recorder broke")
 
     runs = [harness.run(4, group_id=name) for name in ("bad", "good")]
-    runs[0].recorder.candidate_ended = fail  # type: ignore[method-assign]  # to fail
+    runs[0].runner._handle_result = fail  # type: ignore[method-assign]  # to fail
     bad, good = (asyncio.create_task(collect(run)) for run in runs)
     await settle()
     await harness.engine.run()

@@ -105,7 +105,7 @@ class Monitor(GroupObserver):
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
         room = self._max_candidates
-        visible = (run for run in self._rollouts.newest if may_see(run.recorder.owner))
+        visible = (run for run in self._rollouts.newest if may_see(run.owner))
         for place, run in enumerate(visible):
             room -= _shown_candidates(run)
             if place and (place >= self.max_groups or room < 0):
@@ -134,10 +134,10 @@ class Viewer:
             changes.append(_changes(_state_of_record(record), previous.pop(record.group_id, None)))
         self._groups_seen = self.monitor.ended
         for run in self.monitor.newest(self.may_see):
-            if run.recorder.group_id in self._running:
+            if run.spec.group_id in self._running:
                 continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
-            before = previous.pop(run.recorder.group_id, None)
-            state = self._running[run.recorder.group_id] = _state_of_run(run, before)
+            before = previous.pop(run.spec.group_id, None)
+            state = self._running[run.spec.group_id] = _state_of_run(run, before)
             changes.append(_changes(state, before))
         groups = [group for group in changes if group.fields or group.candidates]
         return MonitorUpdate(
@@ -167,20 +167,19 @@ def _state_of_record(record: GroupRecord) -> GroupState:
 
 def _state_of_run(run: GroupRun[Any, Any], before: GroupState | None) -> GroupState:
     """The state of a running group. ``before``: its last state, of which candidates that have ended are reused."""
-    recorder = run.recorder
     fields = {
-        "began": recorder.opened_at,
-        "prompt_key": recorder.prompt_key,
-        "policy": recorder.policy,
+        "began": run.started_at,
+        "prompt_key": run.spec.prompt_key,
+        "policy": run.spec.policy,
         "size": run.size,
         "started": len(run.candidates),
     }
-    old = [] if before is None or before.fields["began"] != recorder.opened_at else before.candidates
+    old = [] if before is None or before.fields["began"] != run.started_at else before.candidates
     candidates = [
         old[index] if index < len(old) and _is_final(old[index]) else _candidate_fields(run.candidate_record(index))
         for index in range(_shown_candidates(run))
     ]
-    return GroupState(recorder.group_id, _without_none(fields), candidates)
+    return GroupState(run.spec.group_id, _without_none(fields), candidates)
 
 
 def _candidate_fields(record: CandidateRecord) -> Fields:
