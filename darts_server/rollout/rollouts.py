@@ -90,7 +90,9 @@ class Rollouts(Generic[RequestT, OutputT]):
             unfinished=lambda: engine.unfinished,
         )
         self.observers.add(self.allocator)
-        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join, intervals.join_named)
+        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
+            self.collect, self.allocator, self.pass_rate, self.observers, intervals.join, intervals.join_named
+        )
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
