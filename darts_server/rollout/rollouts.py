@@ -209,7 +209,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         held = ticket or Ticket(self.admission, None, None)
 
         def ended(run: GroupRun[RequestT, OutputT]) -> None:
-            self._remove(run)
+            self._group_ended.set()
+            del self._runs[run]
+            same = self._by_id[spec.group_id]
+            same.remove(run)
+            if not same:
+                del self._by_id[spec.group_id]
             self.gate.leave()
             held.release()
             on_end()
@@ -322,11 +327,3 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._suspended = False
         for run in list(self._runs):
             run.resume()
-
-    def _remove(self, run: GroupRun[RequestT, OutputT]) -> None:
-        self._group_ended.set()
-        del self._runs[run]
-        same = self._by_id[run.spec.group_id]
-        same.remove(run)
-        if not same:
-            del self._by_id[run.spec.group_id]
