@@ -2,10 +2,10 @@
 
 import asyncio
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
 from darts_server.engine.port import (
     NOTHING,
@@ -16,14 +16,15 @@ from darts_server.engine.port import (
     TokenSlice,
 )
 from darts_server.exceptions import CandidateFailed, EngineError
+from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.group import Group
-from darts_server.records import VersionSpans
+from darts_server.records import CandidateRecord, VersionSpans, extend_spans
 from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.pruning.group_scorer import GroupScorer
-from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
-from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
+from darts_server.rollout.start_queue import StartingOrder
+from darts_server.serving.admission import Ticket
 from darts_server.types import FinishReason
 
 
@@ -58,6 +59,10 @@ class CarriedCandidate(Generic[OutputT]):
         return self.version_spans[-1][0] if self.version_spans else None
 
 
+NEW: CarriedCandidate[Any] = CarriedCandidate()
+"""One that goes on from nothing."""
+
+
 def compact(tokens: TokenSlice) -> TokenSlice:
     """Copy tokens to arrays: lists take several times the memory."""
     logprobs = None if tokens.logprobs is None else array("d", tokens.logprobs)
@@ -66,6 +71,79 @@ def compact(tokens: TokenSlice) -> TokenSlice:
 
 MAX_TRIES = 100
 """Candidates that are generated in place of one that was lost after it was cut."""
+
+
+@dataclass(slots=True, eq=False)
+class CandidateRun(Generic[RequestT, OutputT]):
+    """One candidate from its request on, with what its record says of it.
+
+    ``state``: in the group's state machine. ``has_own_request``: whether it does not share ``request`` with others.
+    ``carried``: what it goes on from.
+    """
+
+    state: Candidate
+    request: RequestT
+    has_own_request: bool
+    carried: CarriedCandidate[OutputT]
+    output: asyncio.Future[OutputT]
+    result: CandidateResult[OutputT] | None = None
+    """``None`` until it has ended, and in groups that are not carried over."""
+    aborted: bool = False
+    """Whether its caller gets it as it was when the group was aborted."""
+    aborting: asyncio.Future[OutputT | None] | None = None
+    """What it has generated, for those who have aborted its request alone."""
+    engine_stop: int | None = None
+    """Tokens when it was stopped on the engine; ``None`` if it was not."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    stopped_tokens: int = 0
+    """Tokens when the group, or its caller, stopped it."""
+    version_start: int | None = None
+    version_end: int | None = None
+    earlier_spans: VersionSpans = ()
+    """Of its tokens from before the weights changed last."""
+    resumed: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number among the candidates of its request."""
+        return 0 if self.has_own_request else self.state.index
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has generated, as far as recorded; constant after its end."""
+        return max(self.state.tokens, self.stopped_tokens)
+
+    def mark_started(self, now: float, weight_version: int) -> None:
+        spans = self.carried.version_spans
+        self.started_at, self.version_start, self.earlier_spans = now, spans[0][0] if spans else weight_version, spans
+        self.resumed = sum(tokens for _, tokens in spans)
+
+    def version_spans(self, tokens: int) -> VersionSpans:
+        """Return which weights sampled its first ``tokens`` tokens; none before it has started."""
+        version = self.version_start if self.version_end is None else self.version_end
+        return () if version is None else extend_spans(self.earlier_spans, version, tokens)
+
+    def record(self, tokens: int, weight: float | None = None) -> CandidateRecord:
+        """Its present state."""
+        state = self.state
+        return CandidateRecord(
+            index=state.index,
+            tokens=tokens,
+            finish_reason=state.finish_reason,
+            selected_as=state.selected_as,
+            reason=state.reason,
+            cut=state.cut,
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            weight_version_start=self.version_start,
+            weight_version_end=self.version_end,
+            quality=state.quality,
+            survival=state.survival,
+            weight=weight,
+            version_spans=self.version_spans(tokens),
+            resumed=self.resumed,
+        )
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
@@ -77,11 +155,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     Args:
         context: the engine, and where candidates wait for their turn to start.
         spec: what they are started with, and what is kept of them.
+        owner: of the group.
         group: the group's state machine, which decides; here it is only read.
-        recorder: of the group.
-        on_start: called for each candidate that has reached the engine or could not be started.
+        ticket: counts those as the engine's that have reached it or could not be started.
         on_events: called with what happened.
-        on_error: called with an error that is none of the engine's, so a bug of ours.
+        on_bug: called with an error that is none of the engine's.
         carried: what the first candidates have generated already.
         order: of its candidates among those of others that wait.
     """
@@ -90,53 +168,58 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self,
         context: GroupContext[RequestT, OutputT],
         spec: GroupSpec[RequestT],
+        owner: str | None,
         group: Group,
-        recorder: GroupRecorder,
-        on_start: Callable[[], None],
+        ticket: Ticket,
         on_events: Callable[..., None],
-        on_error: Callable[[BaseException], None],
-        carried: Sequence[CarriedCandidate[OutputT]] = (),
-        order: StartingOrder = NO_ORDER,
+        on_bug: Callable[[Exception], None],
+        carried: Sequence[CarriedCandidate[OutputT]],
+        order: StartingOrder,
     ) -> None:
+        self.candidates: list[CandidateRun[RequestT, OutputT]] = []
         self.running: dict[int, RunningCandidate[OutputT]] = {}
         """Candidates that the engine runs or queues, stopped ones until it has answered."""
-        self.aborted: frozenset[int] = frozenset()
-        """Candidates that go to a caller as they were when it was aborted."""
+        self.finish_times: list[float] = []
+        """Of those that were neither stopped nor aborted, since the group's last restart."""
         self.scorer: GroupScorer | None = None
         if spec.pruning is not None:
             assert context.scorer is not None
-            self.scorer = GroupScorer(context.scorer, recorder.key, spec.pruning, self.running, on_events)
-        self._engine = context.engine
-        self._starts = context.starts
-        self._order = order
-        self._request = spec.request
-        self._own_requests: dict[int, RequestT] = {}  # of candidates that do not share it
-        self._suspended_requests: list[RequestT] | None = None  # for the next candidates, while the group is suspended
-        self._outputs: dict[int, asyncio.Future[OutputT]] = {}  # of all that were started
-        self._cuts: dict[int, int] = {}  # tokens that are kept of those that were cut before they had an output
-        self._keeps_results = spec.on_abort is OnAbort.CARRY
-        self._group = group
-        self._recorder = recorder
-        self._on_start, self._on_events, self._on_error = on_start, on_events, on_error
+            self.scorer = GroupScorer(context.scorer, (owner, spec.group_id), spec.pruning, self.running, on_events)
+        self._engine, self._starts, self._clock = context.engine, context.starts, context.clock
+        self._group, self._ticket, self._order = group, ticket, order
+        self._on_events, self._on_bug = on_events, on_bug
         self._cohort: Cohort | None = None
-        self._carried = dict(enumerate(carried))
+        self._request = spec.request
+        self._own_requests: deque[RequestT] = deque()  # of the candidates that start next, instead of the shared one
+        self.carried = carried
+        """What its first candidates go on from; empty after a restart."""
         self._left_behind: list[CarriedCandidate[OutputT]] = []  # what lost candidates went on from, for others
-        self._results: dict[int, CandidateResult[OutputT]] = {}  # of all that ended, if they can be carried over
-        self._aborts: dict[int, asyncio.Future[OutputT | None]] = {}  # of those that `abort_request` has stopped
-        self._stopped: dict[int, int] = {}  # tokens of those that were stopped on the engine
+        self._keeps_results = spec.on_abort is OnAbort.CARRY
+        self._cuts: dict[int, int] = {}  # tokens that are kept of those that were cut before they had an output
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- all candidates -----------------------------------------------------
 
+    def add_request(self, request: RequestT) -> None:
+        """Start the next candidate with a request of its own."""
+        self._own_requests.append(request)
+
     def start(self, indices: Iterable[int]) -> None:
         """Start candidates, each in its turn."""
+        loop = asyncio.get_running_loop()
         for index in indices:
+            carried: CarriedCandidate[OutputT] = NEW
             if self._left_behind:
-                self._carried[index] = self._left_behind.pop()
-            self._outputs[index] = asyncio.get_running_loop().create_future()
-            task = asyncio.get_running_loop().create_task(self._run(index))
+                carried = self._left_behind.pop()
+            elif index < len(self.carried):
+                carried = self.carried[index]
+            has_own = bool(self._own_requests)
+            request = self._own_requests.popleft() if has_own else self._request
+            candidate = CandidateRun(self._group.candidates[index], request, has_own, carried, loop.create_future())
+            self.candidates.append(candidate)
+            task = loop.create_task(self._run(candidate))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._finish_task, index))
+            task.add_done_callback(self._tasks.discard)
 
     def count_in(self, cohort: Cohort) -> None:
         """Count the running candidates as the cohort's from now on."""
@@ -152,48 +235,32 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             and (tokens := running.tokens()) is not None
             and tokens >= tokens_due
         ]
-        events += [] if self.scorer is None else self.scorer.poll()
+        if self.scorer is not None:
+            events += self.scorer.poll()
         for index, kept in self._cuts.items():  # one that is generated again
-            running = None if index in self._stopped else self.running.get(index)
-            if running is not None and (running.tokens() or 0) >= kept:
-                self._stop_running(index)
+            if (running := self.running.get(index)) is not None and (running.tokens() or 0) >= kept:
+                self._stop_on_engine(self.candidates[index])
         return events
 
     def suspend(self) -> None:
         """Keep the requests of the candidates for others, before the group is restarted without these."""
-        alive = (c.index for c in self._group.candidates if c.alive)
-        self._suspended_requests = [self._own_requests[index] for index in alive if index in self._own_requests]
+        alive = (c for c in self.candidates if c.state.alive)
+        self._own_requests = deque(c.request for c in alive if c.has_own_request)
+        self.finish_times.clear()
+        # Also if none has started yet: what it goes on from may be too old for the new weights.
         self._left_behind.clear()
-        self._carried.clear()  # also if none has started yet: it may be too old for the new weights
-
-    def resume(self) -> None:
-        """Give the kept requests to the candidates that are started next."""
-        kept, self._suspended_requests = self._suspended_requests or [], None
-        self._own_requests |= dict(enumerate(kept, len(self._group.candidates)))
+        self.carried = ()
+        for candidate in self.candidates:
+            candidate.carried = NEW
 
     def weights_change(self) -> None:
         """Record which tokens the present weights have sampled, before the paused engine gets others."""
         for index, running in self.running.items():
             if (tokens := running.tokens()) is not None:
-                self._recorder.weights_change(index, self._engine.weight_version, tokens)
+                candidate = self.candidates[index]
+                candidate.earlier_spans = extend_spans(candidate.earlier_spans, self._engine.weight_version, tokens)
 
-    def return_aborted(self, indices: Iterable[int]) -> None:
-        """Return these candidates as they are, once their group has stopped them."""
-        self.aborted |= set(indices)
-
-    # --- requests and outputs -----------------------------------------------
-
-    def assign_request(self, index: int, request: RequestT) -> None:
-        """Give candidate ``index`` a request of its own; while suspended, the next candidate to be started."""
-        if self._suspended_requests is None:
-            self._own_requests[index] = request
-        else:
-            self._suspended_requests.append(request)
-
-    def request_of(self, index: int) -> tuple[RequestT, int]:
-        """Return the request of a candidate, and the candidate's number within that request."""
-        own = self._own_requests.get(index)
-        return (self._request, index) if own is None else (own, 0)
+    # --- outputs and tokens -------------------------------------------------
 
     async def output(self, index: int) -> OutputT:
         """Wait for the output of a candidate.
@@ -202,66 +269,38 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             EngineError: of a candidate that failed.
         """
         # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
-        return await asyncio.shield(self._outputs[index])
-
-    def _set_output(self, index: int, output: OutputT) -> None:
-        """Set the output of a candidate that has none yet; of a cut one, its first tokens."""
-        if index in self._cuts:
-            output = self._truncate(index, output, self._cuts[index])
-        self._outputs[index].set_result(output)
-
-    def _fail_output(self, index: int, error: BaseException) -> None:
-        """Fail the output that a caller may be waiting for; harmless if there is one already."""
-        if not self._outputs[index].done():
-            self._outputs[index].set_exception(error)
-            self._outputs[index].exception()  # marks it as retrieved: the caller may be gone
-
-    def _truncate(self, index: int, output: OutputT, tokens: int) -> OutputT:
-        return self._engine.truncate(self.request_of(index)[0], output, tokens)
-
-    # --- tokens -------------------------------------------------------------
+        return await asyncio.shield(self.candidates[index].output)
 
     def count_tokens(self, index: int) -> int:
         """Return how many tokens a candidate has generated so far; of a cut one, those that are kept."""
-        running = self._running_at(index)
+        candidate = self.candidates[index]
+        running = self.running.get(index) if candidate.state.running else None
         tokens = None if running is None else running.tokens()
-        return self._recorder.tokens(self._group.candidates[index]) if tokens is None else tokens
+        return candidate.tokens if tokens is None else tokens
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
         """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
-        output = self._outputs[index]
-        if output.done():
-            return None if output.exception() else self._engine.tokens_from(output.result(), start)
-        running = self._running_at(index)
+        candidate = self.candidates[index]
+        if candidate.output.done():
+            failed = candidate.output.exception() is not None
+            return None if failed else self._engine.tokens_from(candidate.output.result(), start)
+        running = self.running.get(index) if candidate.state.running else None
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
-
-    def _running_at(self, index: int) -> RunningCandidate[OutputT] | None:
-        return self.running.get(index) if self._group.candidates[index].running else None
-
-    # --- what is carried over -----------------------------------------------
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the first candidates go on from what they had generated in a stopped group."""
-        return bool(self._carried)
 
     async def wait_for_results(self) -> None:
         """Wait until the engine has returned all outputs, which have the tokens up to where they were stopped."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def carry(self, indices: Iterable[int]) -> list[CarriedCandidate[OutputT]]:
-        """Return what stopped candidates have generated."""
-        return [self._carry_candidate(index) for index in indices]
-
-    def _carry_candidate(self, index: int) -> CarriedCandidate[OutputT]:
-        result = self._results.get(index)
-        if result is None:  # it has not reached the engine
-            return self._carried_at(index)
+    def carry(self, index: int) -> CarriedCandidate[OutputT]:
+        """Return what a stopped candidate has generated."""
+        candidate = self.candidates[index]
+        if (result := candidate.result) is None:  # it has not reached the engine
+            return candidate.carried
         return CarriedCandidate(
             compact(self._engine.tokens_from(result.output, 0)),
-            self._recorder.version_spans(index, result.tokens),
+            candidate.version_spans(result.tokens),
             None if result.finish_reason is None else result,
         )
 
@@ -272,19 +311,22 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if self.scorer is not None:
             self.scorer.drop(index)
         if index in self.running:
-            self._recorder.candidate_stopped(index, self._stop_running(index))
+            candidate = self.candidates[index]
+            candidate.stopped_tokens, candidate.ended_at = self._stop_on_engine(candidate), self._clock()
 
     def cut(self, index: int, tokens: int) -> None:
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
-        output = self._outputs[index]
-        if not output.done():
+        candidate = self.candidates[index]
+        if not candidate.output.done():
             if index not in self._cuts:
-                self._stop_running(index)
-                self._recorder.candidate_ended(index, self._engine.weight_version, finished=False)
+                self._stop_on_engine(candidate)
+                candidate.ended_at = candidate.ended_at or self._clock()
+                candidate.version_end = self._engine.weight_version
             self._cuts[index] = tokens
-        elif output.exception() is None:
-            self._outputs[index] = asyncio.get_running_loop().create_future()
-            self._outputs[index].set_result(self._truncate(index, output.result(), tokens))
+        elif candidate.output.exception() is None:
+            output = self._engine.truncate(candidate.request, candidate.output.result(), tokens)
+            candidate.output = asyncio.get_running_loop().create_future()
+            candidate.output.set_result(output)
 
     def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
         """Stop the candidate that runs for one of the group's requests, and return what it has generated.
@@ -293,162 +335,163 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         caller's. All that abort the same candidate share the future: do not cancel it.
         """
         output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
-        running = (c.index for c in reversed(self._group.candidates) if c.running)
-        index = next((index for index in running if self.request_of(index)[0] is request), None)
-        if index is None:
+        candidate = next((c for c in reversed(self.candidates) if c.state.running and c.request is request), None)
+        if candidate is None:
             output.set_result(None)
             return output
-        if index in self._aborts:
-            return self._aborts[index]
-        self._aborts[index] = output
-        if index in self.running:
-            self._stop_running(index)
+        if candidate.aborting is not None:
+            return candidate.aborting
+        candidate.aborting = output
+        if candidate.state.index in self.running:
+            self._stop_on_engine(candidate)
         else:  # it waits for its turn to start
-            self._on_events(Lost(index, by_caller=True))
-            self._answer_abort(index, self.aborted_output(request))
+            self._on_events(Lost(candidate.state.index, by_caller=True))
+            _set_once(output, self._engine.aborted_output(request))
         return output
 
-    def _answer_abort(self, index: int, output: OutputT | None) -> None:
-        waiting = self._aborts.get(index)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(output)
-
-    def owns_aborted(self, request: RequestT) -> bool:
-        """Whether a candidate that was started with this request was aborted, alone or with its group."""
-        return any(self.request_of(index)[0] is request for index in (*self._aborts, *self.aborted))
-
-    def aborted_output(self, request: RequestT) -> OutputT:
-        """Return the output of a request that was aborted before anything was generated for it."""
-        return self._engine.aborted_output(request)
-
-    def _stop_running(self, index: int) -> int:
+    def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
         """Stop a running candidate on the engine, and return its tokens.
 
         The group, its caller and a limit that a carried candidate has reached already can each decide so, even in the
         same turn of the loop: the engine gets one stop.
         """
-        if index not in self._stopped:
-            self._stopped[index] = self.running[index].stop()
-        return self._stopped[index]
-
-    def _carried_at(self, index: int) -> CarriedCandidate[OutputT]:
-        return self._carried.get(index, CarriedCandidate())
+        if candidate.engine_stop is None:
+            candidate.engine_stop = self.running[candidate.state.index].stop()
+        return candidate.engine_stop
 
     # --- running one candidate ----------------------------------------------
 
-    async def _run(self, index: int) -> None:
-        carried = self._carried_at(index)
-        if (result := self._carried_result(index)) is not None:
-            self._finish_carried(index, carried, result)
-            return
+    async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Start a candidate in its turn, wait for its result, and report both."""
+        index, state, carried = candidate.state.index, candidate.state, candidate.carried
         try:
-            await self._starts.candidate(carried.tokens)
-            if not self._is_running(index):  # it was stopped while it waited
-                self._on_start()
-                self._set_aborted(index)
+            if carried.result is not None or carried.saved_end is not None:
+                self._finish_carried(candidate)
                 return
-            request, order = self.request_of(index), self._order.of(carried.tokens)
             try:
-                if carried.tokens:
-                    running = await self._engine.resume(*request, carried.prefix, order)
-                else:
-                    probe = None if self.scorer is None else self.scorer.probe_for(index)
-                    running = await self._engine.start(*request, probe, order)
-            finally:
-                self._on_start()
-            self.running[index] = running
-            if self._cohort is not None:
-                self._cohort.running += 1
-            self._recorder.candidate_started(index, self._engine.weight_version, carried.version_spans)
-            if self._is_running(index):
-                events: list[Event] = [Started(index)]
-                if carried.tokens:
-                    events.append(Progress(index, carried.tokens))
-                if self.scorer is not None:
-                    events += self.scorer.mark_started(index)
-                self._on_events(*events)
-            if not self._is_running(index):  # since before the engine had started it
-                self._stop_running(index)
-            result = await running.result()
-            for _ in range(MAX_TRIES):
-                if result.tokens >= self._cuts.get(index, 0):
-                    break
-                # It was lost with its engine when it had been cut, and before the engine had sent what is kept. It had
-                # so many tokens: one that ends before is not of its distribution.
-                self.running[index] = running = await self._engine.start(*request, None, order)
-                self._stopped.pop(index, None)
+                await self._starts.candidate(carried.tokens)
+                if not state.running:  # it was stopped while it waited
+                    self._ticket.mark_started(1)
+                    self._return_unstarted(candidate)
+                    return
+                request, number, order = candidate.request, candidate.number, self._order.of(carried.tokens)
+                try:
+                    if carried.tokens:
+                        running = await self._engine.resume(request, number, carried.prefix, order)
+                    else:
+                        probe = None if self.scorer is None else self.scorer.probe_for(index)
+                        running = await self._engine.start(request, number, probe, order)
+                finally:
+                    self._ticket.mark_started(1)
+                self.running[index] = running
+                if self._cohort is not None:
+                    self._cohort.running += 1
+                candidate.mark_started(self._clock(), self._engine.weight_version)
+                if state.running:
+                    events: list[Event] = [Started(index)]
+                    if carried.tokens:
+                        events.append(Progress(index, carried.tokens))
+                    if self.scorer is not None:
+                        events += self.scorer.mark_started(index)
+                    self._on_events(*events)
+                if not state.running:  # since before the engine had started it
+                    self._stop_on_engine(candidate)
                 result = await running.result()
+                if result.tokens < self._cuts.get(index, 0):
+                    result = await self._generate_again(candidate, order)
+            except EngineError as error:
+                if index in self._cuts:
+                    self._fail_output(candidate, error)
+                elif candidate.aborted:
+                    self._return_unstarted(candidate)
+                elif state.running:
+                    self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
             else:
-                raise CandidateFailed(f"candidate {index} was cut and then lost, and none as long came in its place")
-        except EngineError as error:
-            if index in self._cuts:
-                self._fail_output(index, error)
-            elif index in self.aborted:
-                self._set_aborted(index)
-            elif self._is_running(index):
-                self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
-        else:
-            self._handle_result(index, result)
+                self._handle_result(candidate, result, self._engine.weight_version)
+            finally:
+                if self.running.pop(index, None) is not None and self._cohort is not None:
+                    self._cohort.running -= 1
+        except Exception as error:  # a bug: nothing awaits this task
+            self._fail_output(candidate, error)
+            self._on_bug(error)
         finally:
-            if self.running.pop(index, None) is not None and self._cohort is not None:
-                self._cohort.running -= 1
+            if candidate.aborting is not None:  # it failed, or was stopped before it reached the engine
+                _set_once(candidate.aborting, None)
 
-    def _carried_result(self, index: int) -> CandidateResult[OutputT] | None:
-        """Return the result of a candidate that had finished before its group was carried over."""
-        carried = self._carried_at(index)
-        if (end := carried.saved_end) is None:
-            return carried.result
-        request, _ = self.request_of(index)
-        output = self._engine.finished_output(request, carried.prefix, end.finish_reason, end.text)
-        return CandidateResult(carried.tokens, end.finish_reason, output)
+    async def _generate_again(
+        self, candidate: CandidateRun[RequestT, OutputT], order: float
+    ) -> CandidateResult[OutputT]:
+        """Replace a candidate that was lost with its engine when it had been cut, before the engine sent its tokens.
 
-    def _finish_carried(self, index: int, carried: CarriedCandidate[OutputT], result: CandidateResult[OutputT]) -> None:
-        """Handle the result of a candidate that had finished before its group was carried over."""
-        self._on_start()
+        It had as many as are kept: one that ends before is not of its distribution.
+        """
+        index = candidate.state.index
+        for _ in range(MAX_TRIES):
+            self.running[index] = running = await self._engine.start(candidate.request, candidate.number, None, order)
+            candidate.engine_stop = None  # `poll` stops it when it has enough
+            result = await running.result()
+            if result.tokens >= self._cuts[index]:
+                return result
+        raise CandidateFailed(f"candidate {index} was cut and then lost, and none as long came in its place")
+
+    def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Report a candidate that had finished before its group was carried over."""
+        carried, state = candidate.carried, candidate.state
+        result = carried.result
+        if (end := carried.saved_end) is not None:
+            output = self._engine.finished_output(candidate.request, carried.prefix, end.finish_reason, end.text)
+            result = CandidateResult(carried.tokens, end.finish_reason, output)
+        assert result is not None
+        self._ticket.mark_started(1)
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
-        self._recorder.candidate_started(index, version, carried.version_spans)
-        if self._is_running(index):
-            self._on_events(Started(index))
-        self._handle_result(index, result, version)
+        candidate.mark_started(self._clock(), version)
+        if state.running:
+            self._on_events(Started(state.index))
+        self._handle_result(candidate, result, version)
 
-    def _handle_result(self, index: int, result: CandidateResult[OutputT], weight_version: int | None = None) -> None:
-        """``weight_version``: of its last token; ``None`` for that of the engine."""
-        finished = result.finish_reason is not None and self._is_running(index)
-        version = self._engine.weight_version if weight_version is None else weight_version
-        self._recorder.candidate_ended(index, version, finished=finished)
+    def _handle_result(
+        self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT], weight_version: int
+    ) -> None:
+        """Record a candidate's end and pass its output on. ``weight_version``: of its last token."""
+        state, index = candidate.state, candidate.state.index
+        has_finished = result.finish_reason is not None
+        candidate.ended_at, candidate.version_end = candidate.ended_at or self._clock(), weight_version
+        if has_finished and state.running:
+            self.finish_times.append(candidate.ended_at)
         if self._keeps_results:
-            self._results[index] = result
-        if index in self._cuts or index in self.aborted:
-            self._set_output(index, result.output)
-        elif self._is_running(index):
+            candidate.result = result
+        if index in self._cuts:
+            candidate.output.set_result(self._engine.truncate(candidate.request, result.output, self._cuts[index]))
+        elif candidate.aborted:
+            candidate.output.set_result(result.output)
+        elif state.running:
             if result.finish_reason is not None:
-                self._set_output(index, result.output)
+                candidate.output.set_result(result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
-            elif index in self._aborts:
-                self._recorder.candidate_stopped(index, result.tokens)
+            elif candidate.aborting is not None:
+                candidate.stopped_tokens, candidate.ended_at = result.tokens, self._clock()
                 self._on_events(Lost(index, by_caller=True))
             else:
-                if index in self._carried:
-                    self._left_behind.append(self._carried[index])
+                if candidate.carried is not NEW:
+                    self._left_behind.append(candidate.carried)
                 self._on_events(Lost(index))
-        is_whole = result.finish_reason is not None or index in self._cuts
-        self._answer_abort(index, None if is_whole else result.output)
+        if candidate.aborting is not None:
+            _set_once(candidate.aborting, None if has_finished or index in self._cuts else result.output)
 
-    def _set_aborted(self, index: int) -> None:
+    def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
-        if index in self.aborted:
-            carried, (request, _) = self._carried_at(index), self.request_of(index)
-            if carried.last_version is not None:
-                self._recorder.candidate_started(index, carried.last_version, carried.version_spans)
-            self._set_output(index, self._engine.aborted_output(request, carried.prefix))
+        if candidate.aborted:
+            if candidate.carried.last_version is not None:
+                candidate.mark_started(self._clock(), candidate.carried.last_version)
+            candidate.output.set_result(self._engine.aborted_output(candidate.request, candidate.carried.prefix))
 
-    def _finish_task(self, index: int, task: asyncio.Task[None]) -> None:
-        """Report an unexpected error of a candidate's task, which nothing awaits."""
-        self._tasks.discard(task)
-        self._answer_abort(index, None)  # it failed, or was stopped before it reached the engine
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail_output(index, error)
-            self._on_error(error)
+    def _fail_output(self, candidate: CandidateRun[RequestT, OutputT], error: Exception) -> None:
+        """Fail the output that a caller may be waiting for; harmless if there is one already."""
+        if not candidate.output.done():
+            candidate.output.set_exception(error)
+            candidate.output.exception()  # marks it as retrieved: the caller may be gone
 
-    def _is_running(self, index: int) -> bool:
-        return self._group.candidates[index].running
+
+def _set_once(future: asyncio.Future[OutputT | None], output: OutputT | None) -> None:
+    if not future.done():
+        future.set_result(output)

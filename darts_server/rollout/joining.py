@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol
+from typing import Generic
 
 from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
 from darts_server.observers import GroupEvents
@@ -57,54 +57,6 @@ class JoinRequest(Generic[RequestT]):
     tokens: RequestTokens = UNKNOWN_TOKENS
 
 
-class Groups(Protocol[RequestT, OutputT]):
-    """Where groups run."""
-
-    allocator: Allocator
-
-    @property
-    def observers(self) -> GroupEvents:
-        """What happens to groups is reported here."""
-        ...
-
-    def collect(
-        self, spec: GroupSpec[RequestT], on_end: Callable[[], None], ticket: Ticket
-    ) -> GroupRun[RequestT, OutputT]:
-        """Create a group to which candidates are added one by one before it is opened.
-
-        ``on_end`` is called when it has ended, with any outcome. ``ticket``: holds its candidates until then.
-        """
-        ...
-
-    def pass_rate(self, prompt_key: str | None) -> float | None:
-        """Return the pass rate of a prompt by the rewards until now."""
-        ...
-
-
-class ShortGroups:
-    """Log once when groups are often sealed with fewer requests than planned."""
-
-    def __init__(self) -> None:
-        self._newest: deque[bool] = deque(maxlen=WINDOW)
-        self._is_logged = False
-
-    def add(self, *, full: bool, planned: int) -> None:
-        self._newest.append(not full)
-        count = sum(self._newest)
-        if len(self._newest) == WINDOW and count >= OFTEN * WINDOW and not self._is_logged:
-            self._is_logged = True
-            logger.warning(
-                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
-                "--group-name-wait for those with names: send all requests of a prompt at once, name groups "
-                "(X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these, or lower --group-size",
-                count,
-                WINDOW,
-                planned,
-            )
-        elif count < SELDOM * WINDOW:
-            self._is_logged = False
-
-
 @dataclass(slots=True)
 class _Seat(Generic[RequestT, OutputT]):
     """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat.
@@ -119,26 +71,39 @@ class _Seat(Generic[RequestT, OutputT]):
     answered: bool = False
     aborted: bool = False
 
-    @property
-    def is_waiting(self) -> bool:
-        return self.caller is not None and not self.answered
-
 
 class GroupJoiner(Generic[RequestT, OutputT]):
     """Find a group for each single request.
 
-    ``timeout``: seconds without a further request of the group after which it is closed short. ``named_timeout``: the
-    same for a group that has a name. In a pool of trajectories a request of it may come only when another trajectory
-    has ended, and no server knows of trajectories that are in their environments: silence does not mean that none is.
+    Args:
+        collect: creates a group to which candidates are added one by one before it is opened: with its spec, what is
+            called when it has ended, and the ticket that holds its candidates until then.
+        allocator: of the extra candidates.
+        pass_rate: returns the pass rate of a prompt by the rewards until now.
+        observer: what happens to groups is reported here.
+        timeout: seconds without a further request of the group after which it is closed short.
+        named_timeout: the same for a group that has a name. In a pool of trajectories a request of it may come only
+            when another trajectory has ended, and no server knows of trajectories that are in their environments:
+            silence does not mean that none is.
     """
 
-    def __init__(self, groups: Groups[RequestT, OutputT], timeout: float, named_timeout: float) -> None:
-        self._runner = groups
+    def __init__(
+        self,
+        collect: Callable[[GroupSpec[RequestT], Callable[[], None], Ticket], GroupRun[RequestT, OutputT]],
+        allocator: Allocator,
+        pass_rate: Callable[[str], float | None],
+        observer: GroupEvents,
+        timeout: float,
+        named_timeout: float,
+    ) -> None:
+        self.collect, self.allocator, self.pass_rate = collect, allocator, pass_rate
+        self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
         self._groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         self._draining = False
-        self._short = ShortGroups()
+        self._sealed_short: deque[bool] = deque(maxlen=WINDOW)  # of the newest groups
+        self._short_is_logged = False
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
         """Wait for the trajectory of one request; ``on_join`` is called with its group's id.
@@ -154,10 +119,11 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         try:
             on_join(group.group_id)
             output = await seat.caller
-        except BaseException:
-            group.disconnect(seat)
-            raise
-        group.answer(seat)
+            seat.answered = not seat.aborted
+        finally:
+            if not seat.answered:  # its caller has disconnected, or has what its own candidate had generated
+                seat.caller, seat.aborted = None, False
+            group.stop_if_unattended()
         return output
 
     def expects(self, join_key: str) -> bool:
@@ -187,43 +153,46 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         for group in groups:
             if (vacant := group.take_vacant(request)) is not None:
                 return group, vacant
-        group = _JoinedGroup(
-            self._runner,
-            request,
-            self._timeout if request.name is None else self._named_timeout,
-            lambda: self._remove(request.join_key, group),
-            self._short,
-        )
+        group = _JoinedGroup(self, request, self._timeout if request.name is None else self._named_timeout)
         groups.append(group)
         seat = group.add(request)
         if self._draining:
             group.close_short()
         return group, seat
 
-    def _remove(self, join_key: str, group: "_JoinedGroup[RequestT, OutputT]") -> None:
+    def remove(self, join_key: str, group: "_JoinedGroup[RequestT, OutputT]") -> None:
+        """Let no further caller join a group that has ended."""
         self._groups[join_key].remove(group)
         if not self._groups[join_key]:
             del self._groups[join_key]
+
+    def report_sealed(self, *, full: bool, planned: int) -> None:
+        """Report a group that takes no more requests, and log once when many are sealed with fewer than planned."""
+        self._observer.group_sealed(full)
+        self._sealed_short.append(not full)
+        count = sum(self._sealed_short)
+        if len(self._sealed_short) == WINDOW and count >= OFTEN * WINDOW and not self._short_is_logged:
+            self._short_is_logged = True
+            logger.warning(
+                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
+                "--group-name-wait for those with names: send all requests of a prompt at once, name groups "
+                "(X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these, or lower --group-size",
+                count,
+                WINDOW,
+                planned,
+            )
+        elif count < SELDOM * WINDOW:
+            self._short_is_logged = False
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
     """One group and the callers that wait for its trajectories."""
 
-    def __init__(
-        self,
-        groups: Groups[RequestT, OutputT],
-        first: JoinRequest[RequestT],
-        timeout: float,
-        on_end: Callable[[], None],
-        short: ShortGroups,
-    ) -> None:
-        self._groups = groups
-        self._short = short
+    def __init__(self, joiner: GroupJoiner[RequestT, OutputT], first: JoinRequest[RequestT], timeout: float) -> None:
         self.group_id = f"group-{first.request_id}"
-        self._plan = first.plan
-        self._prompt_key, self._tokens = first.prompt_key, first.tokens
+        self._joiner = joiner
+        self._first = first
         self._timeout = timeout
-        self._on_end = on_end
         self._seats: list[_Seat[RequestT, OutputT]] = []
         self._ended = False
         self._start_extras = True
@@ -234,9 +203,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
         )
         self._ticket = first.ticket.split(0)
-        self._run: GroupRun[RequestT, OutputT] = groups.collect(spec, on_end=self._closed.set, ticket=self._ticket)
+        self._run = joiner.collect(spec, self._closed.set, self._ticket)
         if first.name is not None:
-            self._run.add_request_id(first.name)
+            self._run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     @property
@@ -246,19 +215,18 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
-        seat: _Seat[RequestT, OutputT] = _Seat(
-            request.request, request.request_id, asyncio.get_running_loop().create_future()
-        )
+        loop = asyncio.get_running_loop()
+        seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self._seats.append(seat)
-        self._run.add_request_id(request.request_id)
+        self._run.request_ids += (request.request_id,)
         self._ticket.merge(request.ticket)
         self._run.add_candidate(request.request)
         if self._timer is not None:
             self._timer.cancel()
-        if len(self._seats) == self._plan.size:
+        if len(self._seats) == self._first.plan.size:
             self._closed.set()
         else:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._closed.set)
+            self._timer = loop.call_later(self._timeout, self._closed.set)
         return seat
 
     def close_short(self) -> None:
@@ -274,22 +242,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.add_request_id(request.request_id)
+                self._run.request_ids += (request.request_id,)
                 return seat
         return None
-
-    def answer(self, seat: _Seat[RequestT, OutputT]) -> None:
-        """Record that the caller has its trajectory."""
-        if seat.aborted:
-            self.disconnect(seat)
-            return
-        seat.answered = True
-        self._stop_if_unattended()
-
-    def disconnect(self, seat: _Seat[RequestT, OutputT]) -> None:
-        """Record that the caller has disconnected."""
-        seat.caller, seat.aborted = None, False
-        self._stop_if_unattended()
 
     def abort(self, request_id: str) -> None:
         """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
@@ -306,39 +261,43 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Answer a caller with what its candidate has generated; with nothing if that has ended otherwise."""
         if not caller.done():
             output = aborting.result()
-            caller.set_result(self._run.runner.aborted_output(seat.request) if output is None else output)
+            caller.set_result(self._run.aborted_output(seat.request) if output is None else output)
 
-    def _stop_if_unattended(self) -> None:
-        if not self._ended and not any(seat.is_waiting for seat in self._seats):
+    def stop_if_unattended(self) -> None:
+        """Stop everything once no caller waits any more."""
+        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self._seats):
             self._end()
             self._task.cancel()
 
     # --- the group's own task -----------------------------------------------
 
     async def _answer_callers(self) -> None:
+        """Open the group once its callers are there, and answer a random one with each trajectory."""
         try:
             await self._closed.wait()
             if not self._run.has_ended:
                 await self._open()
             async for trajectory in self._run.trajectories():
-                self._answer_seat(self._draw_seat(trajectory.index), trajectory.output)
+                _answer(self._draw_seat(trajectory.index), trajectory.output)
             for seat in self._seats:
                 if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
-                    self._answer_seat(seat, self._run.runner.aborted_output(seat.request))
+                    _answer(seat, self._run.aborted_output(seat.request))
         except Exception as error:
-            self._fail(error)
+            for seat in self._seats:
+                if seat.caller is not None and not seat.caller.done():
+                    seat.caller.set_exception(error)
         finally:
             self._end()
 
     async def _open(self) -> None:
-        plan = self._plan if len(self._seats) == self._plan.size else self._plan.shrunk(len(self._seats))
+        first, size = self._first, len(self._seats)
+        full = size == first.plan.size
+        plan = first.plan if full else first.plan.shrunk(size)
         allocation, max_candidates = Allocation(plan.size), 0
-        pass_rate = self._groups.pass_rate(self._prompt_key)
+        pass_rate = self._joiner.pass_rate(first.prompt_key)
         if self._start_extras:
-            full = plan.size == self._plan.size
-            self._groups.observers.group_sealed(full)
-            self._short.add(full=full, planned=self._plan.size)
-            allocation = await self._groups.allocator.allocate(plan, self._prompt_key, self._tokens)
+            self._joiner.report_sealed(full=full, planned=first.plan.size)
+            allocation = await self._joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
             if not self._run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
             max_candidates = plan.shaping.max_candidates(plan.size)
@@ -351,26 +310,24 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
-        self._on_end()
+        self._joiner.remove(self._first.join_key, self)
         self._run.cancel()
 
     def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
         """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
         free = [seat for seat in self._seats if seat.output is None]
-        if index in self._run.runner.aborted:
-            request, number = self._run.runner.request_of(index)
+        candidates = self._run.runner.candidates
+        if (candidate := candidates[index]).aborted:
             for seat in free:
-                if seat.request is request and number == 0:
+                if seat.request is candidate.request and candidate.has_own_request:
                     return seat
-            free = [seat for seat in free if not self._run.runner.owns_aborted(seat.request)] or free
+            owners = [c.request for c in candidates if c.aborted or c.aborting is not None]
+            free = [seat for seat in free if not any(seat.request is request for request in owners)] or free
         return self._rng.choice(free)
 
-    def _answer_seat(self, seat: _Seat[RequestT, OutputT], output: OutputT) -> None:
-        seat.output = output
-        if seat.caller is not None and not seat.caller.done() and not seat.aborted:
-            seat.caller.set_result(output)
 
-    def _fail(self, error: Exception) -> None:
-        for seat in self._seats:
-            if seat.caller is not None and not seat.caller.done():
-                seat.caller.set_exception(error)
+def _answer(seat: _Seat[RequestT, OutputT], output: OutputT) -> None:
+    """Give a seat its trajectory, and its caller too if one waits."""
+    seat.output = output
+    if seat.caller is not None and not seat.caller.done() and not seat.aborted:
+        seat.caller.set_result(output)

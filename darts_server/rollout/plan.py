@@ -100,7 +100,20 @@ class Planner:
                 raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         self._check_size("n", n)
-        size = self._size(n, options)
+        named = options.group_id is not None or options.group_size is not None
+        if n > 1 and named:
+            raise InvalidRequest("n", f"must be 1 for a request that joins a group, got {n}; leave out the group, or n")
+        size = n
+        if n <= 1:
+            group_size = self.limits.group_size if options.group_size is None else options.group_size
+            if group_size is None and named:
+                raise InvalidRequest(
+                    "group size",
+                    f"is unknown for group {options.group_id!r}; add size=INT to X-Darts-Group "
+                    f"(darts_group_size in vllm_xargs), or start the server with --group-size",
+                )
+            size = group_size or 1
+            self._check_size("group size", size)
         idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
         if name == OFF or idle or size <= 1:
             return None
@@ -122,23 +135,6 @@ class Planner:
         """Names that a request may use."""
         yield OFF
         yield from (name for name in self._policies if name != OFF)
-
-    def _size(self, n: int, options: RequestOptions) -> int:
-        named = options.group_id is not None or options.group_size is not None
-        if n > 1 and named:
-            raise InvalidRequest("n", f"must be 1 for a request that joins a group, got {n}; leave out the group, or n")
-        if n > 1:
-            return n
-        size = self.limits.group_size if options.group_size is None else options.group_size
-        if size is None and named:
-            raise InvalidRequest(
-                "group size",
-                f"is unknown for group {options.group_id!r}; add size=INT to X-Darts-Group "
-                f"(darts_group_size in vllm_xargs), or start the server with --group-size",
-            )
-        if size is not None:
-            self._check_size("group size", size)
-        return size or 1
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self.limits.max_group_size:

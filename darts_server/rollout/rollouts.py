@@ -90,7 +90,9 @@ class Rollouts(Generic[RequestT, OutputT]):
             unfinished=lambda: engine.unfinished,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.group_ended)
-        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(self, intervals.join, intervals.join_named)
+        self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
+            self.collect, self.allocator, self.pass_rate, self.observers, intervals.join, intervals.join_named
+        )
         self._engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
@@ -203,7 +205,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         held = ticket or Ticket(self.admission, None, None)
 
         def ended(run: GroupRun[RequestT, OutputT]) -> None:
-            self._remove(run)
+            self._group_ended.set()
+            del self._runs[run]
+            same = self._by_id[spec.group_id]
+            same.remove(run)
+            if not same:
+                del self._by_id[spec.group_id]
             self.gate.leave()
             held.release()
             on_end()
@@ -214,7 +221,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             held.release()
             raise
         order = self.starting_order(spec.prompt_key)
-        run = GroupRun(self._context, spec, ended, lambda: held.mark_started(1), carried, order)
+        run = GroupRun(self._context, spec, held, ended, carried, order)
         self._runs[run] = None
         self._by_id.setdefault(spec.group_id, []).append(run)
         if self._polling is None:
@@ -316,11 +323,3 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._suspended = False
         for run in list(self._runs):
             run.resume()
-
-    def _remove(self, run: GroupRun[RequestT, OutputT]) -> None:
-        self._group_ended.set()
-        del self._runs[run]
-        same = self._by_id[run.spec.group_id]
-        same.remove(run)
-        if not same:
-            del self._by_id[run.spec.group_id]

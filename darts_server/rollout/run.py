@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -23,14 +22,15 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
+from darts_server.policy.group import sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
-from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
-from darts_server.rollout.recorder import GroupRecorder
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
-from darts_server.types import GONE, DiscardReason
+from darts_server.serving.admission import Ticket, caller
+from darts_server.types import GONE, DiscardReason, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -50,56 +50,49 @@ class GroupRun(Generic[RequestT, OutputT]):
     Only `runner` waits for the engine, in a task for each candidate. Everything else happens synchronously, in the task
     or timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
 
-    ``on_end`` is called once when the group has ended, with any outcome, ``on_start`` for each candidate that has
-    reached the engine or could not be started. ``carried``: what its first candidates have generated already, by index.
-    ``order``: of its candidates among those of others that wait.
+    ``on_end`` is called once when the group has ended, with any outcome. ``ticket``: holds its candidates. ``carried``:
+    what its first candidates have generated already, by index. ``order``: of its candidates among those of others that
+    wait.
     """
 
     def __init__(
         self,
         context: GroupContext[RequestT, OutputT],
         spec: GroupSpec[RequestT],
+        ticket: Ticket,
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
-        on_start: Callable[[], None] = lambda: None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
         order: StartingOrder = NO_ORDER,
     ) -> None:
         self.spec = spec
-        self._engine = context.engine
-        self._observer = context.observer
-        self._on_end = on_end
-        self._group = spec.new_group()
-        self.recorder = GroupRecorder(spec.group_id, spec.policy, context.clock, spec.prompt_key)
-        self.runner = CandidateRunner(
-            context,
-            spec,
-            self._group,
-            self.recorder,
-            on_start=on_start,
-            on_events=self._feed,
-            on_error=self._handle_bug,
-            carried=carried,
-            order=order,
-        )
-        self._membership = CohortMembership(self, self._group)
-        self._reducible: Allocation | None = None  # while some of its candidates may be given up
-        self._selected: int | None = None
-        self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()  # not taken by the caller yet
-        self._delivered: set[int] = set()  # taken or not
+        self.started_at = context.clock()
+        who = caller.get()  # the group may end in the context of another request
+        self.owner, self._trace = who.name, who.trace
+        self.request_ids: tuple[str, ...] = ()
+        """Of the requests that it answers, and other names that it can be looked up by."""
         self.record: GroupRecord | None = None
         """The group's record; ``None`` until it has ended."""
         self.interrupted: DartsError | None = None
         """Why it was ended from outside; ``None`` if it was not, or if its caller had all of it by then."""
+        self._engine, self._observer, self._clock = context.engine, context.observer, context.clock
+        self._on_end = on_end
+        self._is_closed = False
+        self._group = spec.new_group()
+        self.runner = CandidateRunner(
+            context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
+        )
+        self._membership = CohortMembership(self, self._group)
+        self._reducible: Allocation | None = None  # while some of its candidates may be given up
+        self._earlier_pass_rate: float | None = None
+        self._selected: int | None = None
+        self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()  # not taken by the caller yet
+        self._delivered: set[int] = set()  # taken or not
 
     # --- driving the group --------------------------------------------------
 
-    def add_request_id(self, request_id: str) -> None:
-        """Record one more request, or name for the group, that this group answers."""
-        self.recorder.request_ids += (request_id,)
-
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self.runner.assign_request(len(self._group.candidates), request)
+        self.runner.add_request(request)
         self._act(self._group.add_candidate())
 
     def open(
@@ -117,11 +110,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self.has_ended:  # it failed while its requests were being collected
             allocation.drop()
             return
-        self.recorder.earlier_pass_rate = earlier_pass_rate
+        self._earlier_pass_rate = earlier_pass_rate
         if allocation.cohort is not None:
             self.runner.count_in(allocation.cohort)
             self._membership.join(allocation.cohort, rule, allocation)
-        if not self.runner.goes_on and allocation.share is not None and allocation.candidates > rule.size:
+        if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
         decisions = self._group.open(rule, allocation.candidates, max_candidates)
         self._membership.report_need()
@@ -144,9 +137,13 @@ class GroupRun(Generic[RequestT, OutputT]):
                     raise index
                 count += 1
                 output = await self.runner.output(index)
-                if index not in self.runner.aborted:
-                    returned = self._engine.token_ids(self.runner.request_of(index)[0], output)
-                    self._observer.trajectory_returned(self.recorder.returned(index, *returned))
+                if not (candidate := self.runner.candidates[index]).aborted:
+                    spec, token_ids = self.spec, self._engine.token_ids(candidate.request, output)
+                    self._observer.trajectory_returned(
+                        TrajectoryRecord(
+                            spec.group_id, spec.prompt_key, self.started_at, index, *token_ids, owner=self.owner
+                        )
+                    )
                 selected = self._group.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
                 if count == selected:
@@ -158,14 +155,12 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Stop all candidates, to start as many again in `resume`; whether nothing of the group still runs."""
         if self._group.can_restart:
             self.runner.suspend()
-            self.recorder.restart()
             self._act(self._group.restart())
             self._membership.reset_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
         """Start new candidates after `suspend`. Harmless if the group was not suspended."""
-        self.runner.resume()
         self._act(self._group.resume())
 
     def set_deadline(self, tokens: int, bound: int | None = None) -> None:
@@ -174,11 +169,14 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
-        with self._ended_by_errors():
-            self._give_up_extra()
+        try:
+            if self._reducible is not None:
+                self._give_up_extra(self._reducible)
             self._membership.report_minimum(self.runner.running)
             if events := self.runner.poll():
                 self._feed(*events)
+        except Exception as error:
+            self._handle_bug(error)
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far, and stop the rest."""
@@ -209,7 +207,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """
         await self.runner.wait_for_results()
         candidates = self._group.candidates[self._group.restarted_from :]
-        return self.runner.carry(c.index for c in candidates if c.reason not in GONE)
+        return [self.runner.carry(c.index) for c in candidates if c.reason not in GONE]
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
         """End the group from outside, see `interrupt`."""
@@ -225,40 +223,36 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         self.interrupted = error
         has_candidates = self._group.candidates and not self._group.is_paused
+        candidates = self.runner.candidates
+        undelivered = [c for c in candidates if c.state.alive and c.state.index not in self._delivered]
         match (on_abort or self.spec.on_abort) if has_candidates else OnAbort.FAIL:
             case OnAbort.FAIL:
                 self.fail(error)
-            case OnAbort.ANSWER:
-                self._answer_aborted(error)
+            case OnAbort.ANSWER:  # as many as its caller waits for, those that were started first
+                if self._group.is_open:
+                    undelivered = undelivered[: self._group.size - len(self._delivered)]
+                self._selected = len(self._delivered) + len(undelivered)
+                for candidate in undelivered:
+                    candidate.aborted = True
+                self.cancel(error)
+                for candidate in undelivered:
+                    self._deliver(candidate.state.index)
             case OnAbort.RETURN:
-                self.runner.return_aborted(self._undelivered())
+                for candidate in undelivered:
+                    candidate.aborted = True
                 self.cancel(error, DiscardReason.ABORTED)
                 self._deliveries.put_nowait(error)
             case OnAbort.CARRY:
                 self.stop_to_carry(error)
                 self._deliveries.put_nowait(error)
 
-    def _answer_aborted(self, error: DartsError) -> None:
-        """End the group, and deliver as many candidates as its caller waits for, those that were started first."""
-        rest = self._undelivered()
-        size = self._group.size if self._group.is_open else len(rest)
-        chosen = rest[: size - len(self._delivered)]
-        self.runner.return_aborted(chosen)
-        self._selected = len(self._delivered) + len(chosen)
-        self.cancel(error)
-        for index in chosen:
-            self._deliver(index)
-
-    def _undelivered(self) -> list[int]:
-        return [c.index for c in self._group.candidates if c.alive and c.index not in self._delivered]
-
     async def aborted_outputs(self) -> dict[int, OutputT]:
         """Return what the candidates of a group have generated that was aborted, with those that it had delivered.
 
         Without those that failed: their errors are of no concern to the others.
         """
-        delivered = (c.index for c in self._group.candidates if c.index in self._delivered)
-        indices = sorted({*self.runner.aborted, *delivered})
+        candidates = enumerate(self.runner.candidates)
+        indices = [index for index, candidate in candidates if candidate.aborted or index in self._delivered]
         outputs = await asyncio.gather(*map(self.runner.output, indices), return_exceptions=True)
         found: dict[int, OutputT] = {}
         for index, output in zip(indices, outputs, strict=True):
@@ -267,6 +261,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             else:
                 found[index] = output
         return found
+
+    def aborted_output(self, request: RequestT) -> OutputT:
+        """Return the output of a request that was aborted before anything was generated for it."""
+        return self._engine.aborted_output(request)
 
     def fail(self, error: BaseException) -> None:
         """End the group from outside; its caller gets the error."""
@@ -283,7 +281,8 @@ class GroupRun(Generic[RequestT, OutputT]):
     @property
     def first_version(self) -> int | None:
         """The oldest weight version of its candidates since the last restart; ``None`` if none has started."""
-        return self.recorder.first_version(self._group.restarted_from)
+        versions = (candidate.version_start for candidate in self.runner.candidates[self._group.restarted_from :])
+        return min((version for version in versions if version is not None), default=None)
 
     @property
     def has_deliveries(self) -> bool:
@@ -302,7 +301,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def candidate_record(self, index: int) -> CandidateRecord:
         """The present state of a candidate."""
-        return self.recorder.record(self._group.candidates[index], self.runner.count_tokens(index))
+        return self.runner.candidates[index].record(self.runner.count_tokens(index))
 
     @property
     def generated_tokens(self) -> int:
@@ -315,29 +314,20 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _feed(self, *events: Event) -> None:
         """Pass events to the group and carry out its decisions."""
-        with self._ended_by_errors(*events):
+        try:
             decisions = self._group.handle(*events)
             self._membership.report_need()
             self._act(decisions)
-
-    @contextmanager
-    def _ended_by_errors(self, *events: Event) -> Iterator[None]:
-        """End the group if a bug of ours raises here. Its caller gets the error, and no other group is touched."""
-        try:
-            yield
         except Exception as error:
-            logger.exception("group %s failed on %s", self.spec.group_id, events)
-            self.fail(error)
+            self._handle_bug(error, *events)
 
-    def _handle_bug(self, error: BaseException) -> None:
-        """End the group after an unexpected error of a candidate's task. Its caller gets the error."""
-        logger.error("group %s failed", self.spec.group_id, exc_info=error)
+    def _handle_bug(self, error: Exception, *events: Event) -> None:
+        """End the group after an error of ours. Its caller gets the error, and no other group is touched."""
+        logger.error("group %s failed%s", self.spec.group_id, f" on {events}" if events else "", exc_info=error)
         self.fail(error)
 
-    def _give_up_extra(self) -> None:
+    def _give_up_extra(self, allocation: Allocation) -> None:
         """Give up extra candidates that the engine has no room for, until the first token of the group."""
-        if (allocation := self._reducible) is None:
-            return
         # Those that were given up do not count: they have no tokens any more.
         running = (engine.tokens() for index, engine in self.runner.running.items() if self.candidates[index].running)
         if any(tokens != 0 for tokens in running):
@@ -360,7 +350,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             match decision:
                 case Start(indices=indices):
                     self.runner.start(indices)
-                    self.recorder.candidates_requested(len(indices))
                     self._observer.candidates_started(len(indices))
                     self._membership.reset_minimum()
                 case Stop(index=index):
@@ -382,14 +371,56 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _close(self, error: Exception | None = None) -> None:
         """Record and report the group's end, once."""
-        if not self.has_ended or self.recorder.closed:
+        if not self.has_ended or self._is_closed:
             return
+        self._is_closed = True
         try:
-            cohort, tokens_needed = self._membership.cohort, self._membership.tokens_needed
-            self.record = self.recorder.close(self._group, error, cohort, tokens_needed)
+            self.record = self._make_record(error)
             self._observer.group_ended(self.record)
         finally:  # an observer that fails must not make others wait
             if self.runner.scorer is not None:
                 self.runner.scorer.close(self._group.candidates)
             self._on_end(self)
             self._membership.end(self.record)
+
+    def _make_record(self, error: Exception | None) -> GroupRecord:
+        group, spec, now, cohort = self._group, self.spec, self._clock(), self._membership.cohort
+        assert group.outcome is not None
+        explored = cohort is not None and cohort.terms.explored
+        rule = None if cohort is None else cohort.terms.deadline
+        deadline, bound = group.deadline, group.bound
+        if cohort is not None and explored:  # what they would have been
+            deadline, bound = cohort.tokens, cohort.bound
+        weights = selection_weights(group)
+        tail_wait, finish_times = None, self.runner.finish_times
+        if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
+            tail_wait = now - finish_times[group.rule.num_shortest - 1]
+        return GroupRecord(
+            group_id=spec.group_id,
+            prompt_key=spec.prompt_key,
+            policy=spec.policy,
+            size=group.size if group.is_open else len(group.candidates),
+            outcome=group.outcome,
+            # What happens to stopped candidates from now on does not change their records.
+            candidates=tuple(c.record(c.tokens, weights.get(c.state.index)) for c in self.runner.candidates),
+            started_at=self.started_at,
+            ended_at=now,
+            tail_wait=tail_wait,
+            error=None if error is None else str(error),
+            cohort_deadline=deadline,
+            max_lost=None if rule is None else rule.max_lost,
+            bound=bound,
+            stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
+            completion_length=group.completion_length if group.is_open else None,
+            num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
+            sampled_from=sampled_from(group),
+            tail_share=tail_share(group),
+            earlier_pass_rate=self._earlier_pass_rate,
+            explored=explored,
+            tokens_needed=self._membership.tokens_needed,
+            request_ids=self.request_ids,
+            chosen=None if cohort is None else cohort.terms.chosen,
+            restarted_from=group.restarted_from,
+            trace=self._trace,
+            owner=self.owner,
+        )

@@ -66,12 +66,9 @@ class StartQueue:
 
     def _start(self, waiting: deque[tuple[asyncio.Future[None], int]]) -> None:
         while waiting and (waiting[0][0].done() or self._spend(waiting[0][1])):
-            _resolve(waiting.popleft()[0])
-
-
-def _resolve(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # whoever waited may have been cancelled
-        turn.set_result(None)
+            turn, _ = waiting.popleft()
+            if not turn.done():  # whoever waited may have been cancelled
+                turn.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,10 +256,19 @@ class Turns:
         if session is not None and session.opening != hash_of(hashes):
             turn.rank = session.rank
             return TurnKind.SESSION
-        is_new = turn.opens_session and turn.session is not None and session is None
-        if not is_new and self._starts_again(turn):
-            return TurnKind.TOKENS
-        if turn.opens_session and turn.session is not None:
+        opens = turn.opens_session and turn.session is not None
+        if turn.token_ids and not (opens and session is None):
+            # One of the requests with this prompt that are expected again, if they are less than a whole group.
+            restarts = self._find_restarts(turn.caller, hash_of(hashes))
+            if restarts is not None and restarts.count % restarts.group_size == 0:
+                self._restarts.pop(turn.caller, hash_of(hashes))
+            elif restarts is not None:
+                restarts.count -= 1
+                if not restarts.count:
+                    self._restarts.pop(turn.caller, hash_of(hashes))
+                turn.group_size = restarts.group_size  # it may be aborted once more
+                return TurnKind.TOKENS
+        if opens:
             return TurnKind.OPENING
         for length, known in self._sequences.known_prefixes(turn.caller, hashes):
             if known.is_answer or (length < turn.stable_length and not turn.names_group):
@@ -274,8 +283,19 @@ class Turns:
         if turn.prompt_hash is None:
             self._prefix_hashes(turn)
         assert turn.prompt_hash is not None
+        now = self._clock()
         if turn.session is not None:
-            self._add_session(turn, turn.session, turn.prompt_hash)
+            session = self._find_session(turn.caller, turn.session) or _Session(turn.prompt_hash, now)
+            session.used_at, session.rank = now, turn.rank
+            session.answers += 1
+            if session.answers == SUSPICIOUS_ANSWERS:
+                logger.warning(
+                    "session %r had %d answers; its requests are not put into groups, but for those with its first "
+                    "prompt. If the name stands for a worker or a run, do not send it",
+                    turn.session,
+                    session.answers,
+                )
+            self._sessions.put(turn.caller, turn.session, session)
         if not turn.token_ids:  # a prompt of embeddings
             return
         if token_ids:
@@ -285,7 +305,10 @@ class Turns:
             if turn.stable_hash is not None:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
-            self._add_restart(turn, turn.prompt_hash, turn.group_size)
+            restarts = self._find_restarts(turn.caller, turn.prompt_hash) or _Restarts(turn.group_size, now)
+            restarts.aborted_at = now
+            restarts.count += 1
+            self._restarts.put(turn.caller, turn.prompt_hash, restarts)
 
     def forget_session(self, caller: str, name: str) -> bool:
         """Forget a session that has ended; returns whether it was known. Its answers stay known by their tokens."""
@@ -302,40 +325,6 @@ class Turns:
     def _find_session(self, caller: str, name: str) -> _Session | None:
         session = self._sessions.of(caller).get(name)
         return None if session is None or session.used_at < self._clock() - SESSION_IDLE_S else session
-
-    def _add_session(self, turn: Turn, name: str, opening: int) -> None:
-        session = self._find_session(turn.caller, name) or _Session(opening, 0)
-        session.used_at, session.rank = self._clock(), turn.rank
-        session.answers += 1
-        if session.answers == SUSPICIOUS_ANSWERS:
-            logger.warning(
-                "session %r had %d answers; its requests are not put into groups, but for those with its first prompt. "
-                "If the name stands for a worker or a run, do not send it",
-                name,
-                session.answers,
-            )
-        self._sessions.put(turn.caller, name, session)
-
-    def _starts_again(self, turn: Turn) -> bool:
-        """Take one of the requests with this prompt that are expected again, if they are less than a whole group."""
-        if not turn.token_ids or turn.prompt_hash is None:
-            return False
-        if (restarts := self._find_restarts(turn.caller, turn.prompt_hash)) is None:
-            return False
-        if restarts.count % restarts.group_size == 0:
-            self._restarts.pop(turn.caller, turn.prompt_hash)
-            return False
-        restarts.count -= 1
-        if not restarts.count:
-            self._restarts.pop(turn.caller, turn.prompt_hash)
-        turn.group_size = restarts.group_size  # it may be aborted once more
-        return True
-
-    def _add_restart(self, turn: Turn, prompt_hash: int, group_size: int) -> None:
-        restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(group_size, 0)
-        restarts.aborted_at = self._clock()
-        restarts.count += 1
-        self._restarts.put(turn.caller, prompt_hash, restarts)
 
     def _find_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
         restarts = self._restarts.of(caller).get(prompt_hash)

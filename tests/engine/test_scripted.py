@@ -1,5 +1,3 @@
-import asyncio
-
 import pytest
 
 from darts_server.engine.port import HiddenState, Probe
@@ -29,40 +27,22 @@ async def test_a_candidate_generates_one_token_per_step_after_its_delay() -> Non
     assert engine.truncate("p", result.output, 2) == [0, 1]
 
 
-async def test_a_stopped_candidate_has_no_finish_reason_and_the_tokens_generated_before() -> None:
-    engine = ScriptedEngine(lambda *_: Script(length=9))
-    running = await engine.start("p", 0)
-    await engine.step()
-    running.stop()
-    result = await running.result()
-    assert (result.tokens, result.finish_reason) == (1, None)
-
-
-async def test_scripted_candidates_fail_and_are_aborted() -> None:
-    scripts = [Script(1, error=CandidateFailed("boom")), Script(1, aborted=True)]
+async def test_candidates_that_are_stopped_aborted_or_fail_have_no_finish_reason_or_raise() -> None:
+    scripts = [Script(9), Script(1, aborted=True), Script(1, error=CandidateFailed("boom")), Script(99)]
     engine = ScriptedEngine(lambda _, index: scripts[index])
-    failing, aborted = await engine.start("p", 0), await engine.start("p", 1)
-    await engine.run()
-    with pytest.raises(CandidateFailed, match="boom"):
-        await failing.result()
-    assert (await aborted.result()).finish_reason is None
-
-
-async def test_a_killed_engine_fails_running_candidates_and_starts_no_more() -> None:
-    engine = ScriptedEngine(lambda *_: Script(length=9))
-    waiting = asyncio.create_task((await engine.start("p", 0)).result())
-    engine.kill()
-    with pytest.raises(EngineDead):
-        await waiting
-    with pytest.raises(EngineDead):
-        await engine.start("p", 1)
-
-
-async def test_run_raises_if_candidates_still_run_after_the_given_steps() -> None:
-    engine = ScriptedEngine(lambda *_: Script(length=99))
-    await engine.start("p", 0)
+    stopped, aborted, failing, endless = [await engine.start("p", index) for index in range(4)]
+    await engine.step()
+    stopped.stop()
     with pytest.raises(CandidateFailed, match="1 candidates still run"):
         await engine.run(steps=5)
+    assert [(r.tokens, r.finish_reason) for r in (await stopped.result(), await aborted.result())] == [(1, None)] * 2
+    with pytest.raises(CandidateFailed, match="boom"):
+        await failing.result()
+    engine.kill()
+    with pytest.raises(EngineDead):
+        await endless.result()
+    with pytest.raises(EngineDead):
+        await engine.start("p", 4)
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -53,13 +53,16 @@ def test_a_single_request_joins_a_group_if_the_request_or_the_server_gives_a_siz
     assert planner(group_size).plan(1, options) == Plan("uniform", POLICIES["uniform"], size, single=True)
 
 
-@pytest.mark.parametrize("options", [RequestOptions(), RequestOptions(group_size=1), RequestOptions(prompt_key="p")])
-def test_a_single_request_without_a_group_is_not_shaped(options: RequestOptions) -> None:
-    assert planner().plan(1, options) is None
-
-
-def test_a_group_of_one_is_not_shaped_on_a_server_that_groups_single_requests() -> None:
-    assert planner(8).plan(1, RequestOptions(group_size=1)) is None
+@pytest.mark.parametrize(
+    ("group_size", "options"),
+    [
+        (None, RequestOptions()),
+        (None, RequestOptions(prompt_key="p")),
+        *((n, RequestOptions(group_size=1)) for n in (None, 8)),
+    ],
+)
+def test_a_single_request_without_a_group_is_not_shaped(group_size: int | None, options: RequestOptions) -> None:
+    assert planner(group_size).plan(1, options) is None
 
 
 # --- refusals -----------------------------------------------------------------------

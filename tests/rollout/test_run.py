@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, ScriptedCandidate, settle
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused, GroupAborted
-from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
+from darts_server.types import DiscardReason, Outcome
 from tests.rollout.helpers import Harness, collect, lengths
 
 pytestmark = pytest.mark.anyio
@@ -21,6 +21,9 @@ async def test_the_shortest_are_returned_and_others_stopped_once_they_cannot_win
         (3, 5), DiscardReason.LONGER_THAN_NEEDED
     )
     assert all(c.tokens <= 9 for c in record.candidates), "no candidate runs past the limit of 9 tokens"
+    assert record.generated_tokens == sum(c.generated for c in harness.engine.started)
+    assert record.returned_tokens == 3 + 9 + 4 + 5
+    assert (record.tail_wait, len(record.selected)) == (0, 4)
 
 
 async def test_early_trajectories_arrive_while_others_run() -> None:
@@ -85,19 +88,6 @@ async def test_a_dying_engine_ends_every_group_with_an_error() -> None:
     assert harness.rollouts.running == 0
 
 
-async def test_an_error_in_one_group_does_not_affect_another() -> None:
-    harness = Harness(
-        lambda request, index: Script(3, error=CandidateFailed("boom")) if request == "bad" else Script(8)
-    )
-    bad = asyncio.create_task(collect(harness.run(4, group_id="bad")))
-    good = asyncio.create_task(collect(harness.run(4, group_id="good")))
-    await settle()
-    await harness.engine.run()
-    with pytest.raises(CandidateFailed, match="boom"):
-        await bad
-    assert len(await good) == 4
-
-
 @pytest.mark.parametrize(("early", "given"), [(False, []), (True, [0])])
 async def test_a_cancelled_caller_leaves_nothing_running_and_keeps_its_trajectories(
     early: bool, given: list[int]
@@ -138,29 +128,6 @@ async def test_candidates_that_are_being_started_when_cancelled_are_stopped_afte
     assert harness.engine.running == []
 
 
-async def test_the_record_has_every_candidates_tokens_and_reason() -> None:
-    harness = Harness(lengths(3, 9, 4, 30, 5, 50))
-    await harness.group(harness.run(4, "uniform"))
-    [record] = harness.recorder.records
-    assert record.generated_tokens == sum(c.generated for c in harness.engine.started)
-    assert record.returned_tokens == sum(c.tokens for c in record.selected)
-    assert len(record.selected) == 4
-    assert all((c.selected_as is None) != (c.reason is None) for c in record.candidates)
-    assert record.tail_wait is not None
-    assert record.tail_wait >= 0
-
-
-async def test_truncated_candidates_are_dropped_while_valid_ones_suffice() -> None:
-    harness = Harness(
-        lambda _, index: Script(5 + index, finish_reason=FinishReason.LENGTH if index < 2 else FinishReason.STOP)
-    )
-    trajectories = await harness.group(harness.run(4, "longest"))
-    assert sorted(t.index for t in trajectories) == [2, 3, 4, 5]
-    [record] = harness.recorder.records
-    assert record.candidates[0].reason is DiscardReason.TRUNCATED
-    assert record.candidates[5].selected_as is SelectedAs.LONG
-
-
 async def test_a_group_over_which_weights_were_changed_there_and_back_is_marked() -> None:
     harness = Harness(lengths(8, 8, 8, 8, 8, 8))
     waiting = asyncio.create_task(collect(harness.run(6, "longest")))
@@ -185,7 +152,7 @@ async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pyte
         raise RuntimeError("recorder broke")
 
     runs = [harness.run(4, group_id=name) for name in ("bad", "good")]
-    runs[0].recorder.candidate_ended = fail  # type: ignore[method-assign]  # to fail
+    runs[0].runner._handle_result = fail  # type: ignore[method-assign]  # to fail
     bad, good = (asyncio.create_task(collect(run)) for run in runs)
     await settle()
     await harness.engine.run()

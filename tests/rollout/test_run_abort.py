@@ -65,8 +65,6 @@ async def test_a_candidate_that_fails_while_it_is_aborted_has_generated_nothing(
     harness = Harness(lengths(50))
     run = start(harness, 2)
     harness.engine.start_error = CandidateFailed("no memory")
-    for task in run.runner._tasks:
-        task.add_done_callback(lambda _: None)
     await asyncio.sleep(0)
     run.abort()
     assert [t.output for t in await collect(run)] == [[], []]

@@ -2,6 +2,7 @@
 
 import asyncio
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,8 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.sampled_tail import CutTail
 from darts_server.policy.shaping import Shaping, build_policies
-from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
+from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.policy.oracle import Fate, bounded, chosen, cut_lengths
 from tests.rollout.helpers import Harness, collect
@@ -125,16 +127,25 @@ async def test_an_explored_cohort_runs_past_the_bound_and_records_it(seed: int) 
     assert not any(c.cut for c in record.candidates)
 
 
-async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
-    script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
+Runs = list[GroupRun[str, list[int]]]
+
+
+async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.Task[Any]], Cohort]:
+    """Start eight groups that are allocated together."""
     harness = Harness(lambda prompt, _: script[prompt], POLICIES)
     runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
     tasks = [asyncio.create_task(collect(run)) for run in runs]
     await settle()
-    for _ in range(15):
-        await harness.engine.step()
     cohort = runs[7]._membership.cohort
     assert cohort is not None
+    return harness, runs, tasks, cohort
+
+
+async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
+    script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
+    harness, runs, tasks, cohort = await eight(script)
+    for _ in range(15):
+        await harness.engine.step()
     assert (cohort.tokens, cohort.waits_beyond) == (None, 20)
     assert runs[7].suspend()
     for _ in range(10):
@@ -149,14 +160,9 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
 
 async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> None:
     script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
-    harness = Harness(lambda prompt, _: script[prompt], POLICIES)
-    runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
-    tasks = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
+    harness, _, tasks, cohort = await eight(script)
     for _ in range(25):
         await harness.engine.step()
-    cohort = runs[7]._membership.cohort
-    assert cohort is not None
     assert (cohort.tokens, cohort.waits_beyond) == (None, 20), "it is beyond that, the group before is not"
     script[GROUPS[7]] = Script(13)
     for candidate in harness.engine.running:
@@ -173,14 +179,9 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
 async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each report sorts what all groups of the cohort need, and the others may take long."""
     script = {name: Script(10) for name in GROUPS[:6]} | {name: Script(CAP) for name in GROUPS[6:8]}
-    harness = Harness(lambda prompt, _: script[prompt], POLICIES)
-    runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
-    cohort = runs[6]._membership.cohort
-    assert cohort is not None
+    harness, runs, tasks, cohort = await eight(script)
     reports: list[int | None] = []
     monkeypatch.setattr(cohort, "report_minimum", lambda _, tokens: reports.append(tokens))
-    tasks = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
     for _ in range(40):
         await harness.engine.step()
         runs[6].poll()

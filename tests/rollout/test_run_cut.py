@@ -13,6 +13,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
+from darts_server.serving.admission import Admission, Ticket
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
@@ -24,7 +25,7 @@ SEED = 0
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
     context = GroupContext(engine, recorder.events, None, StartQueue(), lambda: engine.now)
     spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
-    return GroupRun(context, spec, lambda _: None)
+    return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None)
 
 
 async def play(

@@ -422,7 +422,9 @@ class BatchRun:
             aborted: dict[int, AbortedSample] = {}
             for index, output in (await run.aborted_outputs()).items():
                 sample = samples.get(index) or await self._renderer.to_sample(output)
-                aborted[index] = AbortedSample(sample, run.recorder.version_spans(index, len(sample.token_ids)))
+                aborted[index] = AbortedSample(
+                    sample, run.runner.candidates[index].version_spans(len(sample.token_ids))
+                )
             result = replace(result, aborted=aborted)
         if self._carry is Carry.DROP:
             return result

@@ -76,7 +76,7 @@ class Monitor:
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
         room = self._max_candidates
-        visible = (run for run in self._rollouts.newest if may_see(run.recorder.owner))
+        visible = (run for run in self._rollouts.newest if may_see(run.owner))
         for place, run in enumerate(visible):
             room -= _shown_candidates(run)
             if place and (place >= self.max_groups or room < 0):
@@ -111,7 +111,7 @@ class Viewer:
                 changes.append(_changes(_ended_group(record), previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
         for run in monitor.newest(self.may_see):
-            group_id = run.recorder.group_id
+            group_id = run.spec.group_id
             if group_id in self._running:
                 continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
             before = previous.pop(group_id, None)
@@ -149,18 +149,17 @@ def _ended_group(record: GroupRecord) -> Fields:
 
 def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
     """``before``: its last state, of which candidates that do not change any more are reused."""
-    recorder = run.recorder
-    old = [] if before is None or before["began"] != recorder.opened_at else before["candidates"]
+    old = [] if before is None or before["began"] != run.started_at else before["candidates"]
     candidates = []
     for index in range(_shown_candidates(run)):
         kept = old[index] if index < len(old) else {}
         is_final = "stop" in kept and kept["state"] in ("selected", "discarded")
         candidates.append(kept if is_final else _candidate(run.candidate_record(index)))
     fields = {
-        "group_id": recorder.group_id,
-        "began": recorder.opened_at,
-        "prompt_key": recorder.prompt_key,
-        "policy": recorder.policy,
+        "group_id": run.spec.group_id,
+        "began": run.started_at,
+        "prompt_key": run.spec.prompt_key,
+        "policy": run.spec.policy,
         "size": run.size,
         "started": len(run.candidates),
         "candidates": candidates,

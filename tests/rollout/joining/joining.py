@@ -245,13 +245,14 @@ class JoiningHarness:
         run = self.rollouts.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
-            script = self.script(*run.runner.request_of(candidate.index))
+            script = self.script(*self.origin(group_id, candidate.index))
             fates[candidate.index] = Fate(script.length, script.finish_reason == "stop", candidate.tail_draw)
         return fates
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        return self.rollouts.runs[group_id].runner.request_of(index)
+        candidate = self.rollouts.runs[group_id].runner.candidates[index]
+        return candidate.request, candidate.number
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""

@@ -98,15 +98,6 @@ async def test_a_single_caller_gets_its_own_candidate(policy: str) -> None:
     assert harness.record("group-c0").size == 1
 
 
-async def test_a_size_that_the_policy_does_not_support_is_not_shaped() -> None:
-    harness = JoiningHarness(lengths(9), POLICIES["four alone"])
-    callers = await harness.send_all(3)
-    await harness.advance_clock()
-    await finish(harness, callers)
-    assert indices(callers) == [("p:c0", 0), ("p:c1", 0), ("p:c2", 0)]
-    assert harness.recorder.started == 3
-
-
 # --- callers that hang up ----------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import EngineDead, EngineRefused
-from darts_server.rollout.recorder import GroupRecorder
+from darts_server.rollout.candidates import CandidateRunner
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
@@ -51,7 +51,7 @@ async def test_a_bug_fails_every_caller(caplog: pytest.LogCaptureFixture, monkey
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("recorder broke")
 
-    monkeypatch.setattr(GroupRecorder, "candidate_ended", broken)
+    monkeypatch.setattr(CandidateRunner, "_handle_result", broken)
     callers = await harness.send_all()
     assert {str(r) for r in await finish(harness, callers) if isinstance(r, Exception)} == {"recorder broke"}
     assert "group group-c0 failed" in caplog.text

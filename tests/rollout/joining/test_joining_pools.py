@@ -6,7 +6,7 @@ import re
 import pytest
 
 from darts_server.engine.scripted import settle
-from darts_server.rollout.joining import WINDOW, ShortGroups
+from darts_server.rollout.joining import WINDOW
 from darts_server.rollout.plan import Limits
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import NAMED_WAIT, SAMPLED, JoiningHarness
@@ -67,17 +67,17 @@ async def test_a_named_group_waits_at_least_as_long_as_another() -> None:
     await harness.assert_empty()
 
 
-def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    short = ShortGroups()
+async def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_sealed
     with caplog.at_level(logging.WARNING):
         for number in range(3 * WINDOW):
-            short.add(full=number % 3 > 0, planned=8)
+            report(full=number % 3 > 0, planned=8)
         assert len(caplog.records) == 1
         assert "sealed with fewer than 8" in caplog.text
         for _ in range(WINDOW):
-            short.add(full=True, planned=8)
+            report(full=True, planned=8)
         for _ in range(WINDOW):
-            short.add(full=False, planned=8)
+            report(full=False, planned=8)
     assert len(caplog.records) == 2
 
 
