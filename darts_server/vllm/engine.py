@@ -14,8 +14,8 @@ It relies on six details of vLLM that are not documented, each covered by a test
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
@@ -313,15 +313,6 @@ class Aborts:
             for request_id, collector in collectors.items():
                 if collector.output is None:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
-
-
-@contextmanager
-def raise_vllm_errors() -> Iterator[None]:
-    """Replace the port's exceptions by vLLM's own, which its routes map to the right HTTP status."""
-    try:
-        yield
-    except (EngineRefused, EngineBusy, EngineDead) as error:
-        raise (error.__cause__ or error) from None
 
 
 def translate(error: Exception) -> EngineError:

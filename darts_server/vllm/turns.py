@@ -1,15 +1,10 @@
-"""Read from vLLM's requests which trajectory they belong to, and from its outputs the answers."""
+"""Read from vLLM's requests which trajectory they belong to."""
 
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
-
-from darts_server.rollout.turns import Turn, Turns
+from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.prompt_request import PromptRequest
 
@@ -39,26 +34,9 @@ def make_turn(
         None if is_greedy or shaping.policy == OFF else name,
         opens_session=shaping.session is not None,
         greedy=is_greedy,
-        scoring=_is_scoring(params),
+        scoring=params.max_tokens == 1 or any(getattr(params, name, None) is not None for name in SCORING_FIELDS),
         caller=caller or "",
     )
-
-
-async def remember_answers(
-    turns: Turns, turn: Turn, request: PromptRequest, outputs: AsyncGenerator[RequestOutput, None]
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs, and remember each answer before the caller gets its end."""
-    is_delta = request.params.output_kind is RequestOutputKind.DELTA
-    earlier: dict[int, list[int]] = {}
-    async with aclosing(outputs):
-        async for output in outputs:
-            for completion in output.outputs:
-                if completion.finish_reason is None and not is_delta:
-                    continue
-                earlier.setdefault(completion.index, []).extend(completion.token_ids)
-                if (reason := completion.finish_reason) is not None:
-                    turns.add_answer(turn, earlier.pop(completion.index), aborted=reason == "abort")
-            yield output
 
 
 def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
@@ -76,7 +54,3 @@ def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
         if end.endswith(text):
             count = length
     return len(token_ids) - count
-
-
-def _is_scoring(params: SamplingParams) -> bool:
-    return params.max_tokens == 1 or any(getattr(params, name, None) is not None for name in SCORING_FIELDS)

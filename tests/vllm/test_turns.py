@@ -1,6 +1,6 @@
 import importlib.util
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import SamplingParams
 
 from darts_server.rollout.turns import Turns
+from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions, TurnKind
+from darts_server.vllm.llm import Generation
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.turns import count_stable, make_turn, remember_answers
+from darts_server.vllm.requests import RouteCall
+from darts_server.vllm.turns import count_stable, make_turn
 
 TRAINING = SamplingParams(temperature=1.0)
 _trl = importlib.util.find_spec("trl")
@@ -37,23 +40,13 @@ def test_training_may_use_the_names_of_evaluations_sessions(params: SamplingPara
     assert turns.classify(make_turn(later, RequestOptions(), "0_0", None)) is TurnKind.SESSION
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-async def answered(reason: str) -> AsyncGenerator[Any, None]:
-    yield SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=reason, token_ids=[], text="")])
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(("reason", "kind"), [("abort", TurnKind.TOKENS), ("stop", TurnKind.OPENING)])
-async def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(reason: str, kind: TurnKind) -> None:
+def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(reason: str, kind: TurnKind) -> None:
     turns, request = Turns(), PromptRequest({"prompt_token_ids": [1, 2]}, TRAINING, "a")
     first, again = (make_turn(request, RequestOptions(), None, None) for _ in range(2))
     first.group_size = 8
-    async for _ in remember_answers(turns, first, request, answered(reason)):
-        pass
+    output: Any = SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=reason, token_ids=[], text="")])
+    Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), first, turns).record(output)
     assert turns.classify(again) is kind
 
 
