@@ -158,10 +158,12 @@ class FleetCore(AsyncMPClient):
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
 
+        0 seconds: none is given up.
+
         Polls are counted rather than read from a clock: time in which this process did not run does not count.
         """
         interval = min(1.0, seconds / 4)
-        while True:
+        while seconds:
             await asyncio.sleep(interval)
             for engine in list(self.engines.values()):
                 engine.silent = engine.silent + interval if engine.requests and should_send() else 0.0
