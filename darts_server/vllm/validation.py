@@ -17,10 +17,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.platform import reject_fatal_params
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.sampling import split_place
+from darts_server.vllm.sampling import REFUSALS, split_place
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
@@ -61,7 +60,7 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
 
     Raises:
         InvalidRequest: as from `check_request`.
-        vLLM's own exceptions, see :data:`darts_server.vllm.compat.engine.REFUSALS`.
+        vLLM's own exceptions, see :data:`darts_server.vllm.sampling.REFUSALS`.
     """
     _check_seed(request.params, MAX_CANDIDATES)
     is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt

@@ -304,7 +304,7 @@ def test_fields_that_only_some_versions_have_are_truncated() -> None:
         start: int
         end: int
 
-    truncate = import_module("darts_server.vllm.compat.engine").truncate_optional
+    truncate = import_module("darts_server.vllm.deferred").truncate_optional
     assert truncate(SimpleNamespace(), 1) == truncate(SimpleNamespace(sampling_mask=None), 1) == {}
     truncated = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
     assert truncated == {"sampling_mask": Mask([[1], [2, 3]])}

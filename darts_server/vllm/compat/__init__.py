@@ -1,7 +1,7 @@
 """Differences between vLLM's versions and builds, in one place.
 
-Several series are supported. The code tests for the name that it needs, never for a version: in
-``entrypoints`` for the HTTP side, in ``engine`` for the rest. This module does not import vLLM, which takes seconds.
+Several series are supported. The code tests for the name that it needs, never for a version: in ``entrypoints`` for the
+HTTP side, for the rest where it is needed. This module does not import vLLM, which takes seconds.
 All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with the source of
 each.
 """
