@@ -6,7 +6,7 @@ when its log-probs are. Each is made without the other: native routes read the t
 and a candidate that is discarded never costs what they take, nor does what is cut off.
 
 The text of a request with stop strings is not deferred, since these are searched for in it as it grows, and neither is
-anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vllm.resume`).
+anything of a candidate that goes on with earlier tokens (:func:`darts_server.vllm.prompt_request.begin_with`).
 """
 
 import asyncio

@@ -51,9 +51,8 @@ from darts_server.vllm.deferred import (
 )
 from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
 from darts_server.vllm.probe.receiver import ProbeReceiver
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.prompt_request import PromptRequest, begin_with, check_resumable
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
-from darts_server.vllm.resume import begin_with, check_resumable
 from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.vllm.deferred import is_candidate
 from darts_server.vllm.held import number_of
 from darts_server.vllm.probe.capture import INSTALL
-from darts_server.vllm.prompt_request import resumed_seed
-from darts_server.vllm.resume import depends_on_prompt_end
+from darts_server.vllm.prompt_request import depends_on_prompt_end, resumed_seed
 
 logger = logging.getLogger(__name__)
 

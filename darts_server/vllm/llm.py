@@ -27,10 +27,9 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts
 from darts_server.vllm.outputs import ABORTED, merge_outputs, to_choice
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
 from darts_server.vllm.requests import RouteCall, current_route
-from darts_server.vllm.turns import make_turn
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02
