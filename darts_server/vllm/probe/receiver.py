@@ -70,7 +70,12 @@ class ProbeReceiver:
         kind, *rest = frames
         if kind == STATES:
             for number, tokens, state in unpack_states(*rest):
-                self._deliver(number, HiddenState(tokens, state))
+                if (probe := self._probes.get(number)) is None:
+                    continue
+                # In its own turn of the loop: an exception of one probe does not skip the others of this message.
+                asyncio.get_running_loop().call_soon(probe.on_state, HiddenState(tokens, state))
+                if tokens >= probe.detect_at[-1]:
+                    del self._probes[number]
         elif kind == READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
@@ -97,14 +102,6 @@ class ProbeReceiver:
         if reason != self.fault:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
-
-    def _deliver(self, number: int, probed: HiddenState) -> None:
-        if (probe := self._probes.get(number)) is None:
-            return
-        # In its own turn of the loop, so that an exception of one probe does not skip the others of this message.
-        asyncio.get_running_loop().call_soon(probe.on_state, probed)
-        if probed.tokens >= probe.detect_at[-1]:
-            del self._probes[number]
 
 
 @asynccontextmanager
