@@ -136,11 +136,6 @@ def vllm(series: str) -> Iterator[Fake]:
         yield fake
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.parametrize("tested", TESTED_SERIES)
 def test_a_version_of_a_tested_series_gives_no_warning(tested: str) -> None:
     assert version_warning(f"{tested}.0") is None

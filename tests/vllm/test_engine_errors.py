@@ -20,11 +20,6 @@ from darts_server.vllm.requests import RouteCall
 FULL: list[Any] = [QueueOverflowError, MaxQueuedTokensError]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.parametrize("error_class", FULL)
 def test_a_full_queue_of_vllm_has_its_status_and_says_when_to_retry(error_class: Any) -> None:
     full = error_class()

@@ -18,11 +18,6 @@ from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
 from darts_server.vllm.requests import RouteCall
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
     ranks = Ranks(3)
     assert [ranks.enter("a") for _ in range(12)] == [0] * 12

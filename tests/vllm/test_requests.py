@@ -14,11 +14,6 @@ from darts_server.types import RequestOptions
 from darts_server.vllm.requests import attach, current_route, move_xargs, with_raw_names
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Serving:
     """A handler as vLLM's routes have them; notes what was known when it ran."""
 

@@ -121,11 +121,6 @@ async def test_sighup_reloads_keys_or_is_ignored_and_logged(caplog: pytest.LogCa
 LIMIT = 0.05
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
     silent: Any = SimpleNamespace(should_respond=True)
     async with asyncio.timeout(30):
