@@ -342,7 +342,9 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     if params is None or not tokens:
         return follower
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
-    if extends_prompt and depends_on_prompt_end(params) is None and not has_more_than_tokens(state):
+    # Experts and sampling masks cannot be joined where a request goes on with another prompt.
+    has_more = state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None)
+    if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = rest = copy(params)
         rest.max_tokens = None if params.max_tokens is None else params.max_tokens - len(tokens)
@@ -361,11 +363,6 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
 def aborted(requests: Iterable[str]) -> list[EngineCoreOutput]:
     """Return what an engine sends of requests that it has aborted."""
     return [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]
-
-
-def has_more_than_tokens(state: RequestState) -> bool:
-    """Whether outputs of a request have what cannot be joined where it goes on with another prompt."""
-    return bool(state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None))
 
 
 class Engine:
