@@ -167,7 +167,9 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
         UpdateFailed: it could not load them.
     """
     core: Any = llm.engine_core
-    state_of_others = lambda: (model.state, llm.weight_version, llm.engine_pause.is_wanted)  # noqa: E731
+
+    def state_of_others() -> tuple[Any, ...]:
+        return model.state, llm.weight_version, llm.engine_pause.is_wanted
 
     def is_changing() -> bool:
         """Whether it has to wait; for the next weights from files, if those of now are in none."""

@@ -214,11 +214,11 @@ class Traces(GroupObserver):
             "darts.deadline": record.deadline,
             "darts.error": record.error,
         }
-        to_unix = lambda seconds: time.time_ns() - int((self._clock() - seconds) * NANOSECONDS)  # noqa: E731
+        epoch = time.time_ns() - int(self._clock() * NANOSECONDS)
         instrument_manual(
             GROUP_SPAN,
-            start_time=to_unix(record.started_at),
-            end_time=to_unix(record.ended_at),
+            start_time=epoch + int(record.started_at * NANOSECONDS),
+            end_time=epoch + int(record.ended_at * NANOSECONDS),
             attributes={name: value for name, value in attributes.items() if value is not None},
             context=extract_trace_context(record.trace),
         )

@@ -83,7 +83,10 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         raise InvalidRequest(inside.lstrip(".") if name == PARAMS and inside else name, text) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
-    size_of = lambda value: sum(map(len, encoder.encode(value)))  # noqa: E731
+
+    def size_of(value: object) -> int:
+        return sum(map(len, encoder.encode(value)))
+
     if (whole := size_of(params)) > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
         raise too_large(max(values, key=lambda name: size_of(values[name])), whole)
