@@ -129,7 +129,9 @@ def attach(
                 check_options(options, xargs)
             search = None
             if getattr(request, "use_beam_search", False):
-                search = BeamSearch(_count_beams(request))
+                prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+                has_several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+                search = BeamSearch(beams * (len(prompts) if has_several else 1))
                 if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
                     raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
             session = next(((name, value) for name in SESSION_HEADERS if (value := headers.get(name))), None)
@@ -193,10 +195,3 @@ async def move_xargs(request: Any, raw_request: Any) -> None:
             if merged.setdefault(name, value) != value:
                 raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
     params.extra_args = merged or None
-
-
-def _count_beams(request: Any) -> int:
-    prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
-    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-        return len(prompts) * beams
-    return beams
