@@ -114,14 +114,9 @@ class PromptRequest:
         return probe.logprobs and self.params.logprobs is None
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
-        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already.
-
-        The random numbers of its first tokens must not come again, so the others have a seed of their own.
-        """
-        child, tokens = self._child(index), len(prefix)
-        child.max_tokens = None if child.max_tokens is None else child.max_tokens - tokens
-        child.min_tokens = max(0, child.min_tokens - tokens)
-        child.seed = None if child.seed is None else resumed_seed(child.seed, tokens)
+        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already."""
+        child = self._child(index)
+        leave_rest(child, len(prefix))
         return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
 
     @cached_property
@@ -137,10 +132,16 @@ class PromptRequest:
         return child
 
 
-def resumed_seed(seed: int, tokens: int) -> int:
-    """Return the seed of a candidate with this seed from its token number ``tokens``, from 0, on."""
-    state = np.random.SeedSequence((seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
+def leave_rest(params: SamplingParams, tokens: int) -> None:
+    """Leave in sampling parameters what is left to generate after so many tokens.
+
+    The random numbers of the first tokens must not come again, so the others have a seed of their own.
+    """
+    params.max_tokens = None if params.max_tokens is None else params.max_tokens - tokens
+    params.min_tokens = max(0, params.min_tokens - tokens)
+    if params.seed is not None:
+        state = np.random.SeedSequence((params.seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
+        params.seed = int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
 
 
 def _is_own(name: str) -> bool:
