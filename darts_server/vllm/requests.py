@@ -130,8 +130,9 @@ def attach(
             search = None
             if getattr(request, "use_beam_search", False):
                 prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
-                has_several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
-                search = BeamSearch(beams * (len(prompts) if has_several else 1))
+                if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+                    beams *= len(prompts)
+                search = BeamSearch(beams)
                 if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
                     raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
             session = next(((name, value) for name in SESSION_HEADERS if (value := headers.get(name))), None)
