@@ -159,7 +159,7 @@ class Hub:
     async def listen(self, host: str, port: int = 0) -> int:
         """Listen, and return the port."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _greeting(self._token, self._joined), host, port)
+        self._server = await loop.create_server(lambda: _Greeting(self._token, self._joined).connection, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -172,11 +172,10 @@ class _Greeting:
 
     def __init__(self, token: str, joined: Callable[[Hello, Connection], Receiver]) -> None:
         self._token, self._joined = token, joined
-        self.connection: Connection
-        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self._close_silent)
-
-    def _close_silent(self) -> None:
-        self.connection.close("it did not say who it is")
+        self.connection = Connection(self, HELLO_BYTES)
+        self._timer = asyncio.get_running_loop().call_later(
+            HELLO_SECONDS, self.connection.close, "it did not say who it is"
+        )
 
     def received(self, parts: list[bytes]) -> None:
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
@@ -189,12 +188,6 @@ class _Greeting:
     def lost(self, reason: str) -> None:
         self._timer.cancel()
         logger.warning("a connection to the port of the engines was refused: %s", reason)
-
-
-def _greeting(token: str, joined: Callable[[Hello, Connection], Receiver]) -> Connection:
-    greeting = _Greeting(token, joined)
-    greeting.connection = Connection(greeting, HELLO_BYTES)
-    return greeting.connection
 
 
 async def connect(host: str, port: int, hello: Hello, receiver: Receiver) -> Connection:

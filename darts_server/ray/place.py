@@ -42,14 +42,6 @@ HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Beginnings of the names of environment variables that engines get from this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What Ray reserves for an engine, on one node."""
-
-    gpus: float = 0.0
-    cpus: float = 1.0
-
-
 class HostActor:
     """Runs one host as its child, with the devices that Ray gives this actor, until that ends."""
 
@@ -78,10 +70,10 @@ class HostActor:
 class Placed:
     """Hosts, each of which is started again when it has ended. Implements :class:`darts_server.vllm.launch.Places`."""
 
-    def __init__(self, group: Any, resources: Resources, environment: dict[str, str]) -> None:
+    def __init__(self, group: Any, wanted: dict[str, float], environment: dict[str, str]) -> None:
         self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group = group
-        self._resources = resources
+        self._wanted = wanted
         self._environment = environment
         self._actors: dict[int, Any] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -91,38 +83,32 @@ class Placed:
         failures, pause = 0, FIRST_PAUSE
         while True:
             began = time.monotonic()
-            reason = await self._run(rank, start)
+            actor = self._actors[rank] = (
+                ray.remote(HostActor)
+                .options(
+                    num_cpus=self._wanted["CPU"],
+                    num_gpus=self._wanted.get("GPU", 0.0),
+                    max_concurrency=2,  # so that `end` is called while it runs
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self._group, placement_group_bundle_index=rank
+                    ),
+                )
+                .remote()
+            )
+            try:
+                reason = f"exit code {await actor.run.remote(start, self._environment)}; its log says why"
+            except RayError as error:
+                reason = f"{type(error).__name__}: {error}"
+            finally:
+                with suppress(Exception):
+                    ray.kill(actor)
             lasted = time.monotonic() - began > LASTED_SECONDS
             failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
             logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
             if failures == MAX_FAILURES and not self.given_up.done():
-                error = f"engine {rank} does not start: {reason}"
-                self.given_up.set_exception(InvalidSetting(error))
+                self.given_up.set_exception(InvalidSetting(f"engine {rank} does not start: {reason}"))
                 self.given_up.exception()  # nobody may wait for it any more
             await asyncio.sleep(pause)
-
-    async def _run(self, rank: int, start: bytes) -> str:
-        actor = self._actors[rank] = self._new_actor(rank)
-        try:
-            return f"exit code {await actor.run.remote(start, self._environment)}; its log says why"
-        except RayError as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            with suppress(Exception):
-                ray.kill(actor)
-
-    def _new_actor(self, rank: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        return (
-            ray.remote(HostActor)
-            .options(
-                num_cpus=self._resources.cpus,
-                num_gpus=self._resources.gpus,
-                max_concurrency=2,  # so that `end` is heard
-                scheduling_strategy=strategy,
-            )
-            .remote()
-        )
 
     def restart(self, rank: int) -> None:
         if (actor := self._actors.get(rank)) is not None:
@@ -174,37 +160,24 @@ class Cluster:
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
+            wanted = {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
+            group = placement_group([wanted for _ in starts])
+            if not await asyncio.to_thread(group.wait, 30):
+                remove_placement_group(group)
+                raise InvalidSetting(
+                    f"Ray's cluster has not {len(starts)} x ({gpus:g} GPUs, {self.cpus:g} CPUs) on single nodes that "
+                    f"are free; it has {ray.cluster_resources()}"
+                )
             environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
-            async with keep_running(starts, Resources(gpus, self.cpus), environment) as placed:
+            placed = Placed(group, wanted, environment)
+            tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
+            try:
                 yield placed
+            finally:
+                await placed.stop()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                remove_placement_group(group)
         finally:
             ray.shutdown()
-
-
-@asynccontextmanager
-async def keep_running(
-    starts: Sequence[bytes], resources: Resources, environment: dict[str, str]
-) -> AsyncIterator[Placed]:
-    """Keep a host for each engine running until the block ends.
-
-    Raises:
-        InvalidSetting: the cluster has not what they need.
-    """
-    wanted = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
-    group = placement_group([wanted for _ in starts])
-    if not await asyncio.to_thread(group.wait, 30):
-        remove_placement_group(group)
-        raise InvalidSetting(
-            f"Ray's cluster has not {len(starts)} x ({resources.gpus:g} GPUs, {resources.cpus:g} CPUs) on single nodes "
-            f"that are free; it has {ray.cluster_resources()}"
-        )
-    placed = Placed(group, resources, environment)
-    tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
-    try:
-        yield placed
-    finally:
-        await placed.stop()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        remove_placement_group(group)

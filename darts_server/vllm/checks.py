@@ -50,12 +50,33 @@ def probe_fault(args: Namespace) -> str | None:
 
 def model(args: Namespace) -> tuple[str, str | None]:
     """Check that the model's folder is complete, or that the model is cached or on the hub."""
-    name = str(args.model)
+    name, path = str(args.model), Path(str(args.model))
     if "://" in name:
         return f"{name}: not checked", None
-    if Path(name).exists() or name.startswith(("/", ".", "~")):
-        return _check_folder(Path(name))
-    return _check_hub(name, args.revision)
+    if path.exists() or name.startswith(("/", ".", "~")):
+        name = str(path)
+        if path.is_file():
+            return name, None
+        if not path.is_dir():
+            return name, "the folder does not exist; correct the path"
+        if not any((path / file).is_file() for file in CONFIG_FILES):
+            return name, f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
+        return name, None
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return f"{name}: not checked", None
+    from huggingface_hub import constants, file_exists, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, CONFIG_FILES[0], revision=args.revision), str):
+        return f"{name}, cached", None
+    if constants.HF_HUB_OFFLINE:
+        return name, "it is not cached, and HF_HUB_OFFLINE is set; download it first, or pass a folder"
+    try:
+        found = file_exists(name, CONFIG_FILES[0], revision=args.revision)
+    except Exception as error:  # any error of the network or the hub is the check's result
+        return name, f"it is not cached, and cannot be downloaded: {type(error).__name__}: {error}"
+    if not found:
+        return name, f"it has no {CONFIG_FILES[0]} on the hub; correct the name, or set HF_TOKEN if it is not public"
+    return f"{name}, to be downloaded", None
 
 
 def model_bytes(args: Namespace) -> int | None:
@@ -64,31 +85,3 @@ def model_bytes(args: Namespace) -> int | None:
     if not folder.is_dir():
         return None
     return sum(file.stat().st_size for pattern in WEIGHTS for file in folder.glob(pattern)) or None
-
-
-def _check_folder(path: Path) -> tuple[str, str | None]:
-    if path.is_file():
-        return str(path), None
-    if not path.is_dir():
-        return str(path), "the folder does not exist; correct the path"
-    if not any((path / file).is_file() for file in CONFIG_FILES):
-        return str(path), f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
-    return str(path), None
-
-
-def _check_hub(name: str, revision: str | None) -> tuple[str, str | None]:
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return f"{name}: not checked", None
-    from huggingface_hub import constants, file_exists, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(name, CONFIG_FILES[0], revision=revision), str):
-        return f"{name}, cached", None
-    if constants.HF_HUB_OFFLINE:
-        return name, "it is not cached, and HF_HUB_OFFLINE is set; download it first, or pass a folder"
-    try:
-        found = file_exists(name, CONFIG_FILES[0], revision=revision)
-    except Exception as error:  # any error of the network or the hub is the check's result
-        return name, f"it is not cached, and cannot be downloaded: {type(error).__name__}: {error}"
-    if not found:
-        return name, f"it has no {CONFIG_FILES[0]} on the hub; correct the name, or set HF_TOKEN if it is not public"
-    return f"{name}, to be downloaded", None

@@ -192,7 +192,11 @@ class ControlledLLM(AsyncLLM):
             self.written_by_trainer = True
             await update()
 
-        await (write() if self.updates is None else self.updates.external.write(write, _tensor_names(request)))
+        # The names of the tensors, where vLLM's transfer backend lists them beforehand.
+        infos = request.update_info if isinstance(request.update_info, list) else [request.update_info]
+        listed = infos[0].get("names") if infos and isinstance(infos[0], dict) else None
+        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+        await (write() if self.updates is None else self.updates.external.write(write, names))
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
         """Call `update_weights` with what vLLM's route takes as ``update_info``."""
@@ -208,13 +212,6 @@ class ControlledLLM(AsyncLLM):
             self.weight_version = version
 
         await (finish_as(self.weight_version + 1) if self.updates is None else self.updates.external.finish(finish_as))
-
-
-def _tensor_names(request: Any) -> list[str]:
-    """Names of the tensors that the request brings, where vLLM's transfer backend lists them beforehand."""
-    infos = request.update_info if isinstance(request.update_info, list) else [request.update_info]
-    names = infos[0].get("names") if infos and isinstance(infos[0], dict) else None
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 class EnginePause:

@@ -6,7 +6,7 @@ when its log-probs are. Each is made without the other: native routes read the t
 and a candidate that is discarded never costs what they take, nor does what is cut off.
 
 The text of a request with stop strings is not deferred, since these are searched for in it as it grows, and neither is
-anything of a candidate that goes on with earlier tokens (:mod:`darts_server.vllm.resume`).
+anything of a candidate that goes on with earlier tokens (:func:`darts_server.vllm.prompt_request.begin_with`).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
@@ -37,7 +37,6 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import LogprobsLists
 
 from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import truncate_optional
 from darts_server.vllm.outputs import new_detokenizer, token_logprobs
 
 SLICE = 512
@@ -326,6 +325,22 @@ def truncate_output(
     copied = copy(output)
     copied.outputs = [DeferredCompletion.of(whole, partial(_detokenize, new), collected, changes, tokens)]
     return copied
+
+
+def truncate_optional(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
+    """Return the fields of a truncated output that only some versions and options of vLLM give it, if it has them.
+
+    They are the sampling mask (which tokens could be sampled), the experts of each token, those of the prompt first,
+    and the weight versions.
+    """
+    changes: dict[str, Any] = {}
+    if (mask := getattr(completion, "sampling_mask", None)) is not None:
+        changes["sampling_mask"] = replace(mask, token_ids=mask.token_ids[:tokens])
+    if (experts := getattr(completion, "routed_experts", None)) is not None:
+        changes["routed_experts"] = experts[: len(experts) - max(0, len(completion.token_ids) - tokens)]
+    if (spans := getattr(completion, "weight_versions", None)) is not None:
+        changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
+    return changes
 
 
 async def make_deferred(output: RequestOutput, *names: str) -> None:

@@ -14,13 +14,13 @@ It relies on six details of vLLM that are not documented, each covered by a test
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
 
-from vllm import SamplingParams
+from vllm import SamplingParams, exceptions
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -40,7 +40,6 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.voting.runner import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
-from darts_server.vllm.compat.engine import BUSY, REFUSALS
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import (
     CachingTokenizer,
@@ -52,12 +51,14 @@ from darts_server.vllm.deferred import (
 )
 from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
 from darts_server.vllm.probe.receiver import ProbeReceiver
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.prompt_request import PromptRequest, begin_with, check_resumable
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
-from darts_server.vllm.resume import begin_with, check_resumable
+from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
 
+# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`, which 0.26 does not have.
+BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 UNUSABLE_GRAMMAR = (
@@ -313,15 +314,6 @@ class Aborts:
             for request_id, collector in collectors.items():
                 if collector.output is None:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
-
-
-@contextmanager
-def raise_vllm_errors() -> Iterator[None]:
-    """Replace the port's exceptions by vLLM's own, which its routes map to the right HTTP status."""
-    try:
-        yield
-    except (EngineRefused, EngineBusy, EngineDead) as error:
-        raise (error.__cause__ or error) from None
 
 
 def translate(error: Exception) -> EngineError:

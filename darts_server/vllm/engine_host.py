@@ -59,7 +59,6 @@ class Relay:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self.connection: Connection | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def received(self, parts: list[bytes]) -> None:
@@ -69,35 +68,6 @@ class Relay:
         if not self.ended.done():
             self.ended.set_result(f"the connection to the coordinator has ended: {reason}")
 
-    async def close(self) -> None:
-        """Close the connection."""
-        if self.connection is not None:
-            self.connection.close("the engine has ended")
-            await asyncio.sleep(0)  # in which it is
-
-
-async def hand_on(engine: LocalEngine, connection: Connection) -> str:
-    """Hand the engine's messages on until it is dead; return why."""
-    socket: Any = engine.resources.output_socket
-    while True:
-        parts = await socket.recv_multipart()
-        connection.send(parts)
-        if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
-            return "the engine has died"
-
-
-async def watch(engine: LocalEngine) -> str:
-    """Return why an engine has ended that could not say so."""
-    manager: Any = engine.resources.engine_manager
-    while not manager.finished_procs():
-        await asyncio.sleep(WATCH_SECONDS)
-    return f"the engine was ended: {manager.finished_procs()}"
-
-
-async def hand_on_hidden_states(socket: zmq.asyncio.Socket, connection: Connection) -> None:
-    while True:
-        connection.send([HIDDEN_STATES, *await socket.recv_multipart()])
-
 
 async def run(start: Start, folder: Path) -> str:
     """Run an engine until it ends, or is not wanted any more; return why. ``folder``: for sockets."""
@@ -105,7 +75,28 @@ async def run(start: Start, folder: Path) -> str:
     args = server.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
+    manager: Any = engine.resources.engine_manager
+    socket: Any = engine.resources.output_socket
+    connection: Connection | None = None
     tasks: list[asyncio.Future[Any]] = []
+
+    async def hand_on_outputs(connection: Connection) -> str:
+        while True:
+            parts = await socket.recv_multipart()
+            connection.send(parts)
+            if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
+                return "the engine has died"
+
+    async def hand_on_hidden_states(connection: Connection) -> str:
+        while True:
+            connection.send([HIDDEN_STATES, *await hidden_states.recv_multipart()])
+
+    async def watch() -> str:
+        """Return why an engine has ended that could not say so."""
+        while not manager.finished_procs():
+            await asyncio.sleep(WATCH_SECONDS)
+        return f"the engine was ended: {manager.finished_procs()}"
+
     with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as hidden_states:
         try:
             hidden_states.setsockopt(zmq.RCVHWM, 0)
@@ -113,19 +104,17 @@ async def run(start: Start, folder: Path) -> str:
             hidden_states.bind(address)
             relay = Relay(engine)
             hello = Hello(start.token, start.rank, engine.ready, address)
-            relay.connection = connection = await connect(start.host, start.port, hello, relay)
-            tasks = [
-                asyncio.ensure_future(hand_on(engine, connection)),
-                asyncio.ensure_future(hand_on_hidden_states(hidden_states, connection)),
-                asyncio.ensure_future(watch(engine)),
-                relay.ended,
-            ]
+            connection = await connect(start.host, start.port, hello, relay)
+            works = hand_on_outputs(connection), hand_on_hidden_states(connection), watch()
+            tasks = [*map(asyncio.ensure_future, works), relay.ended]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return str(ended.pop().result())
         finally:
             for task in tasks:
                 task.cancel()
-            await relay.close()  # before what takes seconds: its requests are waited for
+            if connection is not None:  # before what takes seconds: its requests are waited for
+                connection.close("the engine has ended")
+                await asyncio.sleep(0)  # in which it is
             engine.shutdown()
 
 

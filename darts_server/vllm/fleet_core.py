@@ -33,8 +33,7 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.vllm.deferred import is_candidate
 from darts_server.vllm.held import number_of
 from darts_server.vllm.probe.capture import INSTALL
-from darts_server.vllm.prompt_request import resumed_seed
-from darts_server.vllm.resume import depends_on_prompt_end
+from darts_server.vllm.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
 
@@ -158,10 +157,12 @@ class FleetCore(AsyncMPClient):
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
 
+        0 seconds: none is given up.
+
         Polls are counted rather than read from a clock: time in which this process did not run does not count.
         """
         interval = min(1.0, seconds / 4)
-        while True:
+        while seconds:
             await asyncio.sleep(interval)
             for engine in list(self.engines.values()):
                 engine.silent = engine.silent + interval if engine.requests and should_send() else 0.0
@@ -246,9 +247,17 @@ class FleetCore(AsyncMPClient):
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all engines; return the results of those that are not lost meanwhile. Those that come get the state."""
+        """Call all engines; return the results of those that are not lost meanwhile. Those that come get the state.
+
+        Raises:
+            EngineError: vLLM's own transfer of weights would not reach all engines that have joined it.
+        """
         if method == "collective_rpc":
-            self._check_transfer(args[0])
+            engines = [self.engines[name] for name in self.core_engines]
+            if args[0] == INIT_TRANSFER:
+                self._transfer = engines
+            elif args[0] in TRANSFERS and self._transfer not in (None, engines):
+                raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
         calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = [each for each in results if not isinstance(each, EngineLost)]
@@ -265,18 +274,6 @@ class FleetCore(AsyncMPClient):
         if len(results) > 1 and all(isinstance(each, bool) for each in results):
             return all(results)
         return results[0] if results else None
-
-    def _check_transfer(self, called: str) -> None:
-        """Check that vLLM's own transfers of weights reach those engines that have joined them.
-
-        Raises:
-            EngineError
-        """
-        engines = [self.engines[name] for name in self.core_engines]
-        if called == INIT_TRANSFER:
-            self._transfer = engines
-        elif called in TRANSFERS and self._transfer not in (None, engines):
-            raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
@@ -341,12 +338,12 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     if params is None or not tokens:
         return follower
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
-    if extends_prompt and depends_on_prompt_end(params) is None and not has_more_than_tokens(state):
+    # Experts and sampling masks cannot be joined where a request goes on with another prompt.
+    has_more = state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None)
+    if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
-        follower.sampling_params = rest = copy(params)
-        rest.max_tokens = None if params.max_tokens is None else params.max_tokens - len(tokens)
-        rest.min_tokens = max(0, params.min_tokens - len(tokens))
-        rest.seed = None if params.seed is None else resumed_seed(params.seed, len(tokens))
+        follower.sampling_params = copy(params)
+        leave_rest(follower.sampling_params, len(tokens))
         return follower
     if params.output_kind != RequestOutputKind.FINAL_ONLY:
         return None
@@ -360,11 +357,6 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
 def aborted(requests: Iterable[str]) -> list[EngineCoreOutput]:
     """Return what an engine sends of requests that it has aborted."""
     return [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]
-
-
-def has_more_than_tokens(state: RequestState) -> bool:
-    """Whether outputs of a request have what cannot be joined where it goes on with another prompt."""
-    return bool(state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None))
 
 
 class Engine:

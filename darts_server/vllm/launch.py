@@ -5,9 +5,10 @@ import hashlib
 import json
 import secrets
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -131,11 +132,13 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
             if not coming.done():
                 coming.cancel()
                 places.given_up.result()
-            with in_place_of_vllms_client(core):
+            # vLLM makes its client of the engine while that starts.
+            with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: core)):
                 async with start_engine(args, config=config) as running:
-                    core.processor = running.llm.output_processor
-                    core.bring_to_state = Joining(running).bring_to_state
-                    watching = asyncio.ensure_future(watch(core, running.llm, fleet.watchdog))
+                    llm = running.llm
+                    core.processor = llm.output_processor
+                    core.bring_to_state = partial(bring_to_state, llm, running.model)
+                    watching = asyncio.ensure_future(core.lose_silent(fleet.watchdog, lambda: llm.should_respond))
                     try:
                         yield running
                     finally:
@@ -155,53 +158,36 @@ def without_keys(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-async def watch(core: FleetCore, llm: ShapingLLM, seconds: float) -> None:
-    if seconds:
-        await core.lose_silent(seconds, lambda: llm.should_respond)
+async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
+    """Return when an engine that has started again has the weights, LoRA adapters and pause of the others.
 
+    In a turn of the event loop in which they have not changed since.
 
-class Joining:
-    """Brings an engine that has started again to the state of the others."""
+    Raises:
+        UpdateFailed: it could not load them.
+    """
+    core: Any = llm.engine_core
 
-    def __init__(self, running: RunningEngine) -> None:
-        self._llm, self._model = running.llm, running.model
+    def state_of_others() -> tuple[Any, ...]:
+        return model.state, llm.weight_version, llm.engine_pause.is_wanted
 
-    async def bring_to_state(self, engine: Engine) -> None:
-        """Return when an engine has the weights, the LoRA adapters and the pause of the others, in a turn of the event
-        loop in which they have not changed since.
-
-        Raises:
-            UpdateFailed: it could not load them.
-        """
-        core: Any = self._llm.engine_core
-        while True:
-            while self._is_changing():
-                await asyncio.sleep(JOIN_POLL_SECONDS)
-            state = self._state()
-            try:
-                await self._model.bring_to_state(engine.name)
-            except UpdateFailed:
-                if state == self._state():  # otherwise other weights have taken the place of these
-                    raise
-            pause = ("pause_scheduler", "keep", True) if self._llm.engine_pause.is_wanted else ("resume_scheduler",)
-            await core._call_utility_async(*pause, engine=engine.name)
-            if state == self._state() and not self._is_changing():
-                return
-
-    def _is_changing(self) -> bool:
+    def is_changing() -> bool:
         """Whether it has to wait; for the next weights from files, if those of now are in none."""
-        updates = self._llm.updates
-        return self._llm.written_by_trainer or (updates is not None and not updates.coordinator.is_settled)
+        return llm.written_by_trainer or (llm.updates is not None and not llm.updates.coordinator.is_settled)
 
-    def _state(self) -> tuple[Any, ...]:
-        return self._model.state, self._llm.weight_version, self._llm.engine_pause.is_wanted
-
-
-@contextmanager
-def in_place_of_vllms_client(core: FleetCore) -> Iterator[None]:
-    """Let vLLM use this client of its engine."""
-    with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: core)):
-        yield
+    while True:
+        while is_changing():
+            await asyncio.sleep(JOIN_POLL_SECONDS)
+        state = state_of_others()
+        try:
+            await model.bring_to_state(engine.name)
+        except UpdateFailed:
+            if state == state_of_others():  # otherwise other weights have taken the place of these
+                raise
+        pause = ("pause_scheduler", "keep", True) if llm.engine_pause.is_wanted else ("resume_scheduler",)
+        await core._call_utility_async(*pause, engine=engine.name)
+        if state == state_of_others() and not is_changing():
+            return
 
 
 @asynccontextmanager
@@ -245,7 +231,9 @@ def fingerprint_of(config: VllmConfig) -> str:
 
     To be called before the weights are loaded: files that are replaced later give another one at the next start.
     """
-    model = config.model_config
+    model, path = config.model_config, Path(config.model_config.model)
+    paths = [path] if path.is_file() else [file for pattern in MODEL_FILES for file in path.glob(pattern)]
+    stats = [(file, file.stat()) for file in sorted(paths) if file.is_file()]
     described = {
         "model": model.model,
         "revision": model.revision,
@@ -255,13 +243,6 @@ def fingerprint_of(config: VllmConfig) -> str:
         "max_model_len": model.max_model_len,
         "config": [model.hf_config_path, repr(model.hf_overrides)],  # such as another rope scaling
         "load_format": str(config.load_config.load_format),
-        "files": _files(Path(model.model)),
+        "files": [(str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns) for file, stat in stats],
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _files(model: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of each file that belongs to a model; none of a name on a hub."""
-    paths = [model] if model.is_file() else [path for pattern in MODEL_FILES for path in model.glob(pattern)]
-    stats = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
-    return [(str(path.relative_to(model)), stat.st_size, stat.st_mtime_ns) for path, stat in stats]

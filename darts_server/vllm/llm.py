@@ -2,10 +2,9 @@
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import ExitStack, aclosing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -16,28 +15,21 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.exceptions import DartsError
+from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
-from darts_server.rollout.turns import Turn
+from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.deferred import make_deferred
-from darts_server.vllm.engine import VllmRollouts, raise_vllm_errors
-from darts_server.vllm.outputs import merge_outputs, to_choice
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.engine import VllmRollouts
+from darts_server.vllm.outputs import ABORTED, merge_outputs, to_choice
+from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
-from darts_server.vllm.requests import (
-    current_beam_search,
-    current_options,
-    current_session,
-    note_named_prompt,
-    note_shaped,
-)
-from darts_server.vllm.turns import make_turn, remember_answers
+from darts_server.vllm.requests import RouteCall, current_route
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02
@@ -45,6 +37,51 @@ ANSWER_SECONDS = 3.0
 """Less than `HAND_BACK_SECONDS`, within which batches are handed back too."""
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options from header and model alias with those in ``vllm_xargs``; raises ``InvalidRequest``."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A call of ``generate()``, made once and handed down until its last output.
+
+    ``ticket``: holds its candidates. ``turn``: gets the rank of the engine that runs it, before its first output.
+    ``turns``: where its answers are remembered; ``None``: nowhere. ``plan``: by which it is shaped, if it is.
+    ``prompt_key``: for which its lengths are learned; empty for none. ``group_name``: the caller's, of single requests.
+    ``answers_at_stop``: the caller takes what was generated, if the server stops, in place of an error.
+    """
+
+    request: PromptRequest
+    route: RouteCall
+    ticket: Ticket
+    turn: Turn = field(default_factory=Turn)
+    turns: Turns | None = None
+    plan: Plan | None = None
+    prompt_key: str = ""
+    group_name: str | None = None
+    answers_at_stop: bool = False
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _ends: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Length and finish reason of each choice that has ended, by its index."""
+
+    def record(self, output: RequestOutput) -> None:
+        """Record what an output has, and remember the answers that it ends."""
+        if self.turns is None:
+            return
+        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
+        for choice in output.outputs:
+            if choice.finish_reason is None and not is_delta:
+                continue
+            self._tokens.setdefault(choice.index, []).extend(choice.token_ids)
+            if (reason := choice.finish_reason) is not None:
+                tokens = self._tokens.pop(choice.index)
+                self._ends[choice.index] = len(tokens), reason
+                self.turns.add_answer(self.turn, tokens, aborted=reason == ABORTED)
+
+    def all_lengths(self) -> list[tuple[int, FinishReason]] | None:
+        """Return lengths and finish reasons of all trajectories; ``None`` if not all have finished, or by no key."""
+        reasons = {reason for _, reason in self._ends.values()}
+        if not self.prompt_key or len(self._ends) != self.request.params.n or not reasons <= set(FinishReason):
+            return None
+        return [(tokens, FinishReason(reason)) for _, (tokens, reason) in sorted(self._ends.items())]
 
 
 class ShapingLLM(ControlledLLM):
@@ -80,50 +117,45 @@ class ShapingLLM(ControlledLLM):
         """
         check_name("request_id", request_id, REQUEST_ID_CHARS)
         check_name("session_id", options.get("session_id") or "")
-        request = PromptRequest(prompt, sampling_params, request_id, options)
+        request, route = PromptRequest(prompt, sampling_params, request_id, options), current_route()
         check_request(self.vllm_config, request)
-        shaping = self._merge_options(current_options(), sampling_params.extra_args or {})
-        if self.rollouts is None or isinstance(prompt, EngineCoreRequest | AsyncGenerator):
-            ticket = self._admit_unshaped(sampling_params.n)
-            outputs = self._generate_unshaped(prompt, sampling_params, request_id, options, ticket)
-            return _releasing(self._answer_at_stop(shaping, request_id, outputs), ticket)
-        turn = make_turn(request, shaping, current_session(), caller.get().name, self.tokenizer)
-        group_name = shaping.group_id or self.rollouts.planner.limits.group_name(turn.session)
-        turn.names_group = group_name is not None
-        plan = self.rollouts.plan(sampling_params.n, shaping, turn)
-        shaping = replace(shaping, group_id=group_name)
-        outputs, ticket = self._admit(plan, request, shaping, turn)
-        outputs = self._answer_at_stop(shaping, request_id, outputs)
-        return _releasing(remember_answers(self.rollouts.turns, turn, request, outputs), ticket)
-
-    def _admit(
-        self, plan: Plan | None, request: PromptRequest, shaping: RequestOptions, turn: Turn
-    ) -> tuple[AsyncGenerator[RequestOutput, None], Ticket]:
-        """Admit a request under its plan. Returns its outputs, and what holds its candidates.
-
-        ``turn``: gets the rank of the engine that runs it, before its first output.
-        """
-        if plan is None:
-            ticket = self._admit_unshaped(request.params.n)
-            outputs = self._generate_turn(request, turn, ticket)
+        shaping = self._merge_options(route.options, sampling_params.extra_args or {})
+        rollouts, n, search = self.rollouts, sampling_params.n, route.search
+        turns, turn, plan, prompt_key, group_name = None, Turn(), None, "", None
+        if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
+            turns, turn = rollouts.turns, make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
+            group_name = shaping.group_id or rollouts.planner.limits.group_name(turn.session)
+            turn.names_group = group_name is not None
+            plan = rollouts.plan(n, shaping, turn)
+            if plan is not None:
+                check_group(self, request)
             # What names `off` itself, or the model `MODEL:raw`, may be an evaluation: none of what is trained on.
-            if request.params.n > 1 and shaping.policy is None:
-                outputs = self._learn_lengths(request, self._prompt_key(request, shaping), outputs)
-            return outputs, ticket
-        check_group(self, request)
-        prompt_key = self._prompt_key(request, shaping)
-        assert self.rollouts is not None
-        if plan.single:
-            ticket = self.admission.admit(1)
-            name = shaping.group_id
-            # Callers with different keys must not answer each other's requests.
-            join_key = f"{caller.get().name}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
-            joining = JoinRequest(request, request.request_id, plan, prompt_key, join_key, ticket, name, request.tokens)
-            turn.group_size = plan.size
-            return self._generate_joined(joining, turn), ticket
-        ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
-        note_shaped(request.request_id)
-        return self._generate_group(plan, request, prompt_key, ticket, turn), ticket
+            if plan is not None or (n > 1 and shaping.policy is None):
+                prompt_key = route.name_prompt(request.prompt_key, shaping.prompt_key)
+        # Last, as what raises must not hold candidates.
+        if rollouts is not None and plan is not None:
+            ticket = self.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
+            if plan.single:
+                turn.group_size = plan.size
+            else:
+                route.groups.append(request_id)
+        elif search is None:
+            ticket = self.admission.admit(n)
+        else:
+            if search.ticket is None:
+                search.ticket = self.admission.admit(search.beams)
+                search.ticket.mark_started()
+            ticket = search.ticket.split(0)
+        answers_at_stop = shaping.on_stop == "answer" and search is None
+        generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
+        outputs, loop = self._serve(generation), asyncio.get_running_loop()
+
+        def release() -> None:  # in any thread: that of the garbage collector
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ticket.release)
+
+        finalize(outputs, release).atexit = False  # one that is never iterated does not run its `finally`
+        return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Check the options of a request for one trajectory that is not rendered yet.
@@ -140,133 +172,111 @@ class ShapingLLM(ControlledLLM):
         """Which requests are admitted: all, as long as nothing is shaped."""
         return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
 
-    @staticmethod
-    def _prompt_key(request: PromptRequest, options: RequestOptions) -> str:
-        if options.prompt_key is None:
-            return request.prompt_key
-        note_named_prompt(request.prompt_key)
-        return options.prompt_key
+    async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's outputs, and record its answers before its caller gets their ends."""
+        plan = generation.plan
+        if plan is None:
+            outputs = self._generate_unshaped(generation)
+        else:
+            outputs = (self._generate_joined if plan.single else self._generate_group)(generation, plan)
+        request_id = generation.request.request_id
+        if generation.answers_at_stop:
+            self._answered_at_stop.append(request_id)
+        try:
+            with generation.ticket:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        generation.record(output)
+                        yield output
+        except (EngineRefused, EngineBusy, EngineDead) as error:
+            raise (error.__cause__ or error) from None  # vLLM's own, which its routes map to the right HTTP status
+        finally:
+            if generation.answers_at_stop:
+                self._answered_at_stop.remove(request_id)
+        if plan is None and self.rollouts is not None and (lengths := generation.all_lengths()) is not None:
+            self.rollouts.learn_unshaped(generation.prompt_key, lengths)
 
-    def _admit_unshaped(self, n: int) -> Ticket:
-        search = current_beam_search()
-        if search is None:
-            return self.admission.admit(n)
-        if search.ticket is None:
-            search.ticket = self.admission.admit(search.beams)
-            search.ticket.mark_started()
-        return search.ticket.split(0)
-
-    async def _generate_turn(
-        self, request: PromptRequest, turn: Turn, ticket: Ticket
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate unshaped, a later turn on the engine that has its prefix."""
+    async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as vLLM does, a later turn on the engine that has its prefix."""
+        request, turn = generation.request, generation.turn
         options = on_rank(self, request.options, turn.rank)
         turn.rank = rank_of(options)
-        outputs = self._generate_unshaped(request.prompt, request.params, request.request_id, options, ticket)
+        if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
+            order = self.rollouts.starting_order(None).of()
+            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+        outputs = super().generate(request.prompt, request.params, request.request_id, **options)
         with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-
-    async def _learn_lengths(
-        self, request: PromptRequest, prompt_key: str, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Learn the lengths of a request under the server's policy `off`, once all of its trajectories have ended."""
-        assert self.rollouts is not None
-        is_delta = request.params.output_kind is RequestOutputKind.DELTA
-        tokens, reasons = Counter[int](), dict[int, str]()
-        async with aclosing(outputs):
-            async for output in outputs:
-                for choice in output.outputs:
-                    tokens[choice.index] = is_delta * tokens[choice.index] + len(choice.token_ids)
-                    if choice.finish_reason is not None:
-                        reasons[choice.index] = choice.finish_reason
-                yield output
-        if len(reasons) == request.params.n and set(reasons.values()) <= set(FinishReason):
-            self.rollouts.learn_unshaped(prompt_key, [(tokens[i], FinishReason(reasons[i])) for i in sorted(reasons)])
-
-    async def _generate_unshaped(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any], ticket: Ticket
-    ) -> AsyncGenerator[RequestOutput, None]:
-        with ticket:
-            if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
-                order = self.rollouts.starting_order(None).of()
-                options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
-            outputs = super().generate(prompt, params, request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
-                ticket.mark_started()
-                with _unwrap_own_errors():
+                generation.ticket.mark_started()
+                try:
                     async for output in outputs:
                         yield output
+                except Exception as error:
+                    if isinstance(error.__cause__, DartsError):  # that of `fail`, which vLLM wraps in one of its own
+                        raise error.__cause__ from None
+                    raise
 
-    async def _generate_group(
-        self, plan: Plan, request: PromptRequest, prompt_key: str, ticket: Ticket, turn: Turn
-    ) -> AsyncGenerator[RequestOutput, None]:
-        assert self.rollouts is not None
+    async def _generate_group(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
+        """Generate a group. A stream has each trajectory whole, as soon as it is known to belong to the group."""
+        request, prompt_key, turn = generation.request, generation.prompt_key, generation.turn
+        rollouts, ticket = self.rollouts, generation.ticket
+        assert rollouts is not None
         # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
+        seed = request.tail_seed
         spec = GroupSpec.of_plan(
-            plan, request, request.request_id, prompt_key, request.tail_seed, early=streaming, on_abort=OnAbort.ANSWER
+            plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER
         )
-        with ticket, raise_vllm_errors():
-            async with self.gate.enter():
-                aborts = self.rollouts.aborts
-                allocation = await self.rollouts.allocator.allocate(plan, prompt_key, request.tokens)
-                allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-                run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
-                if self.rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
-                    run.abort()
-                try:
-                    if streaming:
-                        async for output in self._stream(request, run.trajectories(), plan.size):
-                            turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
-                            yield output
-                    else:
-                        selected = {}
-                        async for trajectory in run.trajectories():
-                            await make_deferred(trajectory.output)
-                            selected[trajectory.index] = trajectory.output
-                        turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
-                        yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
-                finally:
-                    run.cancel()
+        async with self.gate.enter():
+            aborts = rollouts.aborts
+            allocation = await rollouts.allocator.allocate(plan, prompt_key, request.tokens)
+            allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
+            run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+            if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
+                run.abort()
+            try:
+                # Choice indices are shuffled: in order of delivery they would reveal the length rank.
+                indices = random.Random(repr(seed) if seed else None).sample(range(plan.size), plan.size)
+                selected: dict[int, RequestOutput] = {}
+                async for trajectory in run.trajectories():
+                    await make_deferred(trajectory.output)
+                    if not streaming:
+                        selected[trajectory.index] = trajectory.output
+                        continue
+                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
+                    output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
+                    if len(indices) < plan.size - 1:  # the first one has them
+                        output.prompt_logprobs = None
+                    yield output
+                if not streaming:
+                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
+                    yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
+            finally:
+                run.cancel()
 
-    async def _generate_joined(
-        self, request: JoinRequest[PromptRequest], turn: Turn
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _generate_joined(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
+        """Generate one trajectory as part of a group of single requests."""
+        request, name, ticket = generation.request, generation.group_name, generation.ticket
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        with request.ticket, raise_vllm_errors(), ExitStack() as joined:
+        # Callers with different keys must not answer each other's requests.
+        join_key = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+        joining = JoinRequest(
+            request, request.request_id, plan, generation.prompt_key, join_key, ticket, name, request.tokens
+        )
+        with ExitStack() as joined:
 
             def join(group_id: str) -> None:
                 """Called before the request's candidate starts."""
-                note_shaped(group_id)
+                generation.route.groups.append(group_id)
                 joined.enter_context(self.ranks.joined(request.request_id, group_id))
 
             # A closed gate must not keep out a request that a running group waits for.
-            async with self.gate.enter(skip_wait=joiner.expects(request.join_key)):
-                output = await joiner.join(request, join)
-            turn.rank = rank_of(request.request.options, self.ranks.of(self.ranks.group_of(request.request_id)))
+            async with self.gate.enter(skip_wait=joiner.expects(join_key)):
+                output = await joiner.join(joining, join)
+            generation.turn.rank = rank_of(request.options, self.ranks.of(self.ranks.group_of(request.request_id)))
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
-
-    async def _stream(
-        self, request: PromptRequest, trajectories: Any, size: int
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield each trajectory whole, as soon as it is known to belong to the group.
-
-        Choice indices are shuffled: in order of delivery they would reveal the length rank.
-        """
-        seed: Sequence[int] | None = request.tail_seed
-        indices = random.Random(repr(seed) if seed else None).sample(range(size), size)
-        is_first = True
-        async for trajectory in trajectories:
-            await make_deferred(trajectory.output)
-            output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
-            if not is_first:
-                output.prompt_logprobs = None
-            is_first = False
-            yield output
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
@@ -301,24 +311,6 @@ class ShapingLLM(ControlledLLM):
             for group_id in ids:
                 self.rollouts.abort(group_id)
 
-    def _answer_at_stop(
-        self, options: RequestOptions, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Let `hand_back` end a request while its outputs are read, if its caller wants that."""
-        if options.on_stop != "answer" or current_beam_search() is not None:
-            return outputs
-
-        async def tracked() -> AsyncGenerator[RequestOutput, None]:
-            self._answered_at_stop.append(request_id)
-            try:
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        yield output
-            finally:
-                self._answered_at_stop.remove(request_id)
-
-        return tracked()
-
     @cached_property
     def _answered_at_stop(self) -> list[str]:
         """Ids of running requests whose callers take what was generated, if the server stops, in place of an error."""
@@ -347,26 +339,3 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
-
-
-def _releasing(outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:
-    """Release the ticket when ``outputs`` is dropped: one that is never iterated does not run its ``finally``."""
-    loop = asyncio.get_running_loop()
-
-    def release() -> None:  # in any thread: that of the garbage collector
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ticket.release)
-
-    finalize(outputs, release).atexit = False
-    return outputs
-
-
-@contextmanager
-def _unwrap_own_errors() -> Iterator[None]:
-    """Raise the error of `ShapingLLM.fail`, which vLLM wraps in one of its own."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error.__cause__, DartsError):
-            raise error.__cause__ from None
-        raise

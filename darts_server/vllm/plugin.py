@@ -39,10 +39,11 @@ def prepare_process() -> None:
     """Prepare a process of the engine. vLLM calls this in the server's process too."""
     share_cores()
     end_with_parent()
-    end_with_threads()
     if (engine := sys.modules.get(ENGINE)) is not None:  # not a worker's process
         from darts_server.vllm.held import hold_outputs
 
+        for name in SOCKET_THREADS:
+            setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
         hold_outputs(engine.EngineCoreProc)
 
 
@@ -58,35 +59,27 @@ def share_cores() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]  # it imports it
-    if (reader := getattr(shm_broadcast, "SpinCondition", None)) is not None:
-        reader.wait = _notified(getattr(reader.wait, "__wrapped__", reader.wait))
-
-
-def _notified(vllms: Callable[..., None]) -> Callable[..., None]:
-    """Let a reader wait for the notification of a message from the start. Polling took a fifth of a core."""
+    if (reader := getattr(shm_broadcast, "SpinCondition", None)) is None:
+        return
+    vllms = getattr(reader.wait, "__wrapped__", reader.wait)
 
     @wraps(vllms)
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
+        """Wait for the notification of a message from the start. Polling took a fifth of a core."""
         self.busy_loop_s = 0.0
         if time.monotonic() <= self.last_read + BUSY_SECONDS:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
         vllms(self, timeout_ms)
 
-    return wait_for_notification
-
-
-def end_with_threads() -> None:
-    """End the engine if a thread of its sockets ends with an exception.
-
-    Python prints the exception and goes on, so the engine would wait for requests that no thread receives any more.
-    """
-    if (engine := sys.modules.get(ENGINE)) is None:  # a worker's process
-        return
-    for name in SOCKET_THREADS:
-        setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
+    reader.wait = wait_for_notification
 
 
 def _fatal(run: Callable[..., None]) -> Callable[..., None]:
+    """End the engine if this thread of its sockets ends with an exception.
+
+    Python prints the exception and goes on, so the engine would wait for requests that no thread receives any more.
+    """
+
     @wraps(run)
     def run_or_fail(self: Any, *args: Any) -> None:
         from vllm.v1.engine import EngineCoreRequestType

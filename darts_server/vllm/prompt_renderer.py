@@ -13,12 +13,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
-from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.compat.entrypoints import load_chat_template
 from darts_server.vllm.deferred import TEXT, make_deferred, sampled_logprobs
 from darts_server.vllm.outputs import ABORTED
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.sampling import SamplingReader, named_parameter
+from darts_server.vllm.sampling import REFUSALS, SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request
 
 
@@ -43,7 +42,9 @@ class VllmPromptRenderer:
     ) -> PromptRequest:
         params = self._sampling.read(sampling, size)
         rendered = await self._render(prompt)
-        params.max_tokens = self._limit_max_tokens(rendered, params.max_tokens)
+        # What the prompt leaves of the model's context, as by vLLM's routes.
+        left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
+        params.max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         request = PromptRequest(rendered, params, request_id)
         try:
             check_request(self._llm.vllm_config, request)
@@ -73,17 +74,12 @@ class VllmPromptRenderer:
         reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
         return Sample(tokens, logprobs, completion.text, reason)
 
-    def _limit_max_tokens(self, rendered: Any, max_tokens: int | None) -> int:
-        """Limit ``max_tokens`` to what the prompt leaves of the model's context, as vLLM's routes do."""
-        left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
-        return left if max_tokens is None else min(max_tokens, left)
-
-    # --- prompts ------------------------------------------------------------
-
     async def _render(self, prompt: PromptSpec) -> Any:
         renderer = self._llm.renderer
         conversation: Any = None if prompt.messages is None else json.loads(prompt.messages)
-        _check_roles(conversation or ())
+        for number, message in enumerate(conversation or ()):
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
         try:
             if conversation is not None:
                 _, (rendered,) = await renderer.render_chat_async([conversation], self._chat)
@@ -94,17 +90,11 @@ class VllmPromptRenderer:
         except REFUSALS as error:
             raise InvalidRequest(_prompt_field(prompt), str(error)) from error
         except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
-            message = f"cannot be rendered for this model: {type(error).__name__}: {error}"
-            raise InvalidRequest(_prompt_field(prompt), message) from error
+            reason = f"cannot be rendered for this model: {type(error).__name__}: {error}"
+            raise InvalidRequest(_prompt_field(prompt), reason) from error
         return rendered
 
 
 def _prompt_field(prompt: PromptSpec) -> str:
     """Return the name of the field that holds the prompt."""
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)
-
-
-def _check_roles(messages: Sequence[Mapping[str, object]]) -> None:
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')

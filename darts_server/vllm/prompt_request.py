@@ -1,5 +1,6 @@
-"""A prompt as vLLM's ``generate()`` gets it, and the sampling parameters of its candidates."""
+"""A prompt as vLLM's ``generate()`` gets it: its candidates, those that go on, and its trajectory."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,16 +10,40 @@ from zlib import crc32
 import numpy as np
 from msgspec import structs
 from vllm import SamplingParams
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.output_processor import RequestState
 
-from darts_server.engine.port import Probe, RequestTokens
+from darts_server.engine.port import Probe, RequestTokens, TokenSlice
+from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.learned.prompts import key_of
+from darts_server.rollout.turns import Turn
+from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.held import PASSED_ON
+from darts_server.vllm.outputs import new_detokenizer
 from darts_server.vllm.probe.capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
 SESSION_ARGUMENT = "session_id"
 """vLLM's name for the session in ``vllm_xargs``: each trajectory of a group may have its own."""
+RESUMABLE = frozenset(
+    {
+        *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+        *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
+        *("logprobs", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("output_kind", "extra_args", "skip_clone", "skip_reading_prefix_cache"),
+        "output_text_buffer_length",  # vLLM sets it to the length of the longest stop string
+    }
+)
+"""Sampling parameters under which the next token depends on the tokens so far, whichever of them were in the prompt.
+All others, also those of later versions of vLLM, are taken to depend on where the prompt ends."""
+SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")
+UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
+"""What a template puts before an answer, and not there again when the answer has become a part of the chat: it begins
+the reasoning, or leaves it out at once, and white space joins that of the answer in one token."""
+LONGEST_END = 24
+"""Tokens of it, at most."""
 SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group."""
 
@@ -89,14 +114,9 @@ class PromptRequest:
         return probe.logprobs and self.params.logprobs is None
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
-        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already.
-
-        The random numbers of its first tokens must not come again, so the others have a seed of their own.
-        """
-        child, tokens = self._child(index), len(prefix)
-        child.max_tokens = None if child.max_tokens is None else child.max_tokens - tokens
-        child.min_tokens = max(0, child.min_tokens - tokens)
-        child.seed = None if child.seed is None else resumed_seed(child.seed, tokens)
+        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already."""
+        child = self._child(index)
+        leave_rest(child, len(prefix))
         return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
 
     @cached_property
@@ -112,12 +132,120 @@ class PromptRequest:
         return child
 
 
-def resumed_seed(seed: int, tokens: int) -> int:
-    """Return the seed of a candidate with this seed from its token number ``tokens``, from 0, on."""
-    state = np.random.SeedSequence((seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
+def leave_rest(params: SamplingParams, tokens: int) -> None:
+    """Leave in sampling parameters what is left to generate after so many tokens.
+
+    The random numbers of the first tokens must not come again, so the others have a seed of their own.
+    """
+    params.max_tokens = None if params.max_tokens is None else params.max_tokens - tokens
+    params.min_tokens = max(0, params.min_tokens - tokens)
+    if params.seed is not None:
+        state = np.random.SeedSequence((params.seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
+        params.seed = int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
 
 
 def _is_own(name: str) -> bool:
     """Whether an extra argument may differ between requests of one group."""
     return name.startswith("darts_") or name == SESSION_ARGUMENT
+
+
+# --- candidates that go on from what they had generated when they were stopped -------
+
+
+def begin_with(
+    prefix: TokenSlice,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    tokenizer: TokenizerLike | None,
+    state: RequestState,
+) -> None:
+    """Let a new request's state begin with the tokens that were generated before.
+
+    The engine gets the prompt with these tokens, most of which its prefix cache may have, and generates the others.
+    vLLM's state of the request in this process, which detokenizes, looks for stop strings and collects log-probs,
+    begins with these tokens too: the output is that of a request that was never stopped, also where a stop string or a
+    character has tokens on both sides.
+
+    ``prompt_token_ids``, ``params``: of the candidate as if it had not been stopped.
+    """
+    state.prompt_token_ids = prompt_token_ids
+    state.detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
+    state.detokenizer.update(list(prefix.token_ids), False)
+    logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
+    if state.logprobs_processor is not None and logprobs is not None and prefix.logprobs is not None:
+        for token, logprob in zip(prefix.token_ids, prefix.logprobs, strict=True):
+            logprobs.append({token: Logprob(logprob)})
+        state.logprobs_processor.cumulative_logprob = sum(prefix.logprobs)
+
+
+def check_resumable(params: SamplingParams) -> None:
+    """
+    Raises:
+        InvalidRequest: names the first parameter that depends on where the prompt ends or needs more than is kept.
+    """
+    if params.logprobs is not None and not 0 <= params.logprobs <= 1:
+        raise InvalidRequest(
+            "sampling.logprobs",
+            'must be at most 1 with "carry": "resume", since only log-probs of generated tokens are kept; '
+            f'got {params.logprobs}, change it, or use "restart"',
+        )
+    if (name := depends_on_prompt_end(params)) is not None:
+        raise InvalidRequest(
+            f"sampling.{name}",
+            'does not work with "carry": "resume", since it depends on which tokens were generated after the '
+            'prompt; leave it out, or use "restart"',
+        )
+
+
+def depends_on_prompt_end(params: SamplingParams) -> str | None:
+    """Return the name of the first parameter that depends on where the prompt ends, if there is one."""
+    neutral = SamplingParams()
+    for name in params.__struct_fields__:
+        if name.startswith("_") or name in RESUMABLE:
+            continue
+        if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
+            return name
+    return None
+
+
+# --- the trajectory that a request belongs to ---------------------------------------
+
+
+def make_turn(
+    request: PromptRequest, shaping: RequestOptions, session: str | None, caller: str | None, tokenizer: Any = None
+) -> Turn:
+    """``session``: by a header that trainers send. ``caller``: the key's name. ``tokenizer``: the model's, if any.
+
+    Evaluation has no sessions: trainers name those by prompts' numbers too, and training's first prompts would look
+    like later turns of them.
+    """
+    prompt, params = request.prompt, request.params
+    name = shaping.session or request.options.get("session_id") or session
+    is_greedy = params.temperature == 0
+    token_ids = (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or ()
+    return Turn(
+        token_ids,
+        None if tokenizer is None else count_stable(tokenizer, token_ids),
+        None if is_greedy or shaping.policy == OFF else name,
+        opens_session=shaping.session is not None,
+        greedy=is_greedy,
+        scoring=params.max_tokens == 1 or any(getattr(params, name, None) is not None for name in SCORING_FIELDS),
+        caller=caller or "",
+    )
+
+
+def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
+    """Return how many tokens of a prompt a later turn begins with: all but the end that templates render otherwise."""
+    tail = list(token_ids[-LONGEST_END:])
+    if not tail or min(tail) < 0:  # what stands for an image
+        return len(token_ids)
+    match = UNSTABLE_END.search(tokenizer.decode(tail))
+    end = "" if match is None else match[0]
+    count = 0
+    for length in range(1, len(tail) + 1):
+        text = tokenizer.decode(tail[-length:])
+        if len(text) > len(end):
+            break
+        if end.endswith(text):
+            count = length
+    return len(token_ids) - count

@@ -13,7 +13,7 @@ from starlette.datastructures import State
 from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
 from darts_server.serving.admission import Ticket
-from darts_server.types import RequestOptions
+from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 RAW_SUFFIX = ":raw"
@@ -52,58 +52,41 @@ class BeamSearch:
 
 
 @dataclass(slots=True)
-class _Context:
-    """What ``generate()`` reads of the current request, and notes.
+class RouteCall:
+    """What ``generate()`` reads of the call of a route that it serves, and notes.
 
-    ``groups``: ids of those that it is served as. ``named``: prompts that the caller's prompt key is used for.
+    ``options``: of its headers and model name. ``session``: that a header names. ``groups``: ids of those that it is
+    served as. ``named``: prompts that the caller's prompt key is used for.
     """
 
-    options: RequestOptions
+    options: RequestOptions = field(default_factory=RequestOptions)
     search: BeamSearch | None = None
     session: str | None = None
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
 
+    def name_prompt(self, fingerprint: str, key: str | None) -> str:
+        """Return the key of a prompt's statistics: the caller's, if it has sent one.
 
-_context: ContextVar[_Context | None] = ContextVar("darts_request", default=None)
-
-
-def current_beam_search() -> BeamSearch | None:
-    """The beam search of the current request, if it is one."""
-    context = _context.get()
-    return None if context is None else context.search
-
-
-def current_options() -> RequestOptions:
-    """The options of the current request."""
-    context = _context.get()
-    return RequestOptions() if context is None else context.options
-
-
-def current_session() -> str | None:
-    """The session that a header of the current request names, if any."""
-    context = _context.get()
-    return None if context is None else context.session
-
-
-def note_shaped(request_id: str) -> None:
-    """Record that a part of the current request is served as a group of that id."""
-    if (context := _context.get()) is not None:
-        context.groups.append(request_id)
-
-
-def note_named_prompt(fingerprint: str) -> None:
-    """Record that the caller's prompt key is used for a prompt of the current request.
-
-    Raises:
-        InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
-    """
-    if (context := _context.get()) is not None:
-        context.named.add(fingerprint)
-        if len(context.named) > 1:
+        Raises:
+            InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
+        """
+        if key is None:
+            return fingerprint
+        self.named.add(fingerprint)
+        if len(self.named) > 1:
             raise InvalidRequest(
                 "X-Darts-Prompt-Key", "names one prompt, and the request has several; send them one by one"
             )
+        return key
+
+
+_route: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)  # vLLM's handlers pass nothing on
+
+
+def current_route() -> RouteCall:
+    """Return the call of a route that is being handled; a new one outside of them."""
+    return _route.get() or RouteCall()
 
 
 def with_raw_names(served: list[str]) -> list[str]:
@@ -125,42 +108,52 @@ def attach(
     """
     extensions = tuple(extensions)
 
-    async def read(request: Any, raw_request: Any) -> _Context:
-        headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
-        _check_ids(request, headers)
-        for extension in extensions:
-            extension.before(request)
-        options = read_options(headers)
-        if getattr(request, "model", None) in raw_names:
-            options = replace(options, policy="off")
-        await move_xargs(request, raw_request)
-        if _is_response_request(request):
-            check_options(options, read_xargs(request))
-        search = None
-        if getattr(request, "use_beam_search", False):
-            search = BeamSearch(_count_beams(request))
-            _check_unshaped(options, read_xargs(request))
-        return _Context(options, search, _read_session(headers))
-
     def behind(handler: Handler) -> Handler:
         @wraps(handler)
         async def handle(request: Any, raw_request: Any = None) -> Any:
-            context = await read(request, raw_request)
-            token = _context.set(context)
+            headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
+            # Before vLLM logs the id.
+            check_name("request_id", str(getattr(request, "request_id", None) or ""))
+            check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
+            for extension in extensions:
+                extension.before(request)
+            options = read_options(headers)
+            if getattr(request, "model", None) in raw_names:
+                options = replace(options, policy=OFF)
+            await move_xargs(request, raw_request)
+            params = getattr(request, SAMPLING_PARAMS, None)
+            xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
+            # Of the Responses API, which calls `generate` while its stream is read.
+            is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
+            if is_late:
+                check_options(options, xargs)
+            search = None
+            if getattr(request, "use_beam_search", False):
+                prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+                if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+                    beams *= len(prompts)
+                search = BeamSearch(beams)
+                if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
+                    raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
+            session = next(((name, value) for name in SESSION_HEADERS if (value := headers.get(name))), None)
+            if session is not None:
+                check_name(*session)
+            call = RouteCall(options, search, None if session is None else session[1])
+            token = _route.set(call)
             try:
                 answer = await handler(request, raw_request)
             finally:
-                _context.reset(token)
-                if context.search is not None and context.search.ticket is not None:
-                    context.search.ticket.release()
+                _route.reset(token)
+                if search is not None and search.ticket is not None:
+                    search.ticket.release()
             for extension in extensions:
                 extension.after(request, answer)
             metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
-            if context.groups and metadata is not None:
-                raw_request.state.darts_group_id = _answered_id(context.groups, metadata.request_id)
-            # The Responses API calls `generate` while its stream is read.
-            is_late = isinstance(answer, AsyncGenerator) and _is_response_request(request)
-            return _stream_in(context, answer) if is_late else answer
+            if call.groups and metadata is not None:
+                # What finds the groups: the id of the response, or that of the one it shares with other requests.
+                shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
+                raw_request.state.darts_group_id = call.groups[0] if shared else metadata.request_id
+            return _stream_in(call, answer) if is_late and isinstance(answer, AsyncGenerator) else answer
 
         return handle
 
@@ -169,17 +162,12 @@ def attach(
             setattr(serving, method, behind(getattr(serving, method)))
 
 
-async def _stream_in(context: _Context, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """Read a stream with the context of its request, in the task that sends it and ends with it."""
-    _context.set(context)
+    _route.set(call)
     async with aclosing(answer):
         async for part in answer:
             yield part
-
-
-def read_xargs(request: Any) -> Mapping[str, Any]:
-    """The extra arguments of a request of any route."""
-    return getattr(request, XARGS, None) or getattr(getattr(request, SAMPLING_PARAMS, None), "extra_args", None) or {}
 
 
 async def move_xargs(request: Any, raw_request: Any) -> None:
@@ -208,49 +196,3 @@ async def move_xargs(request: Any, raw_request: Any) -> None:
             if merged.setdefault(name, value) != value:
                 raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
     params.extra_args = merged or None
-
-
-def _is_response_request(request: Any) -> bool:
-    """Whether a request is one of the Responses API."""
-    return hasattr(request, "input") and hasattr(request, "previous_response_id")
-
-
-def _check_unshaped(options: RequestOptions, xargs: Mapping[str, Any]) -> None:
-    policy = xargs.get("darts_policy", options.policy)
-    if policy not in (None, "off"):
-        raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
-
-
-def _read_session(headers: Mapping[str, str]) -> str | None:
-    """
-    Raises:
-        InvalidRequest: its name is too long, or not printable.
-    """
-    for name in SESSION_HEADERS:
-        if session := headers.get(name):
-            check_name(name, session)
-            return session
-    return None
-
-
-def _check_ids(request: Any, headers: Mapping[str, str]) -> None:
-    """Check the id that vLLM uses for a request, before vLLM logs it.
-
-    Raises:
-        InvalidRequest
-    """
-    check_name("request_id", str(getattr(request, "request_id", None) or ""))
-    check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
-
-
-def _count_beams(request: Any) -> int:
-    prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
-    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-        return len(prompts) * beams
-    return beams
-
-
-def _answered_id(groups: list[str], response_id: str) -> str:
-    """The id that finds a response's groups: its own, or that of the one group it shares with other requests."""
-    shared = len(set(groups)) == 1 and not groups[0].startswith(response_id)
-    return groups[0] if shared else response_id

@@ -16,7 +16,7 @@ from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 from logging import getLogger
 from typing import Any, Literal
@@ -50,13 +50,17 @@ def attach(application: FastAPI, fields_of: ErrorFields) -> None:
     state = application.state
     for attribute, _ in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
-            _make_own_errors(serving, fields_of)
+            serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         _end_responses(responses)
     if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
         _end_messages(messages)
     if (tokens := getattr(state, "serving_tokens", None)) is not None:
-        _announce_choices(tokens)
+        # Its streams have room only for the choices of the first output. It sends no event for empty ones.
+        stream = tokens.serve_tokens_stream_generator
+        tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
+            request, with_all_choices(outputs, request.sampling_params.n), *more
+        )
 
 
 # --- control routes -------------------------------------------------------------
@@ -122,19 +126,14 @@ class ErrorEvent(BaseModel):
     sequence_number: int
 
 
-def _make_own_errors(serving: Any, fields_of: ErrorFields) -> None:
-    make_error = serving.create_error_response
-
-    def make(message: Any, *args: Any, **more: Any) -> Any:
-        if not isinstance(message, DartsError):
-            return make_error(message, *args, **more)
-        fields = fields_of(message)
-        status = HTTPStatus(fields["code"])
-        response = make_error(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
-        response.error.message = fields["message"]  # vLLM removes what looks like a path
-        return response
-
-    serving.create_error_response = make
+def _make_error(vllms: Callable[..., Any], fields_of: ErrorFields, message: Any, *args: Any, **more: Any) -> Any:
+    if not isinstance(message, DartsError):
+        return vllms(message, *args, **more)
+    fields = fields_of(message)
+    status = HTTPStatus(fields["code"])
+    response = vllms(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
+    response.error.message = fields["message"]  # vLLM removes what looks like a path
+    return response
 
 
 def _end_responses(responses: Any) -> None:
@@ -225,19 +224,6 @@ def _end_messages(messages: Any) -> None:
 
 
 # --- the token route ----------------------------------------------------------------
-
-
-def _announce_choices(serving: Any) -> None:
-    """Let its streams begin with all choices, most of them empty: it has room only for those of the first output.
-
-    The route sends no event for empty ones.
-    """
-    stream = serving.serve_tokens_stream_generator
-
-    def stream_all(request: Any, outputs: AsyncGenerator[RequestOutput, None], *more: Any) -> Any:
-        return stream(request, with_all_choices(outputs, request.sampling_params.n), *more)
-
-    serving.serve_tokens_stream_generator = stream_all
 
 
 async def with_all_choices(

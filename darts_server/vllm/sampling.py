@@ -9,12 +9,17 @@ from typing import Any, Union, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.inspect import CustomType, type_info
-from vllm import SamplingParams
+from vllm import SamplingParams, exceptions
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.vllm.compat.engine import REFUSALS
 
+# Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
+REFUSALS: tuple[type[Exception], ...] = (
+    (exceptions.VLLMClientError, ValueError, TypeError, OverflowError)
+    if hasattr(exceptions, "VLLMClientError")
+    else (exceptions.VLLMNotFoundError, ValueError, TypeError, OverflowError)
+)
 RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
 """Sampling parameters that callers cannot set, since this server sets them."""
 NO_EFFECT_ON_DISTRIBUTION = frozenset(
@@ -59,12 +64,26 @@ class SamplingReader:
         Raises:
             InvalidRequest: names the parameter.
         """
-        self._check_names(sampling)
+        for name, value in sampling.items():
+            if name not in self._allowed:
+                what = "is set by this server" if name in RESERVED else "is unknown"
+                raise InvalidRequest(f"sampling.{name}", f"{what}; allowed are {', '.join(self._allowed)}")
+            if name in NESTED and isinstance(value, Mapping):
+                allowed = [field.name for field in dataclasses.fields(NESTED[name]) if field.init]
+                if unknown := [key for key in value if key not in allowed]:
+                    raise InvalidRequest(
+                        f"sampling.{name}.{unknown[0]}", f"is unknown; allowed are {', '.join(allowed)}"
+                    )
+        given = dict(sampling)
+        if isinstance(flag := given.get(LOGPROBS), bool):
+            given[LOGPROBS] = LOGPROBS_OF_FLAG[flag]
         try:
-            values = self._convert(sampling)
+            converted = msgspec.convert(given, self._model, str_keys=True)
+            values = {name: value for name, value in msgspec.structs.asdict(converted).items() if value is not UNSET}
             params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
-        except InvalidRequest:
-            raise
+        except msgspec.ValidationError as error:
+            field, message = split_place(error)
+            raise InvalidRequest(f"sampling.{field}", message) from error
         except REFUSALS as error:
             raise InvalidRequest(named_parameter(error, sampling) or "sampling", str(error)) from error
         params.n = size
@@ -78,59 +97,32 @@ class SamplingReader:
                 distribution that is sampled from.
         """
         params = self.read(sampling, 1)
-        self._check_logprobs(params)
+        if self._logprobs_mode != PROCESSED_LOGPROBS and params.logprobs is not None:
+            if self._logprobs_mode != RAW_LOGPROBS:
+                raise InvalidRequest(
+                    f"sampling.{LOGPROBS}",
+                    f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server "
+                    f"with --logprobs-mode {PROCESSED_LOGPROBS}",
+                )
+            set_names = [name for name in self._allowed if name not in NO_EFFECT_ON_DISTRIBUTION]
+            values = {name: getattr(params, name) for name in set_names if hasattr(params, name)}
+            changing = [
+                name
+                for name, value in values.items()
+                # 0 and -1 are both for all tokens.
+                if (value > 0 if name == "top_k" else value != getattr(self._neutral, name))
+            ]
+            if changing:
+                raise InvalidRequest(
+                    f"sampling.{LOGPROBS}",
+                    f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): "
+                    "they are not those of the distribution that is sampled from; start the server with "
+                    f"--logprobs-mode {PROCESSED_LOGPROBS}, or leave out one or the other",
+                )
         values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
         return {
             name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value not in (None, [])
         }
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        if self._logprobs_mode == PROCESSED_LOGPROBS or params.logprobs is None:
-            return
-        if self._logprobs_mode != RAW_LOGPROBS:
-            raise InvalidRequest(
-                f"sampling.{LOGPROBS}",
-                f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server with "
-                f"--logprobs-mode {PROCESSED_LOGPROBS}",
-            )
-        changing = [name for name in self._allowed if self._changes_distribution(name, params)]
-        if changing:
-            raise InvalidRequest(
-                f"sampling.{LOGPROBS}",
-                f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): they "
-                f"are not those of the distribution that is sampled from; start the server with --logprobs-mode "
-                f"{PROCESSED_LOGPROBS}, or leave out one or the other",
-            )
-
-    def _changes_distribution(self, name: str, params: SamplingParams) -> bool:
-        if name in NO_EFFECT_ON_DISTRIBUTION or not hasattr(params, name):
-            return False
-        value = getattr(params, name)
-        if name == "top_k":
-            return bool(value > 0)  # 0 and -1 are both for all tokens
-        return bool(value != getattr(self._neutral, name))
-
-    def _check_names(self, sampling: Mapping[str, object]) -> None:
-        for name, value in sampling.items():
-            if name not in self._allowed:
-                what = "is set by this server" if name in RESERVED else "is unknown"
-                raise InvalidRequest(f"sampling.{name}", f"{what}; allowed are {', '.join(self._allowed)}")
-            if name in NESTED and isinstance(value, Mapping):
-                allowed = [field.name for field in dataclasses.fields(NESTED[name]) if field.init]
-                for key in value:
-                    if key not in allowed:
-                        raise InvalidRequest(f"sampling.{name}.{key}", f"is unknown; allowed are {', '.join(allowed)}")
-
-    def _convert(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(sampling)
-        if isinstance(given.get(LOGPROBS), bool):
-            given[LOGPROBS] = LOGPROBS_OF_FLAG[given[LOGPROBS]]
-        try:
-            converted = msgspec.convert(given, self._model, str_keys=True)
-        except msgspec.ValidationError as error:
-            field, message = split_place(error)
-            raise InvalidRequest(f"sampling.{field}", message) from error
-        return {name: value for name, value in msgspec.structs.asdict(converted).items() if value is not UNSET}
 
 
 def json_type(hint: Any) -> Any:

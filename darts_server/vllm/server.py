@@ -3,8 +3,8 @@
 import os
 import socket
 import time
-from argparse import ArgumentParser, Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
@@ -63,12 +63,20 @@ def parse(argv: Sequence[str]) -> Namespace:
         allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
         logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
     )
-    _explain(parser)
+    for action in parser._actions:
+        if (more := MORE_HELP.get(action.dest)) is not None:
+            action.help = f"{action.help or ''} {more}".strip()
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
-    _refuse_other_modes(args)
+    if args.headless or args.grpc:
+        raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
+    if args.api_server_count not in (None, 1):
+        raise InvalidSetting(
+            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one"
+        )
+    args.api_server_count = None
     refuse_speculation(args.speculative_config or args.spec_method or args.spec_model or args.spec_tokens)
     args.host = args.host or LOOPBACK
     args.served_model_name = with_raw_names(args.served_model_name or [args.model])
@@ -144,12 +152,32 @@ async def serve(
 ) -> None:
     """Serve the app until the server stops. ``work``: what runs on the engine, beside requests of vLLM's routes."""
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
+    log_config = get_uvicorn_log_config(args)
     async with supervise(llm, work, application, supervision) as ending:
 
-        async def handle_own_signals() -> None:
+        async def handle_own_signals() -> None:  # once it answers, and from time to time afterwards
             handle_signals(ending, supervision.lifecycle)
 
-        shutdown = await _serve_http(application, args, sock, handle_own_signals)
+        shutdown = await serve_http(
+            application,
+            sock=sock,
+            callback_notify=handle_own_signals,
+            timeout_graceful_shutdown=CONNECTION_SECONDS,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            **({} if log_config is None else {"log_config": log_config}),
+        )
     await shutdown
 
 
@@ -157,50 +185,6 @@ def stopping(application: FastAPI) -> bool:
     """Whether its HTTP server is shutting down: it waits for open responses, so endless ones must end."""
     http_server = getattr(application.state, "server", None)
     return http_server is not None and bool(http_server.should_exit)
-
-
-async def _serve_http(
-    application: FastAPI, args: Namespace, sock: socket.socket, on_serving: Callable[[], Awaitable[None]]
-) -> Any:
-    """``on_serving`` is called when the server answers, and from time to time afterwards."""
-    log_config = get_uvicorn_log_config(args)
-    return await serve_http(
-        application,
-        sock=sock,
-        callback_notify=on_serving,
-        timeout_graceful_shutdown=CONNECTION_SECONDS,
-        enable_ssl_refresh=args.enable_ssl_refresh,
-        host=args.host,
-        port=args.port,
-        log_level=args.uvicorn_log_level,
-        access_log=not args.disable_uvicorn_access_log,
-        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        ssl_ciphers=args.ssl_ciphers,
-        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-        h11_max_header_count=args.h11_max_header_count,
-        **({} if log_config is None else {"log_config": log_config}),
-    )
-
-
-def _explain(parser: ArgumentParser) -> None:
-    """Say in the help of vLLM's flags when to use which."""
-    for action in parser._actions:
-        if (more := MORE_HELP.get(action.dest)) is not None:
-            action.help = f"{action.help or ''} {more}".strip()
-
-
-def _refuse_other_modes(args: Namespace) -> None:
-    if args.headless or args.grpc:
-        raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
-    if args.api_server_count not in (None, 1):
-        raise InvalidSetting(
-            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one"
-        )
-    args.api_server_count = None
 
 
 class Traces:
@@ -217,29 +201,23 @@ class Traces:
 
     def group_ended(self, record: GroupRecord) -> None:
         """Export the group's span: a child of the caller's ``traceparent``, or the root of a new trace without one."""
+        attributes = {
+            "darts.group_id": record.group_id,
+            "darts.prompt_key": record.prompt_key,
+            "darts.policy": record.policy,
+            "darts.outcome": str(record.outcome),
+            "darts.candidates": len(record.candidates),
+            "darts.returned": len(record.selected),
+            "darts.generated_tokens": record.generated_tokens,
+            "darts.returned_tokens": record.returned_tokens,
+            "darts.deadline": record.deadline,
+            "darts.error": record.error,
+        }
+        epoch = time.time_ns() - int(self._clock() * NANOSECONDS)
         instrument_manual(
             GROUP_SPAN,
-            start_time=self._unix_nanoseconds(record.started_at),
-            end_time=self._unix_nanoseconds(record.ended_at),
-            attributes=_span_attributes(record),
+            start_time=epoch + int(record.started_at * NANOSECONDS),
+            end_time=epoch + int(record.ended_at * NANOSECONDS),
+            attributes={name: value for name, value in attributes.items() if value is not None},
             context=extract_trace_context(record.trace),
         )
-
-    def _unix_nanoseconds(self, seconds: float) -> int:
-        return time.time_ns() - int((self._clock() - seconds) * NANOSECONDS)
-
-
-def _span_attributes(record: GroupRecord) -> dict[str, str | int]:
-    attributes = {
-        "darts.group_id": record.group_id,
-        "darts.prompt_key": record.prompt_key,
-        "darts.policy": record.policy,
-        "darts.outcome": str(record.outcome),
-        "darts.candidates": len(record.candidates),
-        "darts.returned": len(record.selected),
-        "darts.generated_tokens": record.generated_tokens,
-        "darts.returned_tokens": record.returned_tokens,
-        "darts.deadline": record.deadline,
-        "darts.error": record.error,
-    }
-    return {name: value for name, value in attributes.items() if value is not None}

@@ -76,11 +76,8 @@ def handle_sighup(reload: Callable[[], None] | None) -> None:
 
     Call this after the engine has started: its processes inherit an ignored signal, but not a handled one.
     """
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or _ignore_sighup)
-
-
-def _ignore_sighup() -> None:
-    logger.warning("SIGHUP: ignored, since the server has no key files to reload")
+    ignore = partial(logger.warning, "SIGHUP: ignored, since the server has no key files to reload")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
 
 
 @asynccontextmanager
@@ -92,17 +89,22 @@ async def supervise(
     ``work``: what else runs on the engine.
     """
 
+    lifecycle, limit = supervision.lifecycle, supervision.watchdog
+
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
     def report_death() -> None:
-        supervision.lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
+        lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
 
-    shutdown = Shutdown(supervision.lifecycle, _EngineWork(llm, work), supervision.grace, stop_http_server)
+    async def watch() -> None:
+        await wait_until_hung(llm, limit)
+        silent = f"it has requests, and sent nothing for {limit:g} s (--engine-watchdog)"
+        lifecycle.stop(EngineHung(f"the engine is hung: {silent}"))
+
+    shutdown = Shutdown(lifecycle, _EngineWork(llm, work), supervision.grace, stop_http_server)
     llm.on_death = report_death
-    tasks = [asyncio.create_task(shutdown.run())]
-    if supervision.watchdog:
-        tasks.append(asyncio.create_task(_watch(llm, supervision)))
+    tasks = [asyncio.create_task(each) for each in (shutdown.run(), *([watch()] if limit else []))]
     try:
         yield shutdown
     finally:
@@ -123,7 +125,10 @@ def exit_at_once(number: int, _: object = None) -> None:
     vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works.
     """
     children = multiprocessing.active_children()
-    workers = [worker for child in children for worker in _descendants(child.pid)]
+    workers: list[psutil.Process] = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            workers += psutil.Process(child.pid).children(recursive=True)
     for child in children:
         child.terminate()
     for child in children:
@@ -172,22 +177,6 @@ class _EngineWork:
         for work in self._work:
             work.fail(error)
         self._llm.fail(error)
-
-
-def _descendants(pid: int | None) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
-async def _watch(llm: ShapingLLM, supervision: Supervision) -> None:
-    await wait_until_hung(llm, supervision.watchdog)
-    supervision.lifecycle.stop(
-        EngineHung(
-            f"the engine is hung: it has requests, and sent nothing for {supervision.watchdog:g} s (--engine-watchdog)"
-        )
-    )
 
 
 async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:

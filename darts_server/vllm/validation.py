@@ -7,7 +7,6 @@ the engine. What the engine keeps for each candidate is limited in size.
 
 from copy import copy
 from functools import cache
-from typing import Any
 
 import msgspec
 from vllm import SamplingParams
@@ -17,10 +16,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.platform import reject_fatal_params
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.sampling import split_place
+from darts_server.vllm.sampling import REFUSALS, split_place
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
 CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
@@ -40,17 +38,58 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         InvalidRequest: ``field`` is `PROMPT`, a sampling parameter, or an option of ``generate()``.
         vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
     """
-    reject_fatal_params(config, request.params)
-    if request.params.logprob_token_ids is not None:
+    params, prompt = request.params, request.prompt if isinstance(request.prompt, dict) else {}
+    reject_fatal_params(config, params)
+    if params.logprob_token_ids is not None:
         raise InvalidRequest(
             "logprob_token_ids",
             "vLLM applies it to all requests that run at the same time, so that those of others would lose the "
             "log-probs of their likeliest tokens; leave it out, and use logprobs",
         )
-    _check_seed(request.params, request.params.n)
-    _check_tokens(_token_ids(request.prompt), config.model_config.get_vocab_size())
-    _check_decodable(request)
-    _check_size(request.params)
+    _check_seed(params, params.n)
+    # vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own. Those of
+    # other types of prompts may stand for images or embeddings. The size is 0 where the configuration has none.
+    token_ids = prompt.get("prompt_token_ids") if prompt.get("type", "token") == "token" else None
+    size = config.model_config.get_vocab_size()
+    if token_ids and size and ((lowest := min(token_ids)) < 0 or max(token_ids) >= size):
+        wrong = lowest if lowest < 0 else max(token_ids)
+        raise InvalidRequest(
+            PROMPT, f"token id {wrong} is out of vocabulary: this model has the token ids 0 to {size - 1}"
+        )
+    sent = copy(params)
+    sent.n = 1  # as it is sent for each candidate
+    message = EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=sent,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=prompt.get("cache_salt"),
+        data_parallel_rank=None,
+    )
+    for name in message.__struct_fields__:
+        if name in request.options:
+            setattr(message, name, request.options[name])
+    encoder, decoder = _codec()
+    try:
+        decoder.decode(encoder.encode(message))
+    except msgspec.ValidationError as error:
+        # The message is an array: ``[3].seed`` is the seed of the sampling parameters.
+        field, text = split_place(error)
+        index, _, inside = field.removeprefix("[").partition("]")
+        name = EngineCoreRequest.__struct_fields__[int(index)] if index.isdecimal() else field
+        raise InvalidRequest(inside.lstrip(".") if name == PARAMS and inside else name, text) from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
+
+    def size_of(value: object) -> int:
+        return sum(map(len, encoder.encode(value)))
+
+    if (whole := size_of(params)) > MAX_SAMPLING_BYTES:
+        values = msgspec.structs.asdict(params)
+        raise too_large(max(values, key=lambda name: size_of(values[name])), whole)
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
@@ -61,40 +100,34 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
 
     Raises:
         InvalidRequest: as from `check_request`.
-        vLLM's own exceptions, see :data:`darts_server.vllm.compat.engine.REFUSALS`.
+        vLLM's own exceptions, see :data:`darts_server.vllm.sampling.REFUSALS`.
     """
     _check_seed(request.params, MAX_CANDIDATES)
-    is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
-    if not is_rendered:
+    if not isinstance(request.prompt, dict) or "type" not in request.prompt:  # it is not rendered
         return
+    options = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
+
+    def process(params: SamplingParams) -> None:
+        llm.input_processor.process_inputs(request.request_id, request.prompt, params, llm._supported_tasks, **options)
+
     try:
-        _process(llm, request, request.params)
+        process(request.params)
     except DartsError:
         raise
     except Exception as error:
-        if _fails_by_grammar(llm, request):
-            raise InvalidRequest("structured_outputs", str(error)) from error
+        if request.params.structured_outputs is not None:
+            # vLLM's libraries for grammars name no field: is all well without one?
+            params = request.params.clone()
+            params.structured_outputs = None
+            try:
+                process(params)
+            except Exception:
+                pass  # nor without it
+            else:
+                raise InvalidRequest("structured_outputs", str(error)) from error
         if isinstance(error, REFUSALS):
             raise
         raise InvalidRequest(PROMPT, f"vLLM cannot process it: {type(error).__name__}: {error}") from error
-
-
-def _process(llm: AsyncLLM, request: PromptRequest, params: SamplingParams) -> None:
-    options = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
-    llm.input_processor.process_inputs(request.request_id, request.prompt, params, llm._supported_tasks, **options)
-
-
-def _fails_by_grammar(llm: AsyncLLM, request: PromptRequest) -> bool:
-    """Whether vLLM accepts a request without its structured outputs. Its libraries' messages name no field."""
-    if request.params.structured_outputs is None:
-        return False
-    params = request.params.clone()
-    params.structured_outputs = None
-    try:
-        _process(llm, request, params)
-    except Exception:
-        return False
-    return True
 
 
 def _check_seed(params: SamplingParams, candidates: int) -> None:
@@ -106,73 +139,9 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
         )
 
 
-def _token_ids(prompt: Any) -> list[int] | None:
-    """Return a prompt's token ids, unless a part of them stands for images or embeddings."""
-    is_tokens = isinstance(prompt, dict) and prompt.get("type", "token") == "token"
-    return prompt.get("prompt_token_ids") if is_tokens else None
-
-
-def _check_tokens(token_ids: list[int] | None, vocab_size: int) -> None:
-    """vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own.
-
-    ``vocab_size``: 0 where the model's configuration does not have it.
-    """
-    if not token_ids or not vocab_size:
-        return
-    lowest, highest = min(token_ids), max(token_ids)
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise InvalidRequest(
-            PROMPT, f"token id {wrong} is out of vocabulary: this model has the token ids 0 to {vocab_size - 1}"
-        )
-
-
-def _check_decodable(request: PromptRequest) -> None:
-    params = copy(request.params)
-    params.n = 1  # as it is sent for each candidate
-    message = EngineCoreRequest(
-        request_id=request.request_id,
-        prompt_token_ids=_token_ids(request.prompt),
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=request.prompt.get("cache_salt") if isinstance(request.prompt, dict) else None,
-        data_parallel_rank=None,
-    )
-    for name in message.__struct_fields__:
-        if name in request.options:
-            setattr(message, name, request.options[name])
-    encoder, decoder = _codec()
-    try:
-        decoder.decode(encoder.encode(message))
-    except msgspec.ValidationError as error:
-        field, text = split_place(error)
-        raise InvalidRequest(_field_at(field), text) from error
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
-
-
-def _check_size(params: SamplingParams) -> None:
-    def size(value: object) -> int:
-        return sum(map(len, _codec()[0].encode(value)))
-
-    if (whole := size(params)) > MAX_SAMPLING_BYTES:
-        values = msgspec.structs.asdict(params)
-        raise too_large(max(values, key=lambda name: size(values[name])), whole)
-
-
 @cache
 def _codec() -> tuple[MsgpackEncoder, MsgpackDecoder]:
     return MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
-
-
-def _field_at(path: str) -> str:
-    """Name the field at a path in the message, an array: ``[3].seed`` is that of the sampling parameters."""
-    index, _, inside = path.removeprefix("[").partition("]")
-    name = EngineCoreRequest.__struct_fields__[int(index)] if index.isdecimal() else path
-    return inside.lstrip(".") if name == PARAMS and inside else name
 
 
 def _unsendable(message: EngineCoreRequest) -> str:

@@ -9,7 +9,6 @@ from anyio.to_thread import run_sync
 from vllm.transformers_utils.repo_utils import get_model_path
 
 from darts_server.exceptions import EngineError, InvalidRequest, UpdateFailed, UpdateUnsupported
-from darts_server.vllm.compat.engine import set_weight_version
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.lora import VllmLoras
@@ -113,7 +112,8 @@ class VllmModel:
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
 
     async def set_version(self, version: int) -> None:
-        await set_weight_version(self._llm, version)
+        if hasattr(self._llm, "update_weight_version"):  # 0.26 has no routes that report it
+            await self._llm.update_weight_version(str(version))
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:

@@ -136,11 +136,6 @@ def vllm(series: str) -> Iterator[Fake]:
         yield fake
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.parametrize("tested", TESTED_SERIES)
 def test_a_version_of_a_tested_series_gives_no_warning(tested: str) -> None:
     assert version_warning(f"{tested}.0") is None
@@ -304,7 +299,7 @@ def test_fields_that_only_some_versions_have_are_truncated() -> None:
         start: int
         end: int
 
-    truncate = import_module("darts_server.vllm.compat.engine").truncate_optional
+    truncate = import_module("darts_server.vllm.deferred").truncate_optional
     assert truncate(SimpleNamespace(), 1) == truncate(SimpleNamespace(sampling_mask=None), 1) == {}
     truncated = truncate(SimpleNamespace(sampling_mask=Mask([[1], [2, 3], [4]])), 2)
     assert truncated == {"sampling_mask": Mask([[1], [2, 3]])}

@@ -14,11 +14,6 @@ from darts_server.vllm.weights import VllmModel
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Engines:
     """An LLM, and its client, of data-parallel engines with one worker each, which returns or raises its answer."""
 

@@ -1,14 +1,21 @@
 """vLLM's own limits on its queue, `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
 
+from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+from vllm.outputs import RequestOutput
 
 from darts_server.exceptions import EngineBusy
 from darts_server.http.errors import body_of, headers_of, status_of
-from darts_server.vllm.engine import raise_vllm_errors, translate
+from darts_server.serving.admission import Admission
+from darts_server.vllm.engine import translate
+from darts_server.vllm.llm import Generation, ShapingLLM
+from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.requests import RouteCall
 
 FULL: list[Any] = [QueueOverflowError, MaxQueuedTokensError]
 
@@ -28,8 +35,22 @@ def test_a_full_queue_of_vllm_has_its_status_and_says_when_to_retry(error_class:
     }
 
 
-def test_vllms_own_routes_get_its_own_exception() -> None:
+@pytest.mark.anyio
+async def test_vllms_own_routes_get_its_own_exception() -> None:
     full = FULL[0]()
-    with pytest.raises(QueueOverflowError) as raised, raise_vllm_errors():
-        raise translate(full) from full
+
+    class Full(ShapingLLM):
+        def __init__(self) -> None:
+            pass
+
+        async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+            raise translate(full) from full
+            yield
+
+    admission = Admission(lambda: 0, None)
+    generation = Generation(PromptRequest({}, SamplingParams(), "a"), RouteCall(), admission.admit(1))
+    with pytest.raises(QueueOverflowError) as raised:
+        async for _ in Full()._serve(generation):
+            pass
     assert raised.value is full
+    assert admission.requests == 0

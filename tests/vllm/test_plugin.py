@@ -28,22 +28,16 @@ def test_the_plugin_is_registered_as_an_entry_point_of_vllm() -> None:
     assert found.load() is prepare_process
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_vllm_is_unchanged_unless_the_variable_is_set_to_1(
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_waiting_processes_sleep_if_the_variable_says_that_cores_are_shared(
     value: str | None, original: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SHARE_CORES, raising=False)
     if value is not None:
         monkeypatch.setenv(SHARE_CORES, value)
     share_cores()
-    assert shm_broadcast.__dict__["sched_yield"] is original
-
-
-def test_waiting_processes_sleep_when_cores_are_shared(original: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARE_CORES, "1")
-    share_cores()
     waiting = shm_broadcast.__dict__["sched_yield"]
-    assert waiting is not original
+    assert (waiting is original) is (value != "1")
     waiting()
 
 

@@ -1,13 +1,32 @@
-"""What is known of a prompt before it runs."""
+"""What is known of a prompt before it runs: its key, whether it can go on, and the trajectory that it is part of."""
 
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from darts_server.engine.port import RequestTokens
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.exceptions import InvalidRequest
+from darts_server.rollout.turns import Turns
+from darts_server.serving.admission import Admission
+from darts_server.types import RequestOptions, TurnKind
+from darts_server.vllm.llm import Generation
+from darts_server.vllm.prompt_request import PromptRequest, check_resumable, count_stable, make_turn
+from darts_server.vllm.requests import RouteCall
+
+TRAINING = SamplingParams(temperature=1.0)
+_trl = importlib.util.find_spec("trl")
+assert _trl is not None
+assert _trl.origin is not None
+TEMPLATES = sorted((Path(_trl.origin).parent / "chat_templates").glob("*.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -45,3 +64,116 @@ def test_prompts_that_differ_in_what_the_model_sees_have_different_keys() -> Non
         key("another"),
     ]
     assert len({*keys}) == len(keys)
+
+
+# --- Which sampling parameters candidates can go on with
+
+
+@pytest.mark.parametrize(
+    "values", [{"logprobs": 0}, {"logprobs": 1}, {"stop": "a"}, {"stop": "whole words"}, {"stop": ["a", "bcd"]}]
+)
+def test_log_probs_of_generated_tokens_are_kept_and_stop_strings_of_any_length_work(values: dict[str, Any]) -> None:
+    check_resumable(SamplingParams(**values))
+
+
+@pytest.mark.parametrize("logprobs", [2, 20, -1])
+def test_more_log_probs_than_are_kept_are_refused(logprobs: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_resumable(SamplingParams(logprobs=logprobs))
+    assert refused.value.field == "sampling.logprobs"
+
+
+# --- Which trajectory a request belongs to
+
+
+@pytest.mark.parametrize(
+    ("params", "policy"), [(SamplingParams(temperature=0), None), (SamplingParams(temperature=1.0), "off")]
+)
+def test_training_may_use_the_names_of_evaluations_sessions(params: SamplingParams, policy: str | None) -> None:
+    turns = Turns()
+    evaluated = PromptRequest({"prompt_token_ids": [1, 2]}, params, "a")
+    turns.add_answer(make_turn(evaluated, RequestOptions(policy=policy), "0_0", None), [3])
+    trained = PromptRequest({"prompt_token_ids": [5, 6]}, TRAINING, "b")
+    opening = make_turn(trained, RequestOptions(), "0_0", None)
+    assert turns.classify(opening) is TurnKind.OPENING
+    turns.add_answer(opening, [7])
+    later = PromptRequest({"prompt_token_ids": [8]}, TRAINING, "c")
+    assert turns.classify(make_turn(later, RequestOptions(), "0_0", None)) is TurnKind.SESSION
+
+
+@pytest.mark.parametrize(("reason", "kind"), [("abort", TurnKind.TOKENS), ("stop", TurnKind.OPENING)])
+def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(reason: str, kind: TurnKind) -> None:
+    turns, request = Turns(), PromptRequest({"prompt_token_ids": [1, 2]}, TRAINING, "a")
+    first, again = (make_turn(request, RequestOptions(), None, None) for _ in range(2))
+    first.group_size = 8
+    output: Any = SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=reason, token_ids=[], text="")])
+    Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), first, turns).record(output)
+    assert turns.classify(again) is kind
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stable"),
+    [
+        ("2 + 2?", "2 + 2?"),
+        ("<|user|>2 + 2?<|assistant|>\n", "<|user|>2 + 2?<|assistant|>"),
+        ("<|assistant|>\n<think>\n", "<|assistant|>"),
+        ("<|assistant|><think>\n\n</think>\n\n", "<|assistant|>"),
+        ("<think>\nhm</think>", "<think>\nhm</think>"),
+        ("", ""),
+    ],
+)
+def test_what_a_template_puts_before_an_answer_alone_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
+    assert count_stable(Characters(), tokens_of(prompt)) == len(stable)
+
+
+def test_what_stands_for_an_image_is_not_decoded() -> None:
+    assert count_stable(Characters(), [5, -1]) == 2
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ANSWERS: list[dict[str, Any]] = [
+    {"content": "It is 4."},
+    {"content": "<think>\nhm\n</think>\n\nIt is 4."},
+    {"content": "It is 4.", "reasoning_content": "hm"},
+]
+FOLLOWING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"role": "user", "content": "And 3 + 3?"}),
+    ({"tool_calls": [CALL]}, {"role": "tool", "name": "add", "content": "4"}),
+]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_has(path: Path) -> None:
+    template, rendered = path.read_text(encoding="utf-8"), 0
+    opening = [{"role": "user", "content": "2 + 2?"}]
+    for thinks, answer, (calls, following) in itertools.product((True, False), ANSWERS, FOLLOWING):
+        try:
+            first, later = (
+                render_jinja_template(
+                    [messages],
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    enable_thinking=thinks,
+                    bos_token="<bos>",
+                    eos_token="<eos>",
+                )[0][0]
+                for messages in (opening, [*opening, {"role": "assistant", **answer, **calls}, following])
+            )
+        except (TemplateError, TypeError):
+            continue  # it knows no tools, or wants images
+        rendered += 1
+        stable = count_stable(Characters(), tokens_of(first))
+        assert later.startswith(first[:stable])
+        assert count_stable(Characters(), tokens_of(later)) > stable
+    assert rendered or path.stem.startswith("llava")

@@ -12,14 +12,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.rollout.turns import Turn
 from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
-from darts_server.vllm.llm import ShapingLLM
+from darts_server.vllm.llm import Generation, ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+from darts_server.vllm.requests import RouteCall
 
 
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
@@ -109,8 +105,8 @@ async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
     llm, turn = Engines(count), Turn([1, 2], rank=known)
     options = {} if chosen is None else {RANK: chosen}
     request = PromptRequest({"prompt_token_ids": [1, 2]}, SamplingParams(), "a", options)
-    ticket = Admission(lambda: 0, None).admit(1)
-    assert [output async for output in llm._generate_turn(request, turn, ticket)] == ["output"]  # type: ignore[comparison-overlap]  # the fake's
+    generation = Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), turn)
+    assert [output async for output in llm._generate_unshaped(generation)] == ["output"]  # type: ignore[comparison-overlap]  # the fake's
     [(rank, running)] = llm.seen
     assert (rank, turn.rank) == (expected, expected)
     assert running == [int(rank == each) for each in range(count)], "later turns count where they run"

@@ -11,12 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_beam_search, current_options, move_xargs, with_raw_names
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+from darts_server.vllm.requests import attach, current_route, move_xargs, with_raw_names
 
 
 class Serving:
@@ -26,7 +21,7 @@ class Serving:
         self.seen: list[RequestOptions] = []
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> str:
-        self.seen.append(current_options())
+        self.seen.append(current_route().options)
         return "answer"
 
 
@@ -42,7 +37,7 @@ async def test_a_handler_sees_what_its_own_request_sets() -> None:
     await serving.create_completion(SimpleNamespace(model=None))
     assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
     assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
-    assert current_options().policy is None
+    assert current_route().options.policy is None
 
 
 @pytest.mark.anyio
@@ -67,7 +62,7 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
 
     class Beams:
         async def create_completion(self, request: Any, raw_request: Any = None) -> int:
-            search = current_beam_search()
+            search = current_route().search
             assert search is not None
             search.ticket = admission.admit(search.beams)
             return admission.ahead
@@ -76,7 +71,7 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
     assert await serving.create_completion(request) == beams
-    assert (admission.ahead, admission.requests, current_beam_search()) == (0, 0, None)
+    assert (admission.ahead, admission.requests, current_route().search) == (0, 0, None)
 
 
 @pytest.mark.anyio
@@ -128,8 +123,8 @@ class Responses:
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         async def stream() -> AsyncGenerator[str | None, None]:
-            yield current_options().policy
-            yield current_options().policy
+            yield current_route().options.policy
+            yield current_route().options.policy
 
         return stream()
 
@@ -145,11 +140,11 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
     )
     request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
     stream = await serving.create_responses(request)
-    assert current_options().policy is None
+    assert current_route().options.policy is None
     read = await asyncio.create_task(collect(stream))
     assert read == ["off", "off"]
     assert checked == [("off", {"a": 1})]
-    assert current_options().policy is None
+    assert current_route().options.policy is None
 
 
 async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:

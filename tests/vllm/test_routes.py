@@ -15,11 +15,6 @@ from darts_server.vllm.routes import attach
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def attach_to(handlers: dict[str, Any]) -> None:
     application: Any = SimpleNamespace(routes=[], state=State(handlers))
     attach(application, fields_of)

@@ -24,11 +24,6 @@ def test_several_api_processes_are_refused() -> None:
         parse(["some/model", "--api-server-count", "2"])
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
 @pytest.mark.parametrize("flags", [["--speculative-config", '{"method": "ngram"}'], ["--spec-method", "ngram"]])
 def test_speculation_is_refused_on_a_cpu(flags: list[str]) -> None:

@@ -54,16 +54,18 @@ def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("over", "died", "code", "says"),
+    ("over", "died", "lost", "code", "says"),
     [
-        (None, False, 0, None),
-        (ServerStopping("stopping", 30), True, 0, None),
-        (EngineHung("the engine is hung"), False, 1, "the engine is hung"),
-        (None, True, 1, "EngineCore was killed"),
+        (None, False, 0, 0, None),
+        (ServerStopping("stopping", 30), True, 0, 0, None),
+        (ServerStopping("stopping", 30), False, 2, 3, "2 prompts"),
+        (EngineHung("the engine is hung"), False, 0, 1, "the engine is hung"),
+        (EngineHung("the engine is hung"), False, 2, 1, "the engine is hung"),
+        (None, True, 0, 1, "the engine died: EngineCore was killed"),
     ],
 )
-def test_the_exit_code_and_the_last_line_tell_why(
-    over: Any, died: bool, code: int, says: str | None, caplog: pytest.LogCaptureFixture
+def test_the_exit_code_and_the_last_line_say_why(
+    over: Any, died: bool, lost: int, code: int, says: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = SimpleNamespace(finished_procs=lambda: {"EngineCore": -signal.SIGKILL})
     llm: Any = SimpleNamespace(
@@ -72,21 +74,9 @@ def test_the_exit_code_and_the_last_line_tell_why(
     lifecycle = Lifecycle()
     if over is not None:
         lifecycle.stop(over)
-    assert shutdown.exit_code(llm, lifecycle) == code
-    assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * code
-    assert says is None or says in caplog.text
-
-
-@pytest.mark.parametrize(("over", "code"), [(ServerStopping("stopping", 30), 3), (EngineHung("it is hung"), 1)])
-def test_prompts_that_could_not_be_saved_are_the_last_line_of_a_server_that_ends_in_order(
-    over: Any, code: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    lifecycle = Lifecycle()
-    lifecycle.stop(over)
-    assert shutdown.exit_code(SimpleNamespace(died=False), lifecycle, 2) == code  # type: ignore[arg-type]
-    [record] = caplog.records
-    assert record.levelno == logging.CRITICAL
-    assert record.getMessage().startswith("2 prompts" if code == 3 else "it is hung")
+    assert shutdown.exit_code(llm, lifecycle, lost) == code
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * (says is not None)
+    assert says is None or caplog.messages[0].startswith(says)
 
 
 @pytest.fixture
@@ -119,11 +109,6 @@ async def test_sighup_reloads_keys_or_is_ignored_and_logged(caplog: pytest.LogCa
 
 
 LIMIT = 0.05
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
@@ -177,12 +162,9 @@ async def test_its_death_is_heard() -> None:
         ({"EngineCore_DP0": 0, "EngineCore_DP1": -11}, "EngineCore_DP1 was ended by SIGSEGV"),
         ({"EngineCore": 1}, "EngineCore ended with exit code 1"),
         ({}, "further up in the log"),
+        (None, "further up in the log"),  # an engine elsewhere
     ],
 )
-def test_the_cause_of_death_is_read_from_the_processes_that_ended(codes: dict[str, int], says: str) -> None:
-    manager = SimpleNamespace(finished_procs=lambda: codes)
+def test_the_cause_of_death_is_read_from_the_processes_that_ended(codes: dict[str, int] | None, says: str) -> None:
+    manager = None if codes is None else SimpleNamespace(finished_procs=lambda: codes)
     assert says in cause_of_death(SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)))
-
-
-def test_an_engine_elsewhere_has_no_processes_here() -> None:
-    assert "log" in cause_of_death(SimpleNamespace(resources=SimpleNamespace(engine_manager=None)))

@@ -10,9 +10,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.vllm.compat.engine import REFUSALS
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.sampling import SamplingReader
+from darts_server.vllm.sampling import REFUSALS, SamplingReader
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES
 from darts_server.vllm.validation import MAX_SEED, MIN_SEED, check_request
 

@@ -1,12 +1,11 @@
 """Differences between vLLM's versions and builds, in one place.
 
-Several series are supported. The code tests for the name that it needs, never for a version: in
-``entrypoints`` for the HTTP side, in ``engine`` for the rest. This module does not import vLLM, which takes seconds.
+Several series are supported. The code tests for the name that it needs, never for a version: in ``entrypoints`` for the
+HTTP side, for the rest where it is needed. This module does not import vLLM, which takes seconds.
 All names of vLLM that we use are listed in ``tests/vllm/signatures/extract.py``, and compared with the source of
 each.
 """
 
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_SERIES = ("0.31", "0.32")
@@ -38,10 +37,11 @@ def vllm_version() -> str | None:
 
 def version_warning(installed: str | None) -> str | None:
     """Return a warning for the start of the server; ``None`` for a version of a tested series."""
-    if _is_in_series(TESTED_SERIES, installed):
+    name = installed or ""
+    if name.startswith(tuple(f"{series}." for series in TESTED_SERIES)):
         return None
     tested, compared = " and ".join(TESTED_SERIES), " and ".join(COMPARED_SERIES)
-    if _is_in_series(COMPARED_SERIES, installed):
+    if name.startswith(tuple(f"{series}." for series in COMPARED_SERIES)):
         return (
             f"vLLM {installed} is tested with darts-server by its signatures alone; {tested} are tested by running them"
         )
@@ -49,7 +49,3 @@ def version_warning(installed: str | None) -> str | None:
         f"vLLM {installed} is not tested with darts-server; {tested} are, by running them, "
         f"and {compared} by their signatures alone"
     )
-
-
-def _is_in_series(series: Iterable[str], installed: str | None) -> bool:
-    return any((installed or "").startswith(f"{each}.") for each in series)

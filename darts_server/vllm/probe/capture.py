@@ -17,7 +17,7 @@ import zmq
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from darts_server.vllm.probe.steps import Step, reader_for
+from darts_server.vllm.probe.steps import reader_for
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
@@ -301,10 +301,8 @@ class Capture:
                 reached.append((request, computed))
             else:
                 self._requests.reschedule(request, computed)
-        if step is not None and reached:
-            self._capture_rows(step, reached)
-
-    def _capture_rows(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> None:
+        if step is None or not reached:
+            return
         requests = [request for request, _ in reached]
         # If the host does not know the numbers of tokens, the sender decides by those that are copied from the device.
         tokens = [computed - request.prompt_tokens for request, computed in reached] if step.exact else None

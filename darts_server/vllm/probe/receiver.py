@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -70,7 +69,12 @@ class ProbeReceiver:
         kind, *rest = frames
         if kind == STATES:
             for number, tokens, state in unpack_states(*rest):
-                self._deliver(number, HiddenState(tokens, state))
+                if (probe := self._probes.get(number)) is None:
+                    continue
+                # In its own turn of the loop: an exception of one probe does not skip the others of this message.
+                asyncio.get_running_loop().call_soon(probe.on_state, HiddenState(tokens, state))
+                if tokens >= probe.detect_at[-1]:
+                    del self._probes[number]
         elif kind == READY:
             self._width, self.runner = int(rest[0]), rest[1].decode()
             self._ready.put_nowait(None)
@@ -98,19 +102,24 @@ class ProbeReceiver:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
 
-    def _deliver(self, number: int, probed: HiddenState) -> None:
-        if (probe := self._probes.get(number)) is None:
-            return
-        # In its own turn of the loop, so that an exception of one probe does not skip the others of this message.
-        asyncio.get_running_loop().call_soon(probe.on_state, probed)
-        if probed.tokens >= probe.detect_at[-1]:
-            del self._probes[number]
-
 
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
     """Install the probe in this engine's workers. If that fails, the receiver's ``fault`` says why."""
     probes = ProbeReceiver()
+
+    def receive(frames: Sequence[bytes]) -> None:
+        """Handle a message of a worker, or report no width any more if that fails."""
+        try:
+            probes.receive(frames)
+        except Exception as error:
+            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
+
+    async def receive_all(socket: zmq.asyncio.Socket) -> None:
+        while True:
+            receive(await socket.recv_multipart())
+            await asyncio.sleep(0)  # receiving from a queue that is not empty does not yield to the loop
+
     folder = Path(tempfile.mkdtemp(prefix="darts-probe-"))
     context = zmq.asyncio.Context()
     receiving: asyncio.Task[None] | None = None
@@ -120,9 +129,9 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
             socket.setsockopt(zmq.RCVHWM, 0)
             address = f"ipc://{folder / 'states'}"
             socket.bind(address)
-            receiving = asyncio.create_task(_receive_all(socket, probes))
+            receiving = asyncio.create_task(receive_all(socket))
             if hasattr(llm.engine_core, "install_probes"):  # engines elsewhere, whose hosts hand hidden states on
-                answers = await llm.engine_core.install_probes(partial(receive, probes))
+                answers = await llm.engine_core.install_probes(receive)
             else:
                 answers = await llm.collective_rpc(INSTALL, args=(address,))
         except Exception as error:
@@ -138,17 +147,3 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
             receiving.cancel()
         context.destroy(linger=0)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _receive_all(socket: zmq.asyncio.Socket, probes: ProbeReceiver) -> None:
-    while True:
-        receive(probes, await socket.recv_multipart())
-        await asyncio.sleep(0)  # receiving from a queue that is not empty does not yield to the loop
-
-
-def receive(probes: ProbeReceiver, frames: Sequence[bytes]) -> None:
-    """Handle a message of a worker, or report no width any more if that fails."""
-    try:
-        probes.receive(frames)
-    except Exception as error:
-        probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")

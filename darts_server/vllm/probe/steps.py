@@ -92,28 +92,27 @@ def reader_for(runner: Any) -> tuple[str, Reader]:
     """
     if runner.is_pooling_model:
         raise ValueError("a pooling model generates nothing")
+
+    def read_first(runner: Any, _: Any) -> Step | None:
+        state = runner.execute_model_state
+        return None if state is None else FirstRunnerStep(runner, state)
+
+    def read_second(runner: Any, scheduled: Any) -> Step | None:
+        state = runner.execute_model_state
+        return None if state is None or state.hidden_states is None else SecondRunnerStep(runner, state, scheduled)
+
     if hasattr(runner, "input_batch"):
-        return "first", _read_first
+        return "first", read_first
     if not hasattr(runner, "req_states"):
         raise ValueError(f"{type(runner).__module__} is an unknown model runner")
     if runner.pcp_manager is not None:
         raise ValueError("prefill context parallelism spreads a prompt's states over workers")
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
         raise ValueError("a diffusion model has no state of a last token")
-    return "second", _read_second
+    return "second", read_second
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> torch.Tensor:
     """Create an index tensor on a device without waiting for that device."""
     index = torch.tensor(places, dtype=torch.long)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
-
-
-def _read_first(runner: Any, _: Any) -> Step | None:
-    state = runner.execute_model_state
-    return None if state is None else FirstRunnerStep(runner, state)
-
-
-def _read_second(runner: Any, scheduled: Any) -> Step | None:
-    state = runner.execute_model_state
-    return None if state is None or state.hidden_states is None else SecondRunnerStep(runner, state, scheduled)

@@ -175,12 +175,6 @@ def test_counts_from_the_device_decide_if_the_host_has_none() -> None:
     assert create_message(taken) is None
 
 
-def test_copies_on_cpu_need_no_event() -> None:
-    [copied], ready = HostCopies(torch.device("cpu"))([torch.ones(2, 3)])
-    assert copied.tolist() == [[1.0] * 3] * 2
-    assert ready is None
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_copies_are_complete_after_their_event() -> None:
     device = torch.device("cuda")

@@ -13,11 +13,6 @@ from darts_server.vllm.probe.receiver import ProbeReceiver, probing
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def states(*pairs: tuple[int, int]) -> list[bytes]:
     """Create a message of these numbers and tokens; each state is filled with its number."""
     rows = np.array([[number] * 3 for number, _ in pairs], dtype=np.float32)
