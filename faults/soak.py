@@ -49,7 +49,7 @@ from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting.confidence import Confidence

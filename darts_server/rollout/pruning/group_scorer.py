@@ -1,7 +1,6 @@
 """Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,42 +11,31 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 
 
-@dataclass(frozen=True, slots=True)
-class Assessment:
-    """``quality``: the calibrated probability q of being correct. ``survival``: the probability to keep it with."""
-
-    quality: float
-    survival: float
-
-
 class CandidateScorer(Protocol):
     """Scores trajectories, identified by their group and candidate index, and learns from their rewards.
 
     All methods are called in the event loop, return fast and never raise.
+
+    ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
+    ``uses_hidden_states``, ``uses_logprobs``: what scores are made from; both may be true.
     """
 
     @property
-    def detect_at(self) -> tuple[int, ...]:
-        """Numbers of generated tokens, ascending, at which trajectories are scored. The latest score counts."""
-        ...
+    def detect_at(self) -> tuple[int, ...]: ...
 
     @property
-    def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, alone or together with log-probs."""
-        ...
+    def uses_hidden_states(self) -> bool: ...
 
     @property
-    def uses_logprobs(self) -> bool:
-        """Whether scores are made from log-probs, alone or together with hidden states."""
-        ...
+    def uses_logprobs(self) -> bool: ...
 
     def score_state(
         self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
+    ) -> Scored:
         """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
         ...
 
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Scored:
         """Score a trajectory by the log-probs of its tokens so far, in nats."""
         ...
 
@@ -136,8 +124,7 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
-            assessment = self._scorer.score_state(self._group, index, probed, (), self._pruning)
-            scores = [_scored(index, assessment)]
+            scores = [self._scorer.score_state(self._group, index, probed, (), self._pruning)]
         for scored in scores:
             if index in self._started:
                 self._on_score(scored)
@@ -162,8 +149,7 @@ class GroupScorer:
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(generated.logprobs[: probed.tokens])
-            assessment = self._scorer.score_state(self._group, index, probed, so_far, self._pruning)
-            yield _scored(index, assessment)
+            yield self._scorer.score_state(self._group, index, probed, so_far, self._pruning)
 
     def _is_due(self, index: int, tokens: int | None) -> bool:
         passed = self._passed.get(index, 0)
@@ -179,9 +165,4 @@ class GroupScorer:
             passed = self._passed.get(index, 0)
             self._passed[index] = passed + 1
             logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            assessment = self._scorer.score_logprobs(self._group, index, logprobs, self._pruning)
-            yield _scored(index, assessment)
-
-
-def _scored(index: int, assessment: Assessment) -> Scored:
-    return Scored(index, assessment.quality, assessment.survival)
+            yield self._scorer.score_logprobs(self._group, index, logprobs, self._pruning)

@@ -1,6 +1,6 @@
 """The confidence of the model in its trajectories, from log-probs, and its calibration by the rewards of votes.
 
-Scores are the mean and the lowest mean log-prob (`rollout.pruning.score_kinds`). They become probabilities of being
+Scores are the mean and the lowest mean log-prob (`rollout.pruning.scoring`). They become probabilities of being
 correct once rewards came for trajectories of votes.
 """
 
@@ -14,8 +14,7 @@ from darts_server.records import GroupKey
 from darts_server.rollout.debounce import Debounce
 from darts_server.rollout.learned.documents import BlobStore, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
-from darts_server.rollout.pruning.checkpoints import DetectionPoint
-from darts_server.rollout.pruning.score_kinds import ScoreKind, logprob_score
+from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, logprob_score
 from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class Confidence:
         self._kept = kept
         blobs = BlobStore(documents, BLOB_KIND)
         self._points: dict[str, DetectionPoint] = {
-            kind: DetectionPoint(blobs, kind, calibration, width=0) for kind in KINDS
+            kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }
         self._scores: OrderedDict[GroupKey, Mapping[int, Mapping[str, float]]] = OrderedDict()
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
@@ -61,16 +60,14 @@ class Confidence:
     def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
         """Learn whether a trajectory is correct from its first reward; its value does not count."""
         for kind, score in self._scores.get(group, {}).get(index, {}).items():
-            self._points[kind].calibrator.add(Label(score, float(correct)))
-            self._points[kind].has_changes = True
+            self._points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 
     def _load(self) -> None:
         """Load what a restore has put into the store, and at first what was saved."""
         try:
-            for kind, point in self._points.items():
-                if (problem := point.reload()) is not None:
-                    logger.warning("the saved calibration of votes by %s %s; it is learned from scratch", kind, problem)
+            for point in self._points.values():
+                point.reload()
         except StateError as error:
             logger.warning("the saved calibration of votes cannot be read: %s", error)
 

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
 from darts_server.observers import PruningObserver
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
-from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
@@ -122,30 +122,30 @@ class Bench:
         self.heads.append(LocalHead(width, on_state, self.settings))
         return self.heads[-1]
 
-    def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
+    def score(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Scored:
         return self.pruner.score_state(
             (None, group_id), index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
         )
 
-    def group(self, size: int = 8) -> tuple[list[Assessment], int]:
-        """Score a group and reward its survivors; return its assessments and the number of survivors."""
+    def group(self, size: int = 8) -> tuple[list[Scored], int]:
+        """Score a group and reward its survivors; return its scores and the number of survivors."""
         self.groups += 1
         self.now += 1
-        name, assessments, kept = f"g{self.groups}", [], []
+        name, scores, kept = f"g{self.groups}", [], []
         for index, (hidden, target) in enumerate(self.task.trajectories(size)):
-            assessment = self.scored(name, index, hidden)
-            assessments.append(assessment)
-            if self.rng.random() < assessment.survival:
-                self.pruner.record_kept((None, name), index, assessment.survival)
+            scored = self.score(name, index, hidden)
+            scores.append(scored)
+            if self.rng.random() < scored.survival:
+                self.pruner.record_kept((None, name), index, scored.survival)
                 kept.append((index, target))
             else:
                 self.pruner.record_dropped((None, name), index)
         for index, target in kept:
             self.pruner.learn_reward((None, name), index, target, target > 0)
         self.pruner.record_rewarded_group()
-        return assessments, len(kept)
+        return scores, len(kept)
 
-    def step(self, groups: int = 16) -> list[tuple[list[Assessment], int]]:
+    def step(self, groups: int = 16) -> list[tuple[list[Scored], int]]:
         """Run groups, then change the weights."""
         results = [self.group() for _ in range(groups)]
         self.version += 1

@@ -13,7 +13,7 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.types import DiscardReason
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents, Harness

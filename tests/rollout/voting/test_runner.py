@@ -19,12 +19,12 @@ from darts_server.engine.port import HiddenState
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.observers import VoteObserver
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.voting import Extractor, create_extractor
 from darts_server.records import GroupKey
 from darts_server.rollout.learned.documents import BlobStore
-from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.voting import runner
 from darts_server.rollout.voting.confidence import KINDS, Confidence
@@ -69,10 +69,10 @@ class StateScorer:
 
     def score_state(
         self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
-        return Assessment(float(probed.vector[0]), 0.1)
+    ) -> Scored:
+        return Scored(index, float(probed.vector[0]), 0.1)
 
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
+    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Scored:
         raise NotImplementedError
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
@@ -285,7 +285,7 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
         confidence.learn_reward((None, "vote"), 0, 1.0, True)
 
     def labels() -> list[int]:
-        return [len(confidence._points[kind].calibrator.state.labels) for kind in KINDS]
+        return [len(confidence._points[kind].calibrator.labels) for kind in KINDS]
 
     learn()
     confidence._save_soon.run_pending()
@@ -309,8 +309,8 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     election.confidence.learn_reward((None, "unknown"), 0, 1.0, True)
     assert [election.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
     election.confidence._save_soon.run_pending()
-    [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
-    assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
+    [label] = Confidence(documents)._points["logprob"].calibrator.labels
+    assert (label.score, label.target, label.survival) == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
 async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +331,7 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
         confidence.remember((None, name), {0: {"logprob": 0.5}})
         confidence.learn_reward((None, name), 0, 1.0, True)
     confidence.learn_reward((None, "old"), 0, 1.0, True)
-    assert len(confidence._points["logprob"].calibrator.state.labels) == 2
+    assert len(confidence._points["logprob"].calibrator.labels) == 2
 
 
 def scored_voter(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
