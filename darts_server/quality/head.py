@@ -10,7 +10,7 @@ Usage::
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
-from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, Weights, assemble_feature
+from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
 
 MAX_LOSS = 20.0
@@ -63,7 +63,7 @@ class Head:
         self._network = Network(
             width + 1, settings.hidden, settings.learning_rate, settings.weight_decay, settings.seed, device
         )
-        self._snapshot = Snapshot(self._network.weights(), self._standardiser, 0)
+        self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
         self._labels = self._trained_steps = 0
         self._trained_seconds = 0.0
@@ -157,13 +157,13 @@ class Head:
         if not losses:
             return 0
         self._trained_seconds += self._clock() - started
-        weights = self._network.weights()
-        self._has_diverged = not (losses[-1] < MAX_LOSS and weights.are_finite)
+        arrays = self._network.arrays()
+        self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
             self.divergences += 1
-            self._network.load(self._snapshot.weights, moments=False)
+            self._network.load(self._snapshot.arrays, moments=False)
             return 0
-        self._snapshot = Snapshot(weights, self._standardiser, self.steps + len(losses))
+        self._snapshot = Snapshot(arrays, self._standardiser, self.steps + len(losses))
         self._trained_steps += len(losses)
         self._loss = math.fsum(losses) / len(losses)
         return len(losses)
@@ -180,7 +180,7 @@ class Head:
             InvalidRequest: it is of a model or a head of another size; nothing was changed.
         """
         restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
-        self._network.load(restored.weights, moments=restored.steps > 0)
+        self._network.load(restored.arrays, moments=restored.steps > 0)
         self._standardiser = restored.standardiser
         self._snapshot, self._has_diverged = restored, False
 
@@ -291,29 +291,27 @@ class Network:
         self._optimiser.step()
         return float(loss.detach())
 
-    def weights(self) -> Weights:
-        """Copy everything learned."""
+    def arrays(self) -> dict[str, Single]:
+        """Copy everything learned, by the names of `snapshot.shapes`."""
         arrays = {name: p.detach().cpu().numpy().copy() for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             adam = self._optimiser.state.get(p, {})
             for m in MOMENTS:
                 initial = torch.zeros(()) if m == "step" else torch.zeros_like(p)
                 arrays[f"{name}.{m}"] = adam.get(m, initial).cpu().numpy().copy()
-        return Weights(arrays)
+        return arrays
 
-    def load(self, weights: Weights, *, moments: bool) -> None:
-        """Continue from these weights, with a new optimiser unless ``moments`` are to be loaded as well."""
+    def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
+        """Continue from these arrays, with a new optimiser unless ``moments`` are to be loaded as well."""
         with torch.no_grad():
             for name, p in self._parameters.items():
-                p.copy_(torch.from_numpy(weights.arrays[name]))
+                p.copy_(torch.from_numpy(arrays[name]))
         self._optimiser = self._create_optimiser()
         if moments:
             for name, p in self._parameters.items():
-                self._optimiser.state[p] = {m: self._moment(weights, name, m) for m in MOMENTS}
-
-    def _moment(self, weights: Weights, name: str, moment: str) -> torch.Tensor:
-        tensor = torch.from_numpy(weights.arrays[f"{name}.{moment}"].copy())
-        return tensor if moment == "step" else tensor.to(self._device)  # Adam keeps its step counter on the CPU
+                tensors = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
+                # Adam keeps its step counter on the CPU.
+                self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
 
     def _create_optimiser(self) -> torch.optim.Adam:
         return torch.optim.Adam(self._parameters.values(), lr=self._learning_rate, weight_decay=self._weight_decay)

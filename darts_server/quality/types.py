@@ -4,10 +4,15 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from darts_server.policy.pruning.calibration import MAX_WEIGHT
 from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
 
 NO_METRICS = ScoreMetrics(0, None, None, None)
+Example = tuple[NDArray[np.floating], int, float, float]
+"""The arguments of `head.Head.learn`."""
 
 
 class HeadStatus(StrEnum):
