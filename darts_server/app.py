@@ -50,8 +50,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.serving.admission import Admission, Bounds, default_max_waiting
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag

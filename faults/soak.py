@@ -52,8 +52,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings

@@ -12,7 +12,7 @@ from darts_server.http.requests import while_connected
 from darts_server.http.resources.rollouts_models import Messages
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
-from darts_server.rollout.voting.runner import Score, VoteRequest, VoteResult, VoteRunner
+from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
 from darts_server.types import PromptSpec, VoteWeights
 
 MAX_BODY_BYTES = 16 * 1024 * 1024

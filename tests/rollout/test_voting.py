@@ -24,14 +24,15 @@ from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.voting import Extractor, create_extractor
 from darts_server.records import GroupKey
+from darts_server.rollout import voting
 from darts_server.rollout.learned.documents import BlobStore
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting import runner
-from darts_server.rollout.voting.confidence import KINDS, Confidence
-from darts_server.rollout.voting.runner import (
+from darts_server.rollout.voting import (
+    KINDS,
     TEXT_CHARS,
     Ballot,
     BallotBox,
+    Confidence,
     Score,
     VoteRequest,
     VoteResult,
@@ -194,7 +195,7 @@ async def test_cancellation_stops_all_candidates() -> None:
 
 
 async def test_a_pattern_that_takes_too_long_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SEARCH_SECONDS", -1.0)
+    monkeypatch.setattr(voting, "SEARCH_SECONDS", -1.0)
     election = Election(*voters("aaa"))
     with pytest.raises(InvalidRequest, match="pattern: took more than"):
         await election.run(create_vote(3))
@@ -434,7 +435,10 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
 
 
 async def collect_all(
-    votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], extract: Extractor, box: BallotBox
+    votes: VoteRunner[str, list[int]],
+    run: GroupRun[str, list[int]],
+    extract: Extractor,
+    box: BallotBox[str, list[int]],
 ) -> bool:
     """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
