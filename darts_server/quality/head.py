@@ -11,7 +11,6 @@ Usage::
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,19 +49,10 @@ class Head:
         self.width = width
         self.divergences = 0
         self._clock = clock
-        max_weight = settings.max_weight if settings.corrected else None
-        self._replay = ReplayBuffer(
-            width + 1,
-            capacity=settings.capacity,
-            half_life=settings.half_life,
-            max_weight=max_weight,
-            rng=np.random.default_rng(settings.seed),
-        )
-        self._evaluation = Evaluation(max_weight, settings.window)
+        self._replay = ReplayBuffer(width + 1, settings)
+        self._evaluation = Evaluation(settings.max_weight, settings.window)
         self._standardiser = Standardiser.blank(width + 1)
-        self._network = Network(
-            width + 1, settings.hidden, settings.learning_rate, settings.weight_decay, settings.seed, device
-        )
+        self._network = Network(width + 1, settings, device)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
         self._labels = self._trained_steps = 0
@@ -150,8 +140,8 @@ class Head:
             return 0
         losses: list[float] = []
         while len(losses) < steps and self._clock() < started + seconds:
-            batch = self._replay.sample(self.settings.batch_size)
-            losses.append(self._network.fit(self._standardiser.apply(batch.features), batch))
+            features, targets, weights = self._replay.sample(self.settings.batch_size)
+            losses.append(self._network.fit(self._standardiser.apply(features), targets, weights))
             if not losses[-1] < MAX_LOSS:  # also true of NaN
                 break
         if not losses:
@@ -185,36 +175,20 @@ class Head:
         self._snapshot, self._has_diverged = restored, False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """``features``: [batch, width]. ``targets``, ``weights``: [batch]; the weights of the whole buffer have mean 1."""
-
-    features: Single
-    targets: Single
-    weights: Single
-
-
 class ReplayBuffer:
-    """The last ``capacity`` examples. Batches are sampled with replacement, newer examples more often.
+    """The last ``capacity`` examples; each takes 4 ``width`` bytes, allocated at once.
 
-    Args:
-        width: of a feature.
-        capacity: examples; each takes 4 ``width`` bytes, allocated at once.
-        half_life: an example that is so many examples older is sampled half as often.
-        max_weight: bound of the inverse propensity weights; ``None`` gives each example the weight 1.
-        rng: samples batches.
+    Batches are sampled with replacement, newer examples more often.
     """
 
-    def __init__(
-        self, width: int, *, capacity: int, half_life: float, max_weight: float | None, rng: np.random.Generator
-    ) -> None:
-        self._features = np.zeros((capacity, width), dtype=np.float32)
-        self._targets = np.zeros(capacity)
-        self._survivals = np.ones(capacity)
+    def __init__(self, width: int, settings: HeadSettings) -> None:
+        self._features = np.zeros((settings.capacity, width), dtype=np.float32)
+        self._targets = np.zeros(settings.capacity)
+        self._survivals = np.ones(settings.capacity)
         self._added = 0
-        self._half_life = half_life
-        self._max_weight = max_weight
-        self._rng = rng
+        self._half_life = settings.half_life
+        self._max_weight = settings.max_weight
+        self._rng = np.random.default_rng(settings.seed)
 
     def __len__(self) -> int:
         return min(self._added, self._targets.size)
@@ -236,38 +210,33 @@ class ReplayBuffer:
         self._features[place], self._targets[place], self._survivals[place] = feature, target, survival
         self._added += 1
 
-    def sample(self, size: int) -> Batch:
-        """Copy a batch out of the buffer, which must not be empty."""
+    def sample(self, size: int) -> tuple[Single, Single, Single]:
+        """Copy a batch out of the buffer, which must not be empty: features [size, width], targets and weights [size].
+
+        The weights of the whole buffer have mean 1.
+        """
         count = len(self)
         age = (self._added - 1 - np.arange(count)) % count
         probabilities = np.exp2(-age / self._half_life)
         sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
-        return Batch(
-            features=self._features[sampled],
-            targets=self._targets[sampled].astype(np.float32),
-            weights=self._weights()[sampled].astype(np.float32),
-        )
+        targets, weights = self._targets[sampled], self._weights()[sampled]
+        return self._features[sampled], targets.astype(np.float32), weights.astype(np.float32)
 
     def _weights(self) -> Floats:
-        count = len(self)
-        if self._max_weight is None:
-            return np.ones(count)
-        return inverse_propensity_weights(self._survivals[:count], self._max_weight)
+        return inverse_propensity_weights(self._survivals[: len(self)], self._max_weight)
 
 
 class Network:
     """Linear, ReLU, linear, to one logit; binary cross-entropy and Adam.
 
-    The initial weights come from ``seed`` alone. Torch's global generator is not used, because an engine in the same
+    The initial weights come from the seed alone. Torch's global generator is not used, because an engine in the same
     process may rely on its state. ``device``: torch's name of the device to compute on.
     """
 
-    def __init__(
-        self, width: int, hidden: int, learning_rate: float, weight_decay: float, seed: int, device: str = "cpu"
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._learning_rate = learning_rate
-        self._weight_decay = weight_decay
+    def __init__(self, width: int, settings: HeadSettings, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(settings.seed)
+        hidden = settings.hidden
+        self._settings = settings
         self._device = torch.device(device)
         initial = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
@@ -278,13 +247,13 @@ class Network:
         self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
         self._optimiser = self._create_optimiser()
 
-    def fit(self, features: Single, batch: Batch) -> float:
-        """Make one step on a batch, with its ``features`` standardised; return the loss before the step, in nats."""
+    def fit(self, features: Single, targets: Single, weights: Single) -> float:
+        """Make one step on standardised features; return the loss before the step, in nats."""
         p = self._parameters
-        x, targets, weights = (torch.from_numpy(a).to(self._device) for a in (features, batch.targets, batch.weights))
+        x, y, w = (torch.from_numpy(a).to(self._device) for a in (features, targets, weights))
         hidden = functional.relu(functional.linear(x, p["hidden_weight"], p["hidden_bias"]))
         logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
-        loss = functional.binary_cross_entropy_with_logits(logits, targets, weight=weights)
+        loss = functional.binary_cross_entropy_with_logits(logits, y, weight=w)
         self._optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
@@ -314,4 +283,5 @@ class Network:
                 self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
 
     def _create_optimiser(self) -> torch.optim.Adam:
-        return torch.optim.Adam(self._parameters.values(), lr=self._learning_rate, weight_decay=self._weight_decay)
+        rates = self._settings
+        return torch.optim.Adam(self._parameters.values(), lr=rates.learning_rate, weight_decay=rates.weight_decay)

@@ -2,19 +2,20 @@
 
 import os
 import time
+from typing import Any
 
 
-def die(*_: object) -> None:
+def die(*_: object) -> Any:
     os._exit(3)
 
 
-def hang(*_: object) -> None:
+def hang(*_: object) -> Any:
     time.sleep(600)
 
 
-def fail(*_: object) -> None:
+def fail(*_: object) -> Any:
     raise MemoryError
 
 
-def report_nonsense(*_: object) -> tuple[None, bytes]:
+def report_nonsense(*_: object) -> Any:
     return None, b"nonsense"

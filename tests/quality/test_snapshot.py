@@ -116,16 +116,8 @@ def test_a_feature_is_the_hidden_state_and_the_logarithm_of_its_position() -> No
     assert feature.tolist() == [1.0, -2.0, 9.0]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
-def test_a_feature_that_is_not_finite_in_float32_is_none(bad: float) -> None:
-    assert assemble_feature(np.asarray([1.0, bad]), 2, 512) is None
-
-
-def test_shapes_and_positions_are_checked() -> None:
-    with pytest.raises(ValueError, match="hidden must have shape"):
-        assemble_feature(np.zeros((1, 2)), 2, 512)
-    with pytest.raises(ValueError, match="position must be"):
-        assemble_feature(np.zeros(2), 2, 0)
+def test_a_feature_that_is_not_finite_in_float32_is_none() -> None:
+    assert assemble_feature(np.asarray([1.0, 1e39]), 2, 512) is None
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1, 1, width=32)), min_size=1, max_size=40))

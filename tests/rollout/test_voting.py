@@ -15,15 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import HiddenState
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.observers import VoteObserver
-from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.voting import Extractor, create_extractor
-from darts_server.records import GroupKey
 from darts_server.rollout import voting
 from darts_server.rollout.learned.documents import BlobStore
 from darts_server.rollout.run import GroupRun
@@ -42,9 +38,12 @@ from darts_server.rollout.voting import (
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome, VoteWeights
 from tests.rollout.helpers import AtOnce, Documents, Harness, Texts
+from tests.rollout.pruning.fake_scorer import FakeScorer
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
+SURVIVAL = 0.1
+"""Of every candidate, whose quality is set by the test."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +56,13 @@ class Voter:
     script: Script | None = None
 
 
-class StateScorer:
-    """A scorer whose quality is the hidden state itself."""
-
-    detect_at = (5,)
-    uses_hidden_states = True
-    uses_logprobs = False
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[int, float]] = []
-        self.dropped: list[int] = []
-
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Scored:
-        return Scored(index, float(probed.vector[0]), 0.1)
-
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Scored:
-        raise NotImplementedError
-
-    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        self.kept.append((index, survival))
-
-    def record_dropped(self, group: GroupKey, index: int) -> None:
-        self.dropped.append(index)
-
-
 class Election(VoteObserver, Texts):
     """Runs votes in which candidate i is the i-th voter. The renderer recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self._script = lambda _, i: voters[i].script or Script(voters[i].length)
         self.harness = Harness(self._script)
-        self.scorer = StateScorer()
+        self.scorer = FakeScorer(5)
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.outcomes: list[tuple[VoteOutcome, int]] = []
@@ -114,7 +87,7 @@ class Election(VoteObserver, Texts):
     def with_scorer(self) -> "Election":
         """Score candidates by their hidden states."""
         self.harness = Harness(self._script, scorer=self.scorer)
-        self.harness.engine.probe_width = 1
+        self.harness.engine.probe_width = 2
         self.votes = self._runner()
         return self
 
@@ -336,7 +309,7 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
 
 
 def scored_voter(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
-    return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: [quality], lag=lag))
+    return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: (quality, SURVIVAL), lag=lag))
 
 
 async def test_votes_by_quality_are_scored_and_no_candidate_is_pruned() -> None:
@@ -422,7 +395,7 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
     size = draw(st.integers(1, 9))
     lengths = draw(st.lists(st.integers(1, 20), min_size=size, max_size=size, unique=True))
     qualities = [draw(st.sampled_from([0.0625, 0.25, 0.5, 0.75])) for _ in lengths]
-    hidden = [lambda _, quality=quality: [quality] for quality in qualities]
+    hidden = [lambda _, quality=quality: (quality, SURVIVAL) for quality in qualities]
     return [
         Voter(
             length,

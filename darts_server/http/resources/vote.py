@@ -170,10 +170,7 @@ def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
-
-        async def answer() -> Response:
-            return JSONResponse(VoteOut.of(await votes.run(body.question)).model_dump(mode="json"))
-
-        return await while_connected(request, answer())
+        result = await while_connected(request, votes.run(body.question))
+        return JSONResponse(VoteOut.of(result).model_dump(mode="json"))
 
     return api

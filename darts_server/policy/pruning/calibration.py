@@ -177,11 +177,27 @@ class Calibrator:
             raise ValueError(f"score must be in [0, 1], got {score}")
         if self.status is not CalibrationStatus.READY:
             return self.prior
-        return float(self._table().chances[bin_index(score, self.calibration.bins)])
+        bins = self.calibration.bins
+        return float(self._table().chances[min(bins - 1, math.floor(bins * score))])
 
     def _table(self) -> _Table:
-        if self._cached is None:
-            self._cached = _calibrate(self.labels, self.calibration)
+        if self._cached is not None:
+            return self._cached
+        bins, alpha = self.calibration.bins, self.calibration.smoothing
+        bin_of = np.minimum((bins * np.asarray([x.score for x in self.labels])).astype(np.int64), bins - 1)
+        targets = np.asarray([x.target for x in self.labels])
+        weights = np.ones(targets.size)
+        if self.calibration.corrected:
+            weights = inverse_propensity_weights([x.survival for x in self.labels], self.calibration.max_weight)
+        right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
+        wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
+        prior = float(right.sum() / (right.sum() + wrong.sum()))
+        if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
+        if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
+        chances = if_right / (if_right + if_wrong)
+        if self.calibration.monotone:
+            chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
+        self._cached = _Table(prior, not right.any() or not wrong.any(), chances)
         return self._cached
 
 
@@ -194,11 +210,6 @@ def label_from_reward(reward: float, threshold: float | None = None) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"reward must be finite, got {reward}")
     return min(max(reward, 0.0), 1.0) if threshold is None else float(reward >= threshold)
-
-
-def bin_index(score: float, bins: int) -> int:
-    """Return the bin of a score: min(B - 1, floor(B s'))."""
-    return min(bins - 1, math.floor(bins * score))
 
 
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
@@ -214,21 +225,3 @@ def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: 
         raise ValueError("survival probabilities must be in (0, 1]")
     weights = np.minimum(1 / p, max_weight)
     return weights / weights.mean() if p.size else weights
-
-
-def _calibrate(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> _Table:
-    bins, alpha = calibration.bins, calibration.smoothing
-    bin_of = np.asarray([bin_index(x.score, bins) for x in labels])
-    targets = np.asarray([x.target for x in labels])
-    weights = np.ones(targets.size)
-    if calibration.corrected:
-        weights = inverse_propensity_weights([x.survival for x in labels], calibration.max_weight)
-    right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
-    wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
-    prior = float(right.sum() / (right.sum() + wrong.sum()))
-    if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
-    if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
-    chances = if_right / (if_right + if_wrong)
-    if calibration.monotone:
-        chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
-    return _Table(prior, not right.any() or not wrong.any(), chances)

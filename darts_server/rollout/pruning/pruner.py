@@ -230,26 +230,22 @@ class Pruner(GroupObserver):
     def uses_logprobs(self) -> bool:
         return self._kind is not ScoreKind.HEAD
 
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
+    def score(
+        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Scored:
-        kind = self._settings.kind
-        hidden = head_input(kind, probed.vector, logprobs)
-        point = self._last_point(kind, hidden.size, probed.tokens)
-        assert self._head is not None
-        self._observer.hidden_state_expected(received=True)
-        score = self._head.score(hidden, probed.tokens)
-        return self._score(group, index, PendingScore(point, probed.tokens, compact(hidden)), score, pruning)
-
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Scored:
-        kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
-        point = self._last_point(kind, 0, len(logprobs))
-        value = logprob_score(kind, logprobs)
-        score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
-        return self._score(group, index, PendingScore(point, len(logprobs), None), score, pruning)
-
-    def _score(self, group: GroupKey, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Scored:
-        """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
+        """Score a trajectory, remember the score until its reward comes, and compute the survival probability."""
+        if probed is None:
+            kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
+            pending = PendingScore(self._last_point(kind, 0, len(logprobs)), len(logprobs), None)
+            value = logprob_score(kind, logprobs)
+            score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
+        else:
+            hidden = head_input(self._settings.kind, probed.vector, logprobs)
+            point = self._last_point(self._settings.kind, hidden.size, probed.tokens)
+            pending = PendingScore(point, probed.tokens, compact(hidden))
+            assert self._head is not None
+            self._observer.hidden_state_expected(received=True)
+            score = self._head.score(hidden, probed.tokens)
         self._log_status()
         usable = score.status is not HeadStatus.BAD_FEATURE
         self._observer.trajectory_scored(usable=usable)

@@ -157,6 +157,24 @@ class DetectionPoint:
         self._width = width
         self._restore(None)
 
+    def _restore(self, blob: Blob | None) -> None:
+        self._has_changes = False
+        self.estimator = SurvivalEstimator()
+        self.calibrator = Calibrator(self._calibration)
+        if blob is None:
+            return
+        width = blob.numbers.get("width")
+        problem = f"is of hidden states of width {width}, not {self._width}"
+        if width == self._width:
+            try:
+                labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
+                restored = [Label(*label) for label in labels.tolist()]
+                self.calibrator = Calibrator(self._calibration, restored, blob.numbers["steps"])
+                return
+            except (ValueError, KeyError) as error:
+                problem = f"cannot be read ({error})"
+        logger.warning("the saved calibration %s %s; it is learned from scratch", self._name, problem)
+
     def add(self, label: Label) -> None:
         self.calibrator.add(label)
         self._has_changes = True
@@ -184,24 +202,6 @@ class DetectionPoint:
             labels = [(x.score, x.target, x.survival) for x in self.calibrator.labels]
             numbers = {"steps": self.calibrator.steps, "width": self._width}
             self._has_changes = not self._saved.save(np.asarray(labels, dtype="<f8").tobytes(), numbers)
-
-    def _restore(self, blob: Blob | None) -> None:
-        self._has_changes = False
-        self.estimator = SurvivalEstimator()
-        self.calibrator = Calibrator(self._calibration)
-        if blob is None:
-            return
-        width = blob.numbers.get("width")
-        problem = f"is of hidden states of width {width}, not {self._width}"
-        if width == self._width:
-            try:
-                labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
-                restored = [Label(*label) for label in labels.tolist()]
-                self.calibrator = Calibrator(self._calibration, restored, blob.numbers["steps"])
-                return
-            except (ValueError, KeyError) as error:
-                problem = f"cannot be read ({error})"
-        logger.warning("the saved calibration %s %s; it is learned from scratch", self._name, problem)
 
 
 class HeadCheckpoint:

@@ -55,10 +55,6 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
     return pi * p_right / (pi * p_right + (1 - pi) * p_wrong)
 
 
-def test_the_papers_form_has_none_of_our_additions() -> None:
-    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
-
-
 # --- the formulas -----------------------------------------------------------
 
 
@@ -78,11 +74,6 @@ def test_corrected_labels_count_by_the_inverse_of_their_survival(labels: list[La
     scaled = [w * len(weights) / sum(weights) for w in weights]
     expected = transcribed(two_classes, score, 128, 1.0, scaled)
     assert learned(CORRECTED, two_classes).probability(score) == pytest.approx(expected, abs=1e-12)
-
-
-def test_without_pruning_the_correction_changes_nothing() -> None:
-    labels = [Label(i / 10, float(i > 4)) for i in range(10)]
-    assert learned(CORRECTED, labels).probability(0.7) == learned(PLAIN, labels).probability(0.7)
 
 
 def test_a_target_in_between_counts_as_that_much_of_each() -> None:
@@ -169,11 +160,8 @@ def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     calibrator.add(Label(0.1, 0.0))
     assert (calibrator.status, calibrator.prior) == (CalibrationStatus.READY, 0.75)
     assert calibrator.probability(0.1) < calibrator.prior < calibrator.probability(0.9)
-
-
-def test_only_wrong_labels_are_one_class_too() -> None:
-    calibrator = learned(PLAIN, [Label(0.4, 0.0)])
-    assert (calibrator.status, calibrator.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
+    wrong = learned(PLAIN, [Label(0.4, 0.0)])
+    assert (wrong.status, wrong.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
 
 
 def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:

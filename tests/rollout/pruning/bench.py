@@ -123,7 +123,7 @@ class Bench:
         return self.heads[-1]
 
     def score(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Scored:
-        return self.pruner.score_state(
+        return self.pruner.score(
             (None, group_id), index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
         )
 

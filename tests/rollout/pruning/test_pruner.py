@@ -195,7 +195,7 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.uses_hidden_states
     bench.width = None
     assert not bench.pruner.uses_hidden_states
-    assert bench.pruner.score_logprobs((None, "l"), 0, (-0.5,) * 10, bench.pruning) == Scored(0, 0.5, 1.0)
+    assert bench.pruner.score((None, "l"), 0, None, (-0.5,) * 10, bench.pruning) == Scored(0, 0.5, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
     bench.pruner.learn_reward((None, "l"), 0, 1.0, True)
     assert bench.pruner.status is PruningStatus.COLD
@@ -208,9 +208,7 @@ async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_wit
         if head is not HeadStatus.BAD_FEATURE:
             assert point_status(CalibrationStatus.READY, head) in STATUS_REASONS
     assert set(STATUS_REASONS) == set(PruningStatus)
-
-
-async def test_labels_that_came_before_the_first_scores_count_as_few() -> None:
+    # Labels that came before the first scores count as few.
     assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 64) is PruningStatus.FEW_LABELS
     assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 0) is PruningStatus.NO_LABELS
 
@@ -226,7 +224,7 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKi
     for number in range(600):
         right = rng.random() < 0.5
         logprobs = tuple((-rng.random(12) * (0.2 if right else 1.0)).tolist())
-        given.append((bench.pruner.score_logprobs((None, "g"), number, logprobs, bench.pruning), right))
+        given.append((bench.pruner.score((None, "g"), number, None, logprobs, bench.pruning), right))
         bench.pruner.record_kept((None, "g"), number, 1.0)
         bench.pruner.learn_reward((None, "g"), number, float(right), right)
         bench.version = number // 100
@@ -251,7 +249,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
     for index in range(600):  # the states carry no information, the lowest log-prob carries all
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
-        bench.pruner.score_state((None, "g"), index, blank, logprobs, Pruning())
+        bench.pruner.score((None, "g"), index, blank, logprobs, Pruning())
         bench.pruner.learn_reward((None, "g"), index, float(right), right)
     scores = bench.pruner.score_metrics()
     assert bench.head.width == WIDTH + 2
@@ -328,7 +326,7 @@ async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded(
     bench = Bench()
     for owner, value in (("one", 1.0), ("other", 2.0)):
         hidden = np.full(WIDTH, value, np.float32)
-        bench.pruner.score_state((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
+        bench.pruner.score((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
     bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
     assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.counter.counts["labels"] == len(bench.pruner._pending) == 1
@@ -361,7 +359,7 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     restarted.pruner.start()
     assert restarted.pruner.status is PruningStatus.READY
     probed = HiddenState(10, np.full(WIDTH, 101.0, np.float32))
-    one, other = (b.pruner.score_state((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
+    one, other = (b.pruner.score((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
 
@@ -412,8 +410,6 @@ async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: py
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the saved quality head is not used" in caplog.text
     assert (
-        other.pruner.score_state(
-            (None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()
-        ).survival
+        other.pruner.score((None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival
         == 1.0
     )
