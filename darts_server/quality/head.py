@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
-from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
+from darts_server.policy.pruning.score_metrics import Evaluation
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
 
@@ -82,7 +82,7 @@ class Head:
         return TrainerReport(
             status=self.status,
             prior=self._replay.prior,
-            metrics=self.metrics(),
+            metrics=self._evaluation.metrics(),
             labels=self._labels,
             steps=self.steps,
             trained_steps=self._trained_steps,
@@ -90,10 +90,6 @@ class Head:
             loss=self._loss,
             divergences=self.divergences,
         )
-
-    def metrics(self) -> ScoreMetrics:
-        """How good its scores were on labels that it had not been trained on."""
-        return self._evaluation.metrics()
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
         """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
@@ -160,7 +156,7 @@ class Head:
 
     def state(self) -> bytes:
         """Serialize weights, optimiser and scale of the last good training, without the replay buffer."""
-        return self._snapshot.to_bytes(self.width, self.settings.hidden)
+        return self._snapshot.to_bytes()
 
     def restore(self, data: bytes) -> None:
         """Continue from what `state` returned; the replay buffer and metrics stay.

@@ -106,11 +106,12 @@ class Snapshot:
         logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
-    def to_bytes(self, width: int, hidden: int) -> bytes:
-        """Serialize weights, optimiser and scale of a head with these sizes."""
+    def to_bytes(self) -> bytes:
+        """Serialize weights, optimiser and scale."""
+        hidden, features = self.arrays["hidden_weight"].shape
         return pack(
             {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance},
-            {"width": width, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
+            {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
         )
 
     @staticmethod

@@ -80,9 +80,10 @@ class TrainingSchedule:
 class TrainerReport:
     """A head at one moment, without its weights.
 
-    ``prior``: share of correct ones among the labels; a half without any. ``steps``: all training steps behind the
-    weights. ``labels``, ``trained_steps``, ``trained_seconds``, ``divergences``: since this head was created. ``loss``:
-    mean of the last good training, in nats.
+    ``prior``: share of correct ones among the labels; a half without any. ``metrics``: how good its scores were on
+    labels that it had not been trained on. ``steps``: all training steps behind the weights. ``labels``,
+    ``trained_steps``, ``trained_seconds``, ``divergences``: since this head was created. ``loss``: mean of the last
+    good training, in nats.
     """
 
     status: HeadStatus = HeadStatus.NO_LABELS

@@ -36,7 +36,7 @@ def test_it_follows_a_policy_that_drifts() -> None:
     for _ in range(25):
         task.drift(0.25)
         train_step(head, task)
-    metrics = head.metrics()
+    metrics = head.report.metrics
     assert unseen_auc(head, task) > 0.8
     assert unseen_auc(trained_head(SyntheticTask()), task) < 0.75  # without the later trainings
     assert metrics.auc is not None
@@ -46,7 +46,7 @@ def test_it_follows_a_policy_that_drifts() -> None:
 def test_metrics_are_over_labels_that_were_not_trained_on() -> None:
     """Random labels can be memorised, but not predicted."""
     head = trained_head(SyntheticTask(sharpness=0.0), rounds=16)
-    metrics = head.metrics()
+    metrics = head.report.metrics
     assert metrics.labels == 15 * 64  # none before the first training
     assert metrics.auc is not None
     assert 0.4 < metrics.auc < 0.6
