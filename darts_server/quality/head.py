@@ -3,9 +3,10 @@
 Usage::
 
     head = Head(width=4096)
-    head.score(hidden, position=512).value             # 0.5: nothing is learned yet
     head.learn(hidden, position=512, target=1.0, survival=0.7)
     head.train(steps=50, seconds=1.0)
+
+`remote.RemoteHead` runs it in a process of its own, and scores by its report and state.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch.nn import functional
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 from darts_server.policy.pruning.score_metrics import Evaluation
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
+from darts_server.quality.types import HeadSettings, HeadStatus, TrainerReport
 
 MAX_LOSS = 20.0
 """Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
@@ -29,7 +30,7 @@ GRADIENT_NORM = 1.0
 
 
 class Head:
-    """Scores come from the last good snapshot.
+    """Its state is that of the last good training.
 
     Args:
         width: of the model's hidden states.
@@ -91,38 +92,23 @@ class Head:
             divergences=self.divergences,
         )
 
-    def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
-
-        Unless the status is ``READY``, it is the share of correct ones among the labels in the buffer.
-
-        Raises:
-            ValueError: ``hidden`` has another width, or ``position`` is below 1.
-        """
-        feature = assemble_feature(hidden, self.width, position)
-        status = HeadStatus.BAD_FEATURE if feature is None else self.status
-        if feature is None or status is not HeadStatus.READY:
-            return Score(self._replay.prior, status)
-        return Score(self._snapshot.score(feature), status)
-
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """Add a labelled trajectory; ``False`` if its feature is not finite: then it is only counted.
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
+        """Add the label of a trajectory with this hidden state after ``position`` tokens.
 
         ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
 
         Raises:
-            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+            ValueError: ``hidden`` has another width or is not finite, or another argument is out of range.
         """
         Label(0.0, target, survival)  # raises if they are out of range
         feature = assemble_feature(hidden, self.width, position)
-        self._labels += 1
         if feature is None:
-            return False
+            raise ValueError("hidden must be finite")
+        self._labels += 1
         if self.steps:  # the label evaluates the head from before it is learned
             self._evaluation.add(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
         self._standardiser = self._standardiser.after(feature)
-        return True
 
     def train(self, steps: int, seconds: float = math.inf) -> int:
         """Make at most ``steps`` steps, start none after ``seconds``, and score by the new weights; return the steps.

@@ -35,7 +35,7 @@ slow disk may take minutes."""
 
 
 class RemoteHead:
-    """Scores and learns as `head.Head` does, and trains in a process of its own. Any thread may call any method.
+    """Scores and learns here, and is trained in a process of its own. Any thread may call any method.
 
     Status, metrics and scores are those of the last report of that process. It is not started before `start`.
 
@@ -112,7 +112,13 @@ class RemoteHead:
         return self._current[0]
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """See `head.Head.score`."""
+        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
+
+        Unless the status is ``READY``, it is the share of correct ones among the labels.
+
+        Raises:
+            ValueError: ``hidden`` has another width, or ``position`` is below 1.
+        """
         feature = assemble_feature(hidden, self.width, position)
         report, snapshot = self._current
         status = HeadStatus.BAD_FEATURE if feature is None else self.status
@@ -121,7 +127,11 @@ class RemoteHead:
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """See `head.Head.learn`; the example waits until the head is trained next."""
+        """Add a label, see `head.Head.learn`, for the next training; ``False`` if its hidden state is not finite.
+
+        Raises:
+            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+        """
         Label(0.0, target, survival)  # raises if they are out of range
         if assemble_feature(hidden, self.width, position) is None:
             return False

@@ -22,7 +22,7 @@ from darts_server.quality.head import Head
 from darts_server.quality.remote import DEATH_SECONDS, MAX_DEATHS, RemoteHead
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
 from tests.quality import fake_trainers
-from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, trained_head
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
 
 AFTER_64_LABELS = TrainingSchedule(min_labels=64, max_delay=3600.0, max_steps=30, max_seconds=3600.0)
 """Whatever the load of the machine, each 64 labels are followed by a training of 30 steps."""
@@ -80,7 +80,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> No
     states: list[bytes] = []
     with running_head(on_report=lambda _, state: states.append(state)) as remote:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
-            assert remote.score(hidden, 512) == local.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+            assert remote.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
         for _ in range(6):
             steps = remote.report.steps
             for hidden, target in task.trajectories(64):
@@ -92,7 +92,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> No
             report = remote.report
             assert replace(report, trained_seconds=0.0) == replace(local.report, trained_seconds=0.0)
             for hidden, _ in SyntheticTask(seed=5).trajectories(20):
-                assert remote.score(hidden, 512) == local.score(hidden, 512)
+                assert remote.score(hidden, 512) == scorer(local).score(hidden, 512)
         assert remote.report.trained_steps == 180
         assert [state for state in states if state][-1] == local.state()
 
@@ -124,7 +124,7 @@ def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() 
     head = RemoteHead(WIDTH, QUICK, schedule=AFTER_64_LABELS)
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
-        assert head.score(hidden, 512) == Score(saved.score(hidden, 512).value, HeadStatus.READY)
+        assert head.score(hidden, 512) == Score(scorer(saved).score(hidden, 512).value, HeadStatus.READY)
     head.start()
     try:
         train(head, task)

@@ -9,11 +9,11 @@ from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.quality.head import Head
 from darts_server.quality.snapshot import CLIP, MEMORY, Standardiser, assemble_feature, pack, unpack
 from darts_server.quality.types import HeadSettings, HeadStatus
-from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, trained_head
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
 
 
 def scores(head: Head) -> list[float]:
-    return [head.score(hidden, 512).value for hidden, _ in SyntheticTask(seed=5).trajectories(20)]
+    return [scorer(head).score(hidden, 512).value for hidden, _ in SyntheticTask(seed=5).trajectories(20)]
 
 
 def test_a_restored_head_scores_as_the_saved_one() -> None:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.debounce import Debounce
@@ -58,27 +58,7 @@ STATUS_REASONS = {
 }
 
 
-class TrainedHead(Protocol):
-    """The part of the quality head that is used here."""
-
-    @property
-    def report(self) -> TrainerReport: ...
-
-    @property
-    def status(self) -> HeadStatus: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def score(self, hidden: NDArray[np.floating], position: int) -> Score: ...
-
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool: ...
-
-    def restore(self, data: bytes) -> None: ...
-
-
-CreateHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
+CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
 
 
@@ -190,7 +170,7 @@ class Pruner(GroupObserver):
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         self._pending = PendingLabels(settings.max_bytes)
         self._points: dict[ScoreKind, dict[int, DetectionPoint]] = {}
-        self._head: TrainedHead | None = None
+        self._head: RemoteHead | None = None
         max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
         self._score_evaluation = Evaluation(max_weight, settings.window)
         self._calibrated_evaluation = Evaluation(max_weight, settings.window)

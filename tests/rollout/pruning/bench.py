@@ -1,8 +1,7 @@
 """A pruner whose head is trained in this process, and a trainer that rewards its trajectories."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.pruner import Pruner
@@ -25,19 +25,14 @@ TRAIN_INTERVAL = 64
 FAST = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
 
 
-class LocalHead(Head):
-    """Replaces `RemoteHead` without a process: it is trained after each 64 labels, in `learn`."""
+class LocalHead(RemoteHead):
+    """Trains in this process, in `learn`, after each 64 labels. Until it is ready it reports after each label."""
 
     def __init__(self, width: int, on_state: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
-        super().__init__(width, settings)
+        super().__init__(width, settings, on_report=lambda _, state: on_state(state))
+        self.trainer = Head(width, settings)
         self.started = self.closed = False
-        self.lost = False
         self._learned = 0
-        self._on_state = on_state
-
-    @property
-    def status(self) -> HeadStatus:
-        return HeadStatus.TRAINER_LOST if self.lost else super().status
 
     def start(self) -> None:
         self.started = True
@@ -45,19 +40,17 @@ class LocalHead(Head):
     def close(self) -> None:
         self.closed = True
 
-    def score(self, hidden: NDArray[np.floating], position: int) -> Any:
-        score = super().score(hidden, position)
-        return replace(score, status=HeadStatus.TRAINER_LOST) if self.lost else score
-
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        learned = super().learn(hidden, position, target, survival)
-        self._learned += learned
-        if self._learned % TRAIN_INTERVAL == 0 and self.train(30):
-            self._on_state(self.state())
-        return learned
+        self.trainer.learn(hidden, position, target, survival)
+        self._learned += 1
+        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(30) > 0
+        if is_trained or self.report.status is not HeadStatus.READY:
+            self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
+        return True
 
     def restore(self, data: bytes) -> None:
-        super().restore(data or Head(self.width, self.settings).state())
+        super().restore(data)
+        self.trainer.restore(data or Head(self.width, self.settings).state())
 
 
 class Counter(PruningObserver):

@@ -65,7 +65,7 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
         bench.score("g", 0, hidden, tokens)
         bench.pruner.record_kept((None, "g"), 0, survival)
     bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
-    assert bench.head._replay._survivals[:2].tolist() == [0.125, 0.125]
+    assert bench.head.trainer._replay._survivals[:2].tolist() == [0.125, 0.125]
     assert bench.counter.counts["labels"] == 1
 
 
@@ -81,7 +81,7 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
     for index in range(4):
         bench.pruner.learn_reward((None, "g"), index, 1.0, True)
-    assert bench.head._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
+    assert bench.head.trainer._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
 
 
 async def test_each_detection_point_has_its_own_calibration() -> None:
@@ -175,7 +175,7 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
 
 async def test_all_are_kept_when_the_trainer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench().warm(4)
-    bench.head.lost = True
+    bench.head.is_lost = True
     assert {scored.survival for scored in bench.group()[0]} == {1.0}
     assert bench.pruner.status is PruningStatus.TRAINER_LOST
     assert is_logged(caplog, PruningStatus.TRAINER_LOST)
@@ -272,7 +272,7 @@ async def test_the_settings_decide_the_target_of_a_reward(scoring: ScoringSettin
     bench = Bench(scoring)
     bench.score("g", 0, np.ones(WIDTH), 512)
     bench.pruner.learn_reward((None, "g"), 0, 0.75, True)
-    assert bench.head._replay._targets[0] == target
+    assert bench.head.trainer._replay._targets[0] == target
 
 
 async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
@@ -318,8 +318,8 @@ async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     bench.pruner.record_kept((None, "g"), 0, 0.5)
     bench.score("g", 0, np.ones(WIDTH))
     bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
-    assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
-    assert bench.head._replay._survivals[0] == 1.0
+    assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
+    assert bench.head.trainer._replay._survivals[0] == 1.0
 
 
 async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded() -> None:
@@ -328,7 +328,7 @@ async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded(
         hidden = np.full(WIDTH, value, np.float32)
         bench.pruner.score((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
     bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
-    assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
+    assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.counter.counts["labels"] == len(bench.pruner._pending) == 1
 
 
@@ -369,21 +369,21 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     bench = Bench(store=store).warm(4)
     bench.pruner._save_soon.run_pending()
     saved = dict(store.kept)
-    steps = bench.head.steps
+    steps = bench.head.report.steps
     bench.now += 100
     bench.warm(4)
     bench.pruner._save_soon.run_pending()
-    assert bench.head.steps > steps
+    assert bench.head.report.steps > steps
     store.kept = dict(saved)
     bench.now += 2
     bench.score("x", 0, np.ones(WIDTH))
     [point] = bench.pruner._points[ScoreKind.HEAD].values()
     assert point.calibrator.steps == 3
-    assert bench.head.steps < steps + 30
+    assert bench.head.report.steps < steps + 30
     store.kept = {}
     bench.now += 2
     assert bench.score("y", 0, np.ones(WIDTH)).survival == 1.0
-    assert bench.head.steps == 0
+    assert bench.head.report.steps == 0
 
 
 async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_from_before() -> None:
