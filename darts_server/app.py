@@ -46,11 +46,10 @@ from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.serving.admission import Admission, Bounds, default_max_waiting
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag

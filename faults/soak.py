@@ -35,6 +35,7 @@ from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.quality.head import Head
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.batch import BatchRequest
@@ -49,11 +50,10 @@ from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
@@ -175,13 +175,13 @@ class Texts:
         return Sample(output, slice_from(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)
 
 
-class LocalHead(Head):
+class LocalHead(RemoteHead):
     """The quality head, trained in the event loop instead of a process of its own."""
 
     def __init__(self, width: int, trained: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
-        super().__init__(width, settings)
+        super().__init__(width, settings, on_report=lambda _, state: trained(state))
+        self._trainer = Head(width, settings)
         self._learned = 0
-        self._trained = trained
 
     def start(self) -> None:
         """Do nothing: there is no process."""
@@ -190,11 +190,11 @@ class LocalHead(Head):
         """Do nothing: there is no process."""
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        learned = super().learn(hidden, position, target, survival)
-        self._learned += learned
-        if self._learned % TRAIN_EVERY == 0 and self.train(TRAIN_STEPS):
-            self._trained(self.state())
-        return learned
+        self._trainer.learn(hidden, position, target, survival)
+        self._learned += 1
+        if self._learned % TRAIN_EVERY == 0 and self._trainer.train(TRAIN_STEPS):
+            self._apply(self._trainer.report, self._trainer.state(), self._restores)
+        return True
 
 
 class Stack:

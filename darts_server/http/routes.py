@@ -18,7 +18,7 @@ from darts_server.rollout.learned.rewards import summarize
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
-from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import caller
 from darts_server.weights.updates import Updates
 

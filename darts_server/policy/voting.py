@@ -55,24 +55,22 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
     Raises:
         InvalidRequest: the pattern cannot be used.
     """
-    if isinstance(pattern, str):
-        return _find_boxes if pattern == BOXED else partial(_find_matches, _compile(pattern))
-    if not 1 <= len(pattern) <= CHOICES:
-        raise InvalidRequest("pattern.choices", f"must be 1 to {CHOICES} answers, got {len(pattern)}")
-    for choice in pattern:
-        if not 1 <= len(choice.strip()) <= len(choice) <= CHOICE_CHARS:
-            raise InvalidRequest(
-                "pattern.choices", f"must have 1 to {CHOICE_CHARS} characters each, got {choice[:50]!r}"
-            )
-    return partial(_find_choices, pattern)
-
-
-def _compile(pattern: str) -> Any:
-    """Compile for RE2, whose time for one match is linear in the text and in the compiled expression."""
+    if pattern == BOXED:
+        return _find_boxes
+    if not isinstance(pattern, str):
+        if not 1 <= len(pattern) <= CHOICES:
+            raise InvalidRequest("pattern.choices", f"must be 1 to {CHOICES} answers, got {len(pattern)}")
+        for choice in pattern:
+            if not 1 <= len(choice.strip()) <= len(choice) <= CHOICE_CHARS:
+                raise InvalidRequest(
+                    "pattern.choices", f"must have 1 to {CHOICE_CHARS} characters each, got {choice[:50]!r}"
+                )
+        return partial(_find_choices, pattern)
     if len(pattern) > PATTERN_CHARS:
         raise InvalidRequest(
             "pattern", f"has {len(pattern)} characters, at most {PATTERN_CHARS} are allowed; shorten it"
         )
+    # RE2's time for one match is linear in the text and in the compiled expression.
     options = re2.Options()
     options.max_mem = PATTERN_BYTES
     options.log_errors = False
@@ -86,7 +84,7 @@ def _compile(pattern: str) -> Any:
         raise InvalidRequest(
             "pattern", f"must have exactly one group, the answer, got {compiled.groups}; write others as (?:...)"
         )
-    return compiled
+    return partial(_find_matches, compiled)
 
 
 def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:

@@ -3,15 +3,15 @@
 Usage::
 
     head = Head(width=4096)
-    head.score(hidden, position=512).value             # 0.5: nothing is learned yet
     head.learn(hidden, position=512, target=1.0, survival=0.7)
     head.train(steps=50, seconds=1.0)
+
+`remote.RemoteHead` runs it in a process of its own, and scores by its report and state.
 """
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
-from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
-from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, Weights, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
+from darts_server.policy.pruning.score_metrics import Evaluation
+from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
+from darts_server.quality.types import HeadSettings, HeadStatus, TrainerReport
 
 MAX_LOSS = 20.0
 """Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
@@ -30,7 +30,7 @@ GRADIENT_NORM = 1.0
 
 
 class Head:
-    """Scores come from the last good snapshot.
+    """Its state is that of the last good training.
 
     Args:
         width: of the model's hidden states.
@@ -50,20 +50,11 @@ class Head:
         self.width = width
         self.divergences = 0
         self._clock = clock
-        max_weight = settings.max_weight if settings.corrected else None
-        self._replay = ReplayBuffer(
-            width + 1,
-            capacity=settings.capacity,
-            half_life=settings.half_life,
-            max_weight=max_weight,
-            rng=np.random.default_rng(settings.seed),
-        )
-        self._evaluation = Evaluation(max_weight, settings.window)
+        self._replay = ReplayBuffer(width + 1, settings)
+        self._evaluation = Evaluation(settings.max_weight, settings.window)
         self._standardiser = Standardiser.blank(width + 1)
-        self._network = Network(
-            width + 1, settings.hidden, settings.learning_rate, settings.weight_decay, settings.seed, device
-        )
-        self._snapshot = Snapshot(self._network.weights(), self._standardiser, 0)
+        self._network = Network(width + 1, settings, device)
+        self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
         self._labels = self._trained_steps = 0
         self._trained_seconds = 0.0
@@ -92,7 +83,7 @@ class Head:
         return TrainerReport(
             status=self.status,
             prior=self._replay.prior,
-            metrics=self.metrics(),
+            metrics=self._evaluation.metrics(),
             labels=self._labels,
             steps=self.steps,
             trained_steps=self._trained_steps,
@@ -101,42 +92,23 @@ class Head:
             divergences=self.divergences,
         )
 
-    def metrics(self) -> ScoreMetrics:
-        """How good its scores were on labels that it had not been trained on."""
-        return self._evaluation.metrics()
-
-    def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
-
-        Unless the status is ``READY``, it is the share of correct ones among the labels in the buffer.
-
-        Raises:
-            ValueError: ``hidden`` has another width, or ``position`` is below 1.
-        """
-        feature = assemble_feature(hidden, self.width, position)
-        status = HeadStatus.BAD_FEATURE if feature is None else self.status
-        if feature is None or status is not HeadStatus.READY:
-            return Score(self._replay.prior, status)
-        return Score(self._snapshot.score(feature), status)
-
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """Add a labelled trajectory; ``False`` if its feature is not finite: then it is only counted.
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
+        """Add the label of a trajectory with this hidden state after ``position`` tokens.
 
         ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
 
         Raises:
-            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+            ValueError: ``hidden`` has another width or is not finite, or another argument is out of range.
         """
         Label(0.0, target, survival)  # raises if they are out of range
         feature = assemble_feature(hidden, self.width, position)
-        self._labels += 1
         if feature is None:
-            return False
+            raise ValueError("hidden must be finite")
+        self._labels += 1
         if self.steps:  # the label evaluates the head from before it is learned
             self._evaluation.add(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
         self._standardiser = self._standardiser.after(feature)
-        return True
 
     def train(self, steps: int, seconds: float = math.inf) -> int:
         """Make at most ``steps`` steps, start none after ``seconds``, and score by the new weights; return the steps.
@@ -150,27 +122,27 @@ class Head:
             return 0
         losses: list[float] = []
         while len(losses) < steps and self._clock() < started + seconds:
-            batch = self._replay.sample(self.settings.batch_size)
-            losses.append(self._network.fit(self._standardiser.apply(batch.features), batch))
+            features, targets, weights = self._replay.sample(self.settings.batch_size)
+            losses.append(self._network.fit(self._standardiser.apply(features), targets, weights))
             if not losses[-1] < MAX_LOSS:  # also true of NaN
                 break
         if not losses:
             return 0
         self._trained_seconds += self._clock() - started
-        weights = self._network.weights()
-        self._has_diverged = not (losses[-1] < MAX_LOSS and weights.are_finite)
+        arrays = self._network.arrays()
+        self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
             self.divergences += 1
-            self._network.load(self._snapshot.weights, moments=False)
+            self._network.load(self._snapshot.arrays, moments=False)
             return 0
-        self._snapshot = Snapshot(weights, self._standardiser, self.steps + len(losses))
+        self._snapshot = Snapshot(arrays, self._standardiser, self.steps + len(losses))
         self._trained_steps += len(losses)
         self._loss = math.fsum(losses) / len(losses)
         return len(losses)
 
     def state(self) -> bytes:
         """Serialize weights, optimiser and scale of the last good training, without the replay buffer."""
-        return self._snapshot.to_bytes(self.width, self.settings.hidden)
+        return self._snapshot.to_bytes()
 
     def restore(self, data: bytes) -> None:
         """Continue from what `state` returned; the replay buffer and metrics stay.
@@ -180,41 +152,25 @@ class Head:
             InvalidRequest: it is of a model or a head of another size; nothing was changed.
         """
         restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
-        self._network.load(restored.weights, moments=restored.steps > 0)
+        self._network.load(restored.arrays, moments=restored.steps > 0)
         self._standardiser = restored.standardiser
         self._snapshot, self._has_diverged = restored, False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """``features``: [batch, width]. ``targets``, ``weights``: [batch]; the weights of the whole buffer have mean 1."""
-
-    features: Single
-    targets: Single
-    weights: Single
-
-
 class ReplayBuffer:
-    """The last ``capacity`` examples. Batches are sampled with replacement, newer examples more often.
+    """The last ``capacity`` examples; each takes 4 ``width`` bytes, allocated at once.
 
-    Args:
-        width: of a feature.
-        capacity: examples; each takes 4 ``width`` bytes, allocated at once.
-        half_life: an example that is so many examples older is sampled half as often.
-        max_weight: bound of the inverse propensity weights; ``None`` gives each example the weight 1.
-        rng: samples batches.
+    Batches are sampled with replacement, newer examples more often.
     """
 
-    def __init__(
-        self, width: int, *, capacity: int, half_life: float, max_weight: float | None, rng: np.random.Generator
-    ) -> None:
-        self._features = np.zeros((capacity, width), dtype=np.float32)
-        self._targets = np.zeros(capacity)
-        self._survivals = np.ones(capacity)
+    def __init__(self, width: int, settings: HeadSettings) -> None:
+        self._features = np.zeros((settings.capacity, width), dtype=np.float32)
+        self._targets = np.zeros(settings.capacity)
+        self._survivals = np.ones(settings.capacity)
         self._added = 0
-        self._half_life = half_life
-        self._max_weight = max_weight
-        self._rng = rng
+        self._half_life = settings.half_life
+        self._max_weight = settings.max_weight
+        self._rng = np.random.default_rng(settings.seed)
 
     def __len__(self) -> int:
         return min(self._added, self._targets.size)
@@ -236,38 +192,33 @@ class ReplayBuffer:
         self._features[place], self._targets[place], self._survivals[place] = feature, target, survival
         self._added += 1
 
-    def sample(self, size: int) -> Batch:
-        """Copy a batch out of the buffer, which must not be empty."""
+    def sample(self, size: int) -> tuple[Single, Single, Single]:
+        """Copy a batch out of the buffer, which must not be empty: features [size, width], targets and weights [size].
+
+        The weights of the whole buffer have mean 1.
+        """
         count = len(self)
         age = (self._added - 1 - np.arange(count)) % count
         probabilities = np.exp2(-age / self._half_life)
         sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
-        return Batch(
-            features=self._features[sampled],
-            targets=self._targets[sampled].astype(np.float32),
-            weights=self._weights()[sampled].astype(np.float32),
-        )
+        targets, weights = self._targets[sampled], self._weights()[sampled]
+        return self._features[sampled], targets.astype(np.float32), weights.astype(np.float32)
 
     def _weights(self) -> Floats:
-        count = len(self)
-        if self._max_weight is None:
-            return np.ones(count)
-        return inverse_propensity_weights(self._survivals[:count], self._max_weight)
+        return inverse_propensity_weights(self._survivals[: len(self)], self._max_weight)
 
 
 class Network:
     """Linear, ReLU, linear, to one logit; binary cross-entropy and Adam.
 
-    The initial weights come from ``seed`` alone. Torch's global generator is not used, because an engine in the same
+    The initial weights come from the seed alone. Torch's global generator is not used, because an engine in the same
     process may rely on its state. ``device``: torch's name of the device to compute on.
     """
 
-    def __init__(
-        self, width: int, hidden: int, learning_rate: float, weight_decay: float, seed: int, device: str = "cpu"
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._learning_rate = learning_rate
-        self._weight_decay = weight_decay
+    def __init__(self, width: int, settings: HeadSettings, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(settings.seed)
+        hidden = settings.hidden
+        self._settings = settings
         self._device = torch.device(device)
         initial = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
@@ -278,42 +229,41 @@ class Network:
         self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
         self._optimiser = self._create_optimiser()
 
-    def fit(self, features: Single, batch: Batch) -> float:
-        """Make one step on a batch, with its ``features`` standardised; return the loss before the step, in nats."""
+    def fit(self, features: Single, targets: Single, weights: Single) -> float:
+        """Make one step on standardised features; return the loss before the step, in nats."""
         p = self._parameters
-        x, targets, weights = (torch.from_numpy(a).to(self._device) for a in (features, batch.targets, batch.weights))
+        x, y, w = (torch.from_numpy(a).to(self._device) for a in (features, targets, weights))
         hidden = functional.relu(functional.linear(x, p["hidden_weight"], p["hidden_bias"]))
         logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
-        loss = functional.binary_cross_entropy_with_logits(logits, targets, weight=weights)
+        loss = functional.binary_cross_entropy_with_logits(logits, y, weight=w)
         self._optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
         self._optimiser.step()
         return float(loss.detach())
 
-    def weights(self) -> Weights:
-        """Copy everything learned."""
+    def arrays(self) -> dict[str, Single]:
+        """Copy everything learned, by the names of `snapshot.shapes`."""
         arrays = {name: p.detach().cpu().numpy().copy() for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             adam = self._optimiser.state.get(p, {})
             for m in MOMENTS:
                 initial = torch.zeros(()) if m == "step" else torch.zeros_like(p)
                 arrays[f"{name}.{m}"] = adam.get(m, initial).cpu().numpy().copy()
-        return Weights(arrays)
+        return arrays
 
-    def load(self, weights: Weights, *, moments: bool) -> None:
-        """Continue from these weights, with a new optimiser unless ``moments`` are to be loaded as well."""
+    def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
+        """Continue from these arrays, with a new optimiser unless ``moments`` are to be loaded as well."""
         with torch.no_grad():
             for name, p in self._parameters.items():
-                p.copy_(torch.from_numpy(weights.arrays[name]))
+                p.copy_(torch.from_numpy(arrays[name]))
         self._optimiser = self._create_optimiser()
         if moments:
             for name, p in self._parameters.items():
-                self._optimiser.state[p] = {m: self._moment(weights, name, m) for m in MOMENTS}
-
-    def _moment(self, weights: Weights, name: str, moment: str) -> torch.Tensor:
-        tensor = torch.from_numpy(weights.arrays[f"{name}.{moment}"].copy())
-        return tensor if moment == "step" else tensor.to(self._device)  # Adam keeps its step counter on the CPU
+                tensors = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
+                # Adam keeps its step counter on the CPU.
+                self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
 
     def _create_optimiser(self) -> torch.optim.Adam:
-        return torch.optim.Adam(self._parameters.values(), lr=self._learning_rate, weight_decay=self._weight_decay)
+        rates = self._settings
+        return torch.optim.Adam(self._parameters.values(), lr=rates.learning_rate, weight_decay=rates.weight_decay)

@@ -1,29 +1,29 @@
-"""A quality head that is trained in a process of its own, and scores in this one."""
+"""A quality head that is trained in a process of its own, and scores in this one.
+
+A training thread in the server instead would share one interpreter lock with the event loop.
+"""
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import Label
+from darts_server.quality import trainer
 from darts_server.quality.snapshot import Snapshot, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
+from darts_server.quality.types import Example, HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
 
 logger = logging.getLogger(__name__)
 
-Example = tuple[NDArray[np.floating], int, float, float]
-"""The arguments of `head.Head.learn`."""
-COMMAND = (sys.executable, "-m", "darts_server.quality.trainer")
-"""A command rather than a ``multiprocessing.Process``: that one would import the server's main module again."""
+Train = Callable[[bytes | None, list[Example]], tuple[TrainerReport, bytes]]
+"""The last two arguments of `trainer.train`."""
 MAX_DEATHS = 3
 """Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
 DEATH_SECONDS = 3600.0
@@ -35,7 +35,7 @@ slow disk may take minutes."""
 
 
 class RemoteHead:
-    """Scores and learns as `head.Head` does, and trains in a process of its own. Any thread may call any method.
+    """Scores and learns here, and is trained in a process of its own. Any thread may call any method.
 
     Status, metrics and scores are those of the last report of that process. It is not started before `start`.
 
@@ -45,7 +45,7 @@ class RemoteHead:
         schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
         clock: seconds; the deaths of the process are counted by it.
-        command: runs the trainer; the descriptor of its pipe is appended.
+        train: runs in the process, `trainer.train` by default.
         grace: seconds that `close` gives the process.
         answer_seconds: in which the process must answer.
     """
@@ -59,7 +59,7 @@ class RemoteHead:
         schedule: TrainingSchedule | None = None,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
-        command: Sequence[str] = COMMAND,
+        train: Train | None = None,
         grace: float = GRACE_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
@@ -67,11 +67,10 @@ class RemoteHead:
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._device = device
         self._schedule = schedule or TrainingSchedule()
+        self._train = train or partial(trainer.train, width, settings, device, self._schedule)
         self._on_report = on_report
         self._clock = clock
-        self._command = tuple(command)
         self._grace = grace
         self._answer_seconds = answer_seconds
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
@@ -80,7 +79,7 @@ class RemoteHead:
         self._unsent: deque[Example] = deque(maxlen=settings.capacity)  # the head would not remember more than that
         self._state = b""
         self._restores = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pool: ProcessPoolExecutor | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -98,8 +97,7 @@ class RemoteHead:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(self._grace)
-            if (process := self._process) is not None:
-                process.kill()  # it still starts, or hangs
+            self._kill_process()  # it still starts, or hangs
             self._thread.join()
 
     # --- scoring and learning -----------------------------------------------
@@ -113,14 +111,14 @@ class RemoteHead:
         """The last report of the process."""
         return self._current[0]
 
-    @property
-    def pid(self) -> int | None:
-        """The process id of the trainer; ``None`` while there is none."""
-        process = self._process
-        return None if process is None else process.pid
-
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """See `head.Head.score`."""
+        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
+
+        Unless the status is ``READY``, it is the share of correct ones among the labels.
+
+        Raises:
+            ValueError: ``hidden`` has another width, or ``position`` is below 1.
+        """
         feature = assemble_feature(hidden, self.width, position)
         report, snapshot = self._current
         status = HeadStatus.BAD_FEATURE if feature is None else self.status
@@ -129,7 +127,11 @@ class RemoteHead:
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """See `head.Head.learn`; the example waits until the head is trained next."""
+        """Add a label, see `head.Head.learn`, for the next training; ``False`` if its hidden state is not finite.
+
+        Raises:
+            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+        """
         Label(0.0, target, survival)  # raises if they are out of range
         if assemble_feature(hidden, self.width, position) is None:
             return False
@@ -158,10 +160,21 @@ class RemoteHead:
     # --- the process, in a thread of its own ----------------------------------
 
     def _supervise(self) -> None:
-        """Keep a process running until `close`, or until it has died too often."""
+        """Train until `close`, in a process that is replaced when it dies or hangs, until it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._closed:
-            self._run_process()
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
+            try:
+                self._run(self._pool)
+            except BrokenExecutor:
+                pass  # it has died
+            except TimeoutError:
+                logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
+            except Exception:  # the process cannot be started, training raised, or the callback has a bug of its own
+                logger.exception("the quality head's trainer failed, or its report could not be handled")
+            finally:
+                self._kill_process()  # it has nothing to save: all that is kept was in its reports
+                self._pool.shutdown(wait=False)
             if self._closed:
                 return
             deaths.append(self._clock())
@@ -171,88 +184,42 @@ class RemoteHead:
                 return
             logger.warning("the quality head's trainer died and is restarted")
 
-    def _run_process(self) -> None:
-        """Start one process, and train in it until it dies or the head is closed."""
-        ours, theirs = Pipe()
-        with ours:
-            try:
-                with theirs:  # kept open here, it would hide the death of the process
-                    process = subprocess.Popen(
-                        [*self._command, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    )
-            except OSError as error:
-                logger.error("the quality head's trainer cannot be started: %s", error)
-                return
-            self._process = process
-            threading.Thread(target=self._notice_end, args=[process], daemon=True).start()
-            try:
-                self._train(ours, process)
-            except (EOFError, OSError):
-                pass  # it has died; the supervisor counts that
-            except Exception:  # unpickling may raise anything, and the callback has bugs of its own
-                logger.exception("a report of the quality head's trainer could not be handled")
-            finally:
-                process.kill()  # it has nothing to save: all that is kept was in its reports
-                process.wait()
-                self._process = None
-
-    def _train(self, pipe: "Connection[Any, Any]", process: "subprocess.Popen[bytes]") -> None:
-        """Exchange messages with the process until it ends or the head is closed.
+    def _run(self, pool: ProcessPoolExecutor) -> None:
+        """Send restores and labels to the process, and apply its reports, until the head is closed.
 
         Raises:
-            EOFError, OSError: the process has died.
+            BrokenExecutor: the process has died.
+            TimeoutError: it hangs.
         """
-        pipe.send((self.width, self.settings, self._device, self._schedule))
         restores, due = -1, 0.0  # a new process first restores the newest state
-        while (message := self._wait_for_message(process, restores, due)) is not None:
-            restores, restored, examples = message
-            # Sending blocks while the pipe is full, so a process that hangs is ended by another thread.
-            watchdog = threading.Timer(self._answer_seconds, self._kill_hanging, [process])
-            watchdog.daemon = True
-            watchdog.start()
-            try:
-                pipe.send((restored, examples))
-                report, state = pipe.recv()
-            finally:
-                watchdog.cancel()
+
+        def is_urgent() -> bool:
+            return self._closed or restores != self._restores
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or is_urgent())
+                until_due = max(0.0, due - time.monotonic())
+                self._changed.wait_for(lambda: len(self._unsent) >= self._schedule.min_labels or is_urgent(), until_due)
+                if self._closed:
+                    return
+                # Submitted under the lock: `close` sees the process that this starts, and labels stay unsent if the
+                # last one has died since. Nothing waits here: a thread of the pool sends, however full the pipe is.
+                if restores != self._restores:
+                    answer = pool.submit(self._train, self._state, [])
+                    restores = self._restores
+                else:
+                    answer = pool.submit(self._train, None, list(self._unsent))
+                    self._unsent.clear()
+            report, state = answer.result(self._answer_seconds)
             due = time.monotonic() + self._schedule.max_delay
             self._apply(report, state, restores)
 
-    def _wait_for_message(
-        self, process: "subprocess.Popen[bytes]", received: int, due: float
-    ) -> tuple[int, bytes | None, list[Example]] | None:
-        """Wait for a restore after the last one ``received``, or until the head is to be trained on new labels.
-
-        Return the number of restores, the restored state and the labels; ``None`` once the head is closed or the
-        process has ended.
-        """
-
-        def is_urgent() -> bool:
-            return self._closed or process.returncode is not None or received != self._restores
-
-        with self._changed:
-            self._changed.wait_for(lambda: self._unsent or is_urgent())
-            until_due = max(0.0, due - time.monotonic())
-            self._changed.wait_for(lambda: len(self._unsent) >= self._schedule.min_labels or is_urgent(), until_due)
-            if self._closed or process.returncode is not None:
-                return None
-            if received != self._restores:
-                return self._restores, self._state, []
-            examples = list(self._unsent)
-            self._unsent.clear()
-            return received, None, examples
-
-    def _notice_end(self, process: "subprocess.Popen[bytes]") -> None:
-        process.wait()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _kill_hanging(self, process: "subprocess.Popen[bytes]") -> None:
-        logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
-        process.kill()
+    def _kill_process(self) -> None:
+        """Kill the process of the pool, if it has one; `ProcessPoolExecutor.kill_workers` comes with Python 3.14."""
+        processes = None if self._pool is None else self._pool._processes
+        for process in list((processes or {}).values()):
+            process.kill()
 
     def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
         """Score by the new state from now on, unless there was a restore after those that it was trained from."""

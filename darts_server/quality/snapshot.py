@@ -31,11 +31,9 @@ MAX_WEIGHT = 1e6
 SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state that torch's Adam keeps for each parameter."""
-NUMBERS = ("width", "hidden", "steps", "seen")
 VERSION = 1
 LARGEST = 2**52
 _FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
-_NUMBERS = "numbers"
 
 Single = NDArray[np.float32]
 Floats = NDArray[np.float64]
@@ -85,41 +83,35 @@ class Standardiser:
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """The weights of a network at one moment, with the optimiser's moments. Its arrays are never written to."""
-
-    arrays: Mapping[str, NDArray[np.float32]]
-
-    @property
-    def are_finite(self) -> bool:
-        return all(bool(np.isfinite(x).all()) for x in self.arrays.values())
-
-    def score(self, feature: Single) -> float:
-        """Compute the score s' of one standardised feature: the sigmoid of the network's logit."""
-        a = self.arrays
-        hidden = np.maximum(a["hidden_weight"] @ feature + a["hidden_bias"], 0)
-        logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
-        return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
+def are_finite(arrays: Mapping[str, Single]) -> bool:
+    return all(bool(np.isfinite(x).all()) for x in arrays.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Immutable, so any thread may read it. ``steps``: training steps behind its weights."""
+    """Immutable, so any thread may read it.
 
-    weights: Weights
+    ``arrays``: the weights of a network, and the optimiser's moments, by name; see `shapes`. They are never written to.
+    ``steps``: training steps behind them.
+    """
+
+    arrays: Mapping[str, Single]
     standardiser: Standardiser
     steps: int
 
     def score(self, feature: Single) -> float:
-        """Compute the score s' of a feature that `assemble_feature` returned."""
-        return self.weights.score(self.standardiser.apply(feature))
+        """Compute the score s' of a feature that `assemble_feature` returned: the sigmoid of the network's logit."""
+        a = self.arrays
+        hidden = np.maximum(a["hidden_weight"] @ self.standardiser.apply(feature) + a["hidden_bias"], 0)
+        logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
+        return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
-    def to_bytes(self, width: int, hidden: int) -> bytes:
-        """Serialize weights, optimiser and scale of a head with these sizes."""
+    def to_bytes(self) -> bytes:
+        """Serialize weights, optimiser and scale."""
+        hidden, features = self.arrays["hidden_weight"].shape
         return pack(
-            {**self.weights.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance},
-            {"width": width, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
+            {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance},
+            {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
         )
 
     @staticmethod
@@ -131,7 +123,7 @@ class Snapshot:
             InvalidRequest: it is of a model or a head of another size.
         """
         arrays, numbers = unpack(data)
-        if set(numbers) != set(NUMBERS):
+        if set(numbers) != {"width", "hidden", "steps", "seen"}:
             raise state_damaged("lacks a number, or has one too many")
         if (numbers["width"], numbers["hidden"]) != (width, hidden):
             raise InvalidRequest(
@@ -143,9 +135,9 @@ class Snapshot:
         scale = {"mean": (width + 1,), "variance": (width + 1,)}
         if {name: x.shape for name, x in arrays.items()} != network | scale:
             raise state_damaged("has arrays of other shapes than its sizes say")
-        weights = Weights({name: arrays[name].astype(np.float32) for name in network})
+        weights = {name: arrays[name].astype(np.float32) for name in network}
         mean, variance = (arrays[name].astype(np.float64) for name in scale)
-        if not (weights.are_finite and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
+        if not (are_finite(weights) and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
             raise state_damaged("has values that are not finite, or negative variances")
         if any((np.abs(arrays[name]) > MAX_WEIGHT).any() for name in SHAPES):
             raise state_damaged(f"has weights above {MAX_WEIGHT:g}")
@@ -168,7 +160,7 @@ def pack(arrays: Mapping[str, NDArray[np.generic]], numbers: Mapping[str, int]) 
     """Serialize arrays and numbers; equal ones give equal bytes."""
     body = safetensors.save(
         {name: np.asarray(x, order="C") for name, x in arrays.items()},
-        metadata={_NUMBERS: json.dumps(dict(numbers), sort_keys=True)},
+        metadata={"numbers": json.dumps(dict(numbers), sort_keys=True)},
     )
     return b"darts-quality-head %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
 
@@ -192,7 +184,9 @@ def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]
     if hashlib.sha256(body).hexdigest().encode() != line[2]:
         raise state_damaged("is incomplete or was changed: its checksum is wrong")
     try:
-        numbers = json.loads(_metadata(body)[_NUMBERS])
+        # The header: JSON, after its length in eight bytes. The library's reader for bytes returns tensors only.
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        numbers = json.loads(dict(header["__metadata__"])["numbers"])
         arrays = safetensors.load(body)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise state_damaged(f"cannot be read ({error!r})") from error
@@ -203,12 +197,3 @@ def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]
 
 def state_damaged(problem: str) -> StateDamaged:
     return StateDamaged(f"the quality head given {problem}; nothing was changed. Give a saved one, byte for byte")
-
-
-def _metadata(body: bytes) -> dict[str, str]:
-    """Read the metadata from the header of safetensors: JSON, after its length in eight bytes, little-endian.
-
-    The reader for bytes of the library returns tensors only.
-    """
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-    return dict(header["__metadata__"])

@@ -1,13 +1,17 @@
 """Settings, scores and reports of a head, wherever it is trained. Nothing here imports torch."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import MAX_WEIGHT
 from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
 
 NO_METRICS = ScoreMetrics(0, None, None, None)
+Example = tuple[NDArray[np.floating], int, float, float]
+"""The arguments of `head.Head.learn`."""
 
 
 class HeadStatus(StrEnum):
@@ -34,8 +38,8 @@ class HeadSettings:
     """``hidden``: units of the hidden layer. ``batch_size``: examples per step. ``capacity``: of the replay buffer.
 
     ``half_life``: an example that is so many examples older is sampled half as often. ``min_labels``: examples before
-    the first training. ``corrected``: use inverse propensity weights of at most ``max_weight``; the paper's form has
-    none. ``window``: labels that metrics are taken over.
+    the first training. ``max_weight``: bound of the inverse propensity weights. ``window``: labels that metrics are
+    taken over.
     """
 
     hidden: int = 256
@@ -45,20 +49,9 @@ class HeadSettings:
     capacity: int = 4096
     half_life: float = 2048.0
     min_labels: int = 64
-    corrected: bool = True
     max_weight: float = MAX_WEIGHT
     window: int = WINDOW
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.hidden, self.batch_size) < 1:
-            raise ValueError(f"hidden and batch_size must be at least 1, got {self.hidden} and {self.batch_size}")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
-        if not 1 <= self.min_labels <= self.capacity:
-            raise ValueError(f"min_labels must be in [1, capacity = {self.capacity}], got {self.min_labels}")
-        if not 0 < self.half_life < math.inf:
-            raise ValueError(f"half_life must be finite and above 0, got {self.half_life}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +80,10 @@ class TrainingSchedule:
 class TrainerReport:
     """A head at one moment, without its weights.
 
-    ``prior``: share of correct ones among the labels; a half without any. ``steps``: all training steps behind the
-    weights. ``labels``, ``trained_steps``, ``trained_seconds``, ``divergences``: since this head was created. ``loss``:
-    mean of the last good training, in nats.
+    ``prior``: share of correct ones among the labels; a half without any. ``metrics``: how good its scores were on
+    labels that it had not been trained on. ``steps``: all training steps behind the weights. ``labels``,
+    ``trained_steps``, ``trained_seconds``, ``divergences``: since this head was created. ``loss``: mean of the last
+    good training, in nats.
     """
 
     status: HeadStatus = HeadStatus.NO_LABELS

@@ -6,7 +6,7 @@ from darts_server.rollout.allocation import allocator, auto, deadlines
 from darts_server.rollout.learned import latency, prompts, rewards, statistics
 from darts_server.rollout.learned.documents import Document, blob_parsers, parse_document, parse_value
 from darts_server.rollout.pruning.pruner import BLOB_KIND
-from darts_server.rollout.voting.confidence import BLOB_KIND as VOTE_BLOB_KIND
+from darts_server.rollout.voting import BLOB_KIND as VOTE_BLOB_KIND
 
 VALUES = allocator.PARSERS | auto.PARSERS | deadlines.PARSERS | statistics.PARSERS | latency.PARSERS | rewards.PARSERS
 PARSERS: Mapping[str, Callable[[Document], object]] = {

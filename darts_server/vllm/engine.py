@@ -37,7 +37,7 @@ from darts_server.exceptions import (
 )
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM

@@ -20,8 +20,7 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import PromptSpec, Sample

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from darts_server.quality.head import Head
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings
 
 torch.set_num_threads(1)  # cores are shared, and these networks are small
@@ -61,3 +62,10 @@ def train_step(head: Head, task: SyntheticTask) -> None:
     for hidden, target in task.trajectories(64):
         head.learn(hidden, 512, target)
     head.train(30)
+
+
+def scorer(head: Head) -> RemoteHead:
+    """Return a head that scores by the present report and state of another one."""
+    remote = RemoteHead(head.width, head.settings)
+    remote._apply(head.report, head.state(), restores=0)
+    return remote

@@ -1,5 +1,6 @@
 """A head that is trained in another process behaves as one in this process."""
 
+import gc
 import math
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -19,17 +21,12 @@ from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.quality.head import Head
 from darts_server.quality.remote import DEATH_SECONDS, MAX_DEATHS, RemoteHead
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
-from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, trained_head
+from tests.quality import fake_trainers
+from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
 
 AFTER_64_LABELS = TrainingSchedule(min_labels=64, max_delay=3600.0, max_steps=30, max_seconds=3600.0)
 """Whatever the load of the machine, each 64 labels are followed by a training of 30 steps."""
 TIMEOUT = 180.0
-
-
-def fake_trainer(answer: str) -> tuple[str, ...]:
-    """Return a command that reads two messages from its ``pipe``, and then runs ``answer``."""
-    code = "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1]))"
-    return (sys.executable, "-c", f"{code}; pipe.recv_bytes(); pipe.recv_bytes(); {answer}")
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
@@ -44,8 +41,18 @@ def wait_for_training(head: RemoteHead, steps: int) -> None:
     wait_until(lambda: head.report.steps > steps, "it is trained")
 
 
-def wait_for_loss(head: RemoteHead) -> None:
+def run_until_lost(train: Any, **more: Any) -> RemoteHead:
+    """Run a head with a trainer that always fails, until it is given up."""
+    head = RemoteHead(WIDTH, QUICK, train=train, **more)
+    head.start()
     wait_until(lambda: head.is_lost, "it is given up")
+    head.close()
+    return head
+
+
+def process_of(head: RemoteHead) -> Any:
+    """Return the process of the trainer; ``None`` while there is none."""
+    return None if head._pool is None else next(iter((head._pool._processes or {}).values()), None)
 
 
 @contextmanager
@@ -73,7 +80,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> No
     states: list[bytes] = []
     with running_head(on_report=lambda _, state: states.append(state)) as remote:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
-            assert remote.score(hidden, 512) == local.score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+            assert remote.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
         for _ in range(6):
             steps = remote.report.steps
             for hidden, target in task.trajectories(64):
@@ -85,7 +92,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> No
             report = remote.report
             assert replace(report, trained_seconds=0.0) == replace(local.report, trained_seconds=0.0)
             for hidden, _ in SyntheticTask(seed=5).trajectories(20):
-                assert remote.score(hidden, 512) == local.score(hidden, 512)
+                assert remote.score(hidden, 512) == scorer(local).score(hidden, 512)
         assert remote.report.trained_steps == 180
         assert [state for state in states if state][-1] == local.state()
 
@@ -117,7 +124,7 @@ def test_a_restored_head_scores_at_once_and_training_continues_in_the_process() 
     head = RemoteHead(WIDTH, QUICK, schedule=AFTER_64_LABELS)
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
-        assert head.score(hidden, 512) == Score(saved.score(hidden, 512).value, HeadStatus.READY)
+        assert head.score(hidden, 512) == Score(scorer(saved).score(hidden, 512).value, HeadStatus.READY)
     head.start()
     try:
         train(head, task)
@@ -153,35 +160,43 @@ def test_a_state_that_is_damaged_or_of_another_model_changes_nothing() -> None:
 
 
 @pytest.mark.nightly
-def test_a_killed_trainer_is_restarted_with_its_last_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_trainer_is_replaced_and_continues_from_its_last_state(caplog: pytest.LogCaptureFixture) -> None:
     with running_head() as head:
         train(head, SyntheticTask(), rounds=2)
-        first = head.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: head.pid not in (None, first), "another process is started")
-        assert not is_alive(first)
+        killed = process_of(head)
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.join()
         assert head.status is HeadStatus.READY
         train(head, SyntheticTask(seed=1))
+        assert process_of(head).pid != killed.pid
         assert head.report.steps == 90
     assert "died and is restarted" in caplog.text
 
 
-def test_a_trainer_that_always_dies_is_given_up_and_the_score_is_the_prior(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "more", "logged"),
+    [
+        (fake_trainers.die, {}, None),
+        (fake_trainers.hang, {"answer_seconds": 0.2}, "has not answered"),
+        (fake_trainers.fail, {}, "MemoryError"),
+        (fake_trainers.report_nonsense, {}, "could not be handled"),
+    ],
+)
+def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
+    trainer: Any, more: dict[str, Any], logged: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     reported = threading.Event()
-    head = RemoteHead(
-        WIDTH, QUICK, command=(sys.executable, "-c", "raise SystemExit(3)"), on_report=lambda *_: reported.set()
-    )
+    before = len(os.listdir("/proc/self/fd"))
+    head = run_until_lost(trainer, on_report=lambda *_: reported.set(), **more)
     head.restore(trained_head(SyntheticTask()).state())
-    assert head.score(np.zeros(WIDTH), 512).status is HeadStatus.READY
-    head.start()
-    wait_for_loss(head)
     assert head.score(np.zeros(WIDTH), 512).status is head.status is HeadStatus.TRAINER_LOST
-    assert caplog.text.count("died and is restarted") == MAX_DEATHS
-    assert "it is not restarted" in caplog.text
     assert head.learn(np.zeros(WIDTH), 512, 1.0)
     assert not reported.is_set()
-    head.close()
+    assert caplog.text.count("died and is restarted") == MAX_DEATHS
+    assert "it is not restarted" in caplog.text
+    assert logged is None or caplog.text.count(logged) >= MAX_DEATHS + 1
+    gc.collect()  # a queue of the pool is closed when it is collected
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1, "all but the resource tracker's pipe is closed")
 
 
 def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
@@ -195,11 +210,11 @@ def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
     deaths = 0
 
     class CountingHead(RemoteHead):
-        def _run_process(self) -> None:
+        def _run(self, pool: ProcessPoolExecutor) -> None:
             nonlocal deaths
             deaths += 1
-            if deaths == 20:
-                self._closed = True
+            self._closed = deaths == 20
+            raise BrokenExecutor
 
     head = CountingHead(WIDTH, clock=clock)
     head.start()
@@ -208,54 +223,21 @@ def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
     assert not head.is_lost
 
 
-@pytest.mark.parametrize("answer", ["pipe.send((None, b'nonsense'))", "pipe.send_bytes(b'?')"])
-def test_a_trainer_whose_reports_cannot_be_read_counts_as_dead(answer: str, caplog: pytest.LogCaptureFixture) -> None:
-    head = RemoteHead(WIDTH, QUICK, command=fake_trainer(answer))
-    head.start()
-    wait_for_loss(head)
-    head.close()
-    assert head.status is HeadStatus.TRAINER_LOST
-    assert "could not be handled" in caplog.text
-
-
-def test_a_trainer_that_hangs_is_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    head = RemoteHead(WIDTH, QUICK, command=fake_trainer("import time; time.sleep(600)"), answer_seconds=0.2)
-    head.start()
-    wait_for_loss(head)
-    head.close()
-    assert caplog.text.count("has not answered") == MAX_DEATHS + 1
-    assert caplog.text.count("died and is restarted") == MAX_DEATHS
-
-
-def test_a_trainer_that_cannot_be_started_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    head = RemoteHead(WIDTH, QUICK, command=("/nonexistent/python",))
-    head.start()
-    wait_for_loss(head)
-    head.close()
-    assert "cannot be started" in caplog.text
-
-
-def test_no_descriptor_is_left_open_by_processes_that_ended() -> None:
-    before = os.listdir("/proc/self/fd")
-    for command in ((sys.executable, "-c", "raise SystemExit(3)"), ("/nonexistent/python",)):
-        head = RemoteHead(WIDTH, QUICK, command=command)
-        head.start()
-        wait_for_loss(head)
-        head.close()
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
-
-
 def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
-    head = RemoteHead(4096, command=(sys.executable, "-c", "import time; time.sleep(600)"), grace=0.1)
+    head = RemoteHead(4096, schedule=AFTER_64_LABELS, train=fake_trainers.hang, grace=0.1, answer_seconds=0.5)
     head.start()
-    wait_until(lambda: head.pid, "it runs")
+    wait_until(lambda: process_of(head), "it runs")
+    stopped = process_of(head)
+    os.kill(stopped.pid, signal.SIGSTOP)
     try:
         for _ in range(head.settings.capacity + 10):  # 64 MB, far more than a pipe holds
             head.learn(np.zeros(4096, np.float32), 512, 1.0)
         assert len(head._unsent) <= head.settings.capacity
+        wait_until(lambda: process_of(head) not in (None, stopped), "it is replaced")
     finally:
+        last = process_of(head)
         head.close()
-    assert head.pid is None, "it was killed"
+    wait_until(lambda: not (last and last.is_alive()), "it was killed")
 
 
 @pytest.mark.nightly
@@ -263,7 +245,7 @@ def test_the_process_ends_with_its_parent() -> None:
     code = (
         "import time\nfrom darts_server.quality.remote import RemoteHead\nhead = RemoteHead(16)\nhead.start()\n"
         "while not head.report.labels:\n    head.learn(__import__('numpy').zeros(16), 512, 1.0)\n    time.sleep(.05)\n"
-        "print(head.pid, flush=True)\ntime.sleep(600)\n"
+        "print(*head._pool._processes, flush=True)\ntime.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -24,8 +24,7 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.confidence import Confidence
-from darts_server.rollout.voting.runner import VoteRequest, VoteRunner
+from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce, Documents

@@ -12,7 +12,7 @@ from darts_server.http.requests import while_connected
 from darts_server.http.resources.rollouts_models import Messages
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
 from darts_server.identifiers import Name
-from darts_server.rollout.voting.runner import Score, VoteRequest, VoteResult, VoteRunner
+from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
 from darts_server.types import PromptSpec, VoteWeights
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -170,10 +170,7 @@ def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
-
-        async def answer() -> Response:
-            return JSONResponse(VoteOut.of(await votes.run(body.question)).model_dump(mode="json"))
-
-        return await while_connected(request, answer())
+        result = await while_connected(request, votes.run(body.question))
+        return JSONResponse(VoteOut.of(result).model_dump(mode="json"))
 
     return api

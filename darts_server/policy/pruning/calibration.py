@@ -22,7 +22,7 @@ smoothing counts as much against them as against as many plain labels.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
@@ -121,23 +121,6 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationState:
-    """State of a `Calibrator`. Plain fields: ``CalibrationState(**json)`` restores it.
-
-    ``labels``: (score, target, survival) of each kept label, oldest first. ``steps``: trainer steps so far.
-    """
-
-    labels: tuple[tuple[float, float, float], ...] = ()
-    steps: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple((s, y, p) for s, y, p in self.labels))  # JSON has lists only
-        for label in self.labels:
-            Label(*label)
-        check_count("steps", self.steps)
-
-
-@dataclass(frozen=True, slots=True)
 class _Table:
     """Calibration of the labels in the buffer. ``chances``: q of each bin."""
 
@@ -147,41 +130,40 @@ class _Table:
 
 
 class Calibrator:
-    """Learn from labels what a score is worth. Use one for each kind of score and each detection point."""
+    """Learn from labels what a score is worth. Use one for each kind of score and each detection point.
 
-    def __init__(self, calibration: Calibration | None = None, state: CalibrationState | None = None) -> None:
-        state = state or CalibrationState()
+    ``labels``, oldest first, and ``steps`` of the trainer: those of an earlier one, which this one continues.
+    """
+
+    def __init__(self, calibration: Calibration | None = None, labels: Iterable[Label] = (), steps: int = 0) -> None:
+        check_count("steps", steps)
         self.calibration = calibration or Calibration()
-        self._labels: deque[Label] = deque((Label(*x) for x in state.labels), maxlen=self.calibration.buffer)
-        self._steps = state.steps
+        self.labels: deque[Label] = deque(labels, maxlen=self.calibration.buffer)
+        self.steps = steps
         self._cached: _Table | None = None
-
-    @property
-    def state(self) -> CalibrationState:
-        return CalibrationState(tuple((x.score, x.target, x.survival) for x in self._labels), self._steps)
 
     def count_step(self) -> None:
         """Count one more step of the trainer."""
-        self._steps = min(self._steps + 1, LARGEST)
+        self.steps = min(self.steps + 1, LARGEST)
 
     def add(self, label: Label) -> None:
-        self._labels.append(label)
+        self.labels.append(label)
         self._cached = None
 
     @property
     def status(self) -> CalibrationStatus:
-        if not self._labels:
+        if not self.labels:
             return CalibrationStatus.NO_LABELS
-        if self._steps < self.calibration.cold_steps:
+        if self.steps < self.calibration.cold_steps:
             return CalibrationStatus.COLD
-        if len(self._labels) < self.calibration.cold_labels:
+        if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
         return CalibrationStatus.ONE_CLASS if self._table().one_class else CalibrationStatus.READY
 
     @property
     def prior(self) -> float:
         """Share of right ones among the labels (pi); a half without any."""
-        return self._table().prior if self._labels else DEFAULT_PRIOR
+        return self._table().prior if self.labels else DEFAULT_PRIOR
 
     def probability(self, score: float) -> float:
         """Return the probability q that a trajectory with this score ends correct.
@@ -195,11 +177,27 @@ class Calibrator:
             raise ValueError(f"score must be in [0, 1], got {score}")
         if self.status is not CalibrationStatus.READY:
             return self.prior
-        return float(self._table().chances[bin_index(score, self.calibration.bins)])
+        bins = self.calibration.bins
+        return float(self._table().chances[min(bins - 1, math.floor(bins * score))])
 
     def _table(self) -> _Table:
-        if self._cached is None:
-            self._cached = _calibrate(self._labels, self.calibration)
+        if self._cached is not None:
+            return self._cached
+        bins, alpha = self.calibration.bins, self.calibration.smoothing
+        bin_of = np.minimum((bins * np.asarray([x.score for x in self.labels])).astype(np.int64), bins - 1)
+        targets = np.asarray([x.target for x in self.labels])
+        weights = np.ones(targets.size)
+        if self.calibration.corrected:
+            weights = inverse_propensity_weights([x.survival for x in self.labels], self.calibration.max_weight)
+        right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
+        wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
+        prior = float(right.sum() / (right.sum() + wrong.sum()))
+        if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
+        if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
+        chances = if_right / (if_right + if_wrong)
+        if self.calibration.monotone:
+            chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
+        self._cached = _Table(prior, not right.any() or not wrong.any(), chances)
         return self._cached
 
 
@@ -212,11 +210,6 @@ def label_from_reward(reward: float, threshold: float | None = None) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"reward must be finite, got {reward}")
     return min(max(reward, 0.0), 1.0) if threshold is None else float(reward >= threshold)
-
-
-def bin_index(score: float, bins: int) -> int:
-    """Return the bin of a score: min(B - 1, floor(B s'))."""
-    return min(bins - 1, math.floor(bins * score))
 
 
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
@@ -232,21 +225,3 @@ def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: 
         raise ValueError("survival probabilities must be in (0, 1]")
     weights = np.minimum(1 / p, max_weight)
     return weights / weights.mean() if p.size else weights
-
-
-def _calibrate(labels: Sequence[Label] | deque[Label], calibration: Calibration) -> _Table:
-    bins, alpha = calibration.bins, calibration.smoothing
-    bin_of = np.asarray([bin_index(x.score, bins) for x in labels])
-    targets = np.asarray([x.target for x in labels])
-    weights = np.ones(targets.size)
-    if calibration.corrected:
-        weights = inverse_propensity_weights([x.survival for x in labels], calibration.max_weight)
-    right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
-    wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
-    prior = float(right.sum() / (right.sum() + wrong.sum()))
-    if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
-    if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
-    chances = if_right / (if_right + if_wrong)
-    if calibration.monotone:
-        chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
-    return _Table(prior, not right.any() or not wrong.any(), chances)

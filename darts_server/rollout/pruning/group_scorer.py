@@ -1,54 +1,41 @@
 """Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from darts_server.engine.port import HiddenState, Probe, RunningCandidate, TokenSlice
+from darts_server.engine.port import HiddenState, Probe, RunningCandidate
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
 
 
-@dataclass(frozen=True, slots=True)
-class Assessment:
-    """``quality``: the calibrated probability q of being correct. ``survival``: the probability to keep it with."""
-
-    quality: float
-    survival: float
-
-
 class CandidateScorer(Protocol):
     """Scores trajectories, identified by their group and candidate index, and learns from their rewards.
 
     All methods are called in the event loop, return fast and never raise.
+
+    ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
+    ``uses_hidden_states``, ``uses_logprobs``: what scores are made from; both may be true.
     """
 
     @property
-    def detect_at(self) -> tuple[int, ...]:
-        """Numbers of generated tokens, ascending, at which trajectories are scored. The latest score counts."""
-        ...
+    def detect_at(self) -> tuple[int, ...]: ...
 
     @property
-    def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, alone or together with log-probs."""
-        ...
+    def uses_hidden_states(self) -> bool: ...
 
     @property
-    def uses_logprobs(self) -> bool:
-        """Whether scores are made from log-probs, alone or together with hidden states."""
-        ...
+    def uses_logprobs(self) -> bool: ...
 
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
-        """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far."""
-        ...
+    def score(
+        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Scored:
+        """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far.
 
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        """Score a trajectory by the log-probs of its tokens so far, in nats."""
+        Without a hidden state, by these log-probs alone, in nats.
+        """
         ...
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
@@ -106,12 +93,26 @@ class GroupScorer:
         """Score all running candidates for which new log-probs make that possible."""
         if self._uses_hidden_states:
             return [scored for index in list(self._waiting) for scored in self._score_waiting(index)]
-        return [
-            scored
-            for index, candidate in self._running.items()
-            if index not in self._dropped and self._is_due(index, candidate.tokens())
-            for scored in self._score_logprobs(index, candidate.tokens_from(0))
-        ]
+        scores = []
+        for index, candidate in self._running.items():
+            passed = self._passed.get(index, 0)
+            if index in self._dropped or passed == len(self._detect_at):
+                continue
+            tokens = candidate.tokens()
+            if tokens is None or tokens < self._detect_at[passed]:
+                continue
+            if (generated := candidate.tokens_from(0)) is None:
+                continue
+            if generated.logprobs is None:
+                self._passed[index] = len(self._detect_at)  # this candidate will never have any
+                continue
+            for detect_at in self._detect_at[passed:]:
+                if len(generated.logprobs) < detect_at:
+                    break
+                self._passed[index] = passed = passed + 1
+                logprobs = tuple(generated.logprobs[:detect_at])
+                scores.append(self._scorer.score(self._group, index, None, logprobs, self._pruning))
+        return scores
 
     def record_kept(self, index: int, survival: float) -> None:
         """Record that the group kept a candidate, and with which probability it was kept so far."""
@@ -136,8 +137,7 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append(probed)
             scores = list(self._score_waiting(index))
         else:
-            assessment = self._scorer.score_state(self._group, index, probed, (), self._pruning)
-            scores = [_scored(index, assessment)]
+            scores = [self._scorer.score(self._group, index, probed, (), self._pruning)]
         for scored in scores:
             if index in self._started:
                 self._on_score(scored)
@@ -162,26 +162,4 @@ class GroupScorer:
                 self._waiting.setdefault(index, []).append(probed)
                 continue
             so_far = tuple(generated.logprobs[: probed.tokens])
-            assessment = self._scorer.score_state(self._group, index, probed, so_far, self._pruning)
-            yield _scored(index, assessment)
-
-    def _is_due(self, index: int, tokens: int | None) -> bool:
-        passed = self._passed.get(index, 0)
-        return passed < len(self._detect_at) and tokens is not None and tokens >= self._detect_at[passed]
-
-    def _score_logprobs(self, index: int, generated: TokenSlice | None) -> Iterator[Scored]:
-        if generated is None:
-            return
-        if generated.logprobs is None:
-            self._passed[index] = len(self._detect_at)  # this candidate will never have any
-            return
-        while self._is_due(index, len(generated.logprobs)):
-            passed = self._passed.get(index, 0)
-            self._passed[index] = passed + 1
-            logprobs = tuple(generated.logprobs[: self._detect_at[passed]])
-            assessment = self._scorer.score_logprobs(self._group, index, logprobs, self._pruning)
-            yield _scored(index, assessment)
-
-
-def _scored(index: int, assessment: Assessment) -> Scored:
-    return Scored(index, assessment.quality, assessment.survival)
+            yield self._scorer.score(self._group, index, probed, so_far, self._pruning)

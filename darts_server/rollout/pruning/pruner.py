@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,16 +11,23 @@ from numpy.typing import NDArray
 from darts_server.engine.port import HiddenState
 from darts_server.exceptions import StateError
 from darts_server.observers import PruningObserver
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
 from darts_server.policy.pruning.survival import Pruning
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
-from darts_server.rollout.pruning.checkpoints import DetectionPoint, HeadCheckpoint
-from darts_server.rollout.pruning.group_scorer import Assessment
-from darts_server.rollout.pruning.pending_labels import PendingLabels, PendingScore, compact
-from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings, head_input, head_width, logprob_score
+from darts_server.rollout.pruning.scoring import (
+    MAX_PENDING_BYTES,
+    DetectionPoint,
+    HeadCheckpoint,
+    ScoreKind,
+    ScoringSettings,
+    head_input,
+    logprob_score,
+)
 from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
@@ -32,6 +39,8 @@ SAVE_SECONDS = 0.3
 """From learning to saving; the store takes half a second more, so a killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
 """Between two checks whether a restore has replaced what is in the store."""
+SCORE_BYTES = 500
+"""Of a trajectory with one score, without its hidden state; an estimate."""
 MISSING_STATE_TOKENS = 64
 """Without a score this many tokens past its detection point, a trajectory's hidden state will not come any more."""
 STATUS_REASONS = {
@@ -48,28 +57,77 @@ STATUS_REASONS = {
 }
 
 
-class TrainedHead(Protocol):
-    """The part of the quality head that is used here."""
-
-    @property
-    def report(self) -> TrainerReport: ...
-
-    @property
-    def status(self) -> HeadStatus: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def score(self, hidden: NDArray[np.floating], position: int) -> Score: ...
-
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool: ...
-
-    def restore(self, data: bytes) -> None: ...
-
-
-CreateHead = Callable[[int, Callable[[bytes], None]], TrainedHead]
+CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingScore:
+    """A score at a detection point, after ``tokens`` tokens. ``hidden``: what it was made from, unless from log-probs.
+
+    ``score``: s'. ``quality``: the calibrated q. Both are ``None`` if they could not be trusted.
+    """
+
+    point: DetectionPoint
+    tokens: int
+    hidden: NDArray[np.floating] | None
+    score: float | None = None
+    quality: float | None = None
+
+    @property
+    def size(self) -> int:
+        return SCORE_BYTES + (0 if self.hidden is None else self.hidden.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class PendingLabel:
+    """The scores of one trajectory. ``survival``: the probability with which it was kept, over all of them.
+
+    ``share``: of the survivors that it was sampled from for the tail of its group; 1 for the shortest.
+    ``is_undecided``: whether the last score allows it to be pruned and the group has not decided yet.
+    """
+
+    scores: list[PendingScore] = field(default_factory=list)
+    survival: float = 1.0
+    share: float = 1.0
+    is_undecided: bool = False
+
+
+class PendingLabels:
+    """Scored trajectories without a reward yet; the oldest are dropped beyond ``max_bytes``."""
+
+    def __init__(self, max_bytes: int = MAX_PENDING_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._labels: dict[tuple[GroupKey, int], PendingLabel] = {}
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def find(self, group: GroupKey, index: int) -> PendingLabel | None:
+        return self._labels.get((group, index))
+
+    def add(self, group: GroupKey, index: int, score: PendingScore) -> int:
+        """Add a score; return how many other trajectories were dropped to make room."""
+        label = self._labels.get((group, index))
+        if label is not None and any(score.tokens <= earlier.tokens for earlier in label.scores):
+            self.pop(group, index)  # tokens never decrease, so a caller used its request id again
+            label = None
+        if label is None:
+            label = self._labels[group, index] = PendingLabel()
+        label.scores.append(score)
+        self._bytes += score.size
+        dropped = 0
+        while self._bytes > self._max_bytes and len(self._labels) > 1:
+            self.pop(*next(iter(self._labels)))
+            dropped += 1
+        return dropped
+
+    def pop(self, group: GroupKey, index: int) -> PendingLabel | None:
+        label = self._labels.pop((group, index), None)
+        if label is not None:
+            self._bytes -= sum(score.size for score in label.scores)
+        return label
 
 
 class Pruner:
@@ -111,7 +169,7 @@ class Pruner:
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         self._pending = PendingLabels(settings.max_bytes)
         self._points: dict[ScoreKind, dict[int, DetectionPoint]] = {}
-        self._head: TrainedHead | None = None
+        self._head: RemoteHead | None = None
         max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
         self._score_evaluation = Evaluation(max_weight, settings.window)
         self._calibrated_evaluation = Evaluation(max_weight, settings.window)
@@ -127,7 +185,7 @@ class Pruner:
         self._has_started = True
         kind, width = self._kind, self._width()
         if not kind.uses_head or width is not None:
-            self._ensure_points(kind, head_width(kind, width or 0))
+            self._ensure_points(kind, kind.head_width(width or 0))
         self._log_status()
 
     def close(self) -> None:
@@ -151,25 +209,42 @@ class Pruner:
     def uses_logprobs(self) -> bool:
         return self._kind is not ScoreKind.HEAD
 
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
-        kind = self._settings.kind
-        hidden = head_input(kind, probed.vector, logprobs)
-        points = self._ensure_points(kind, hidden.size)
-        assert self._head is not None
-        self._observer.hidden_state_expected(received=True)
-        score = self._head.score(hidden, probed.tokens)
-        pending = PendingScore(_last_reached(points, probed.tokens), probed.tokens, compact(hidden))
-        return self._assess(group, index, pending, score, pruning)
-
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
-        points = self._ensure_points(kind, 0)
-        value = logprob_score(kind, logprobs)
-        score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
-        pending = PendingScore(_last_reached(points, len(logprobs)), len(logprobs), None)
-        return self._assess(group, index, pending, score, pruning)
+    def score(
+        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Scored:
+        """Score a trajectory, remember the score until its reward comes, and compute the survival probability."""
+        if probed is None:
+            kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
+            pending = PendingScore(self._last_point(kind, 0, len(logprobs)), len(logprobs), None)
+            value = logprob_score(kind, logprobs)
+            score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
+        else:
+            hidden = head_input(self._settings.kind, probed.vector, logprobs)
+            point = self._last_point(self._settings.kind, hidden.size, probed.tokens)
+            pending = PendingScore(point, probed.tokens, compact(hidden))
+            assert self._head is not None
+            self._observer.hidden_state_expected(received=True)
+            score = self._head.score(hidden, probed.tokens)
+        self._log_status()
+        usable = score.status is not HeadStatus.BAD_FEATURE
+        self._observer.trajectory_scored(usable=usable)
+        calibrator = pending.point.calibrator
+        if score.status is HeadStatus.READY:
+            pending.score = score.value
+            if calibrator.status is CalibrationStatus.READY:
+                pending.quality = calibrator.probability(score.value)
+        if usable and (dropped := self._pending.add(group, index, pending)):
+            self._observer.pending_labels_dropped(dropped)
+        quality, survival = pending.quality, 1.0
+        if quality is not None:
+            survival = pending.point.estimator.survival(quality, pruning)
+        elif calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY:
+            quality = calibrator.prior
+        else:
+            quality = score.value
+        if (label := self._pending.find(group, index)) is not None:
+            label.is_undecided = survival < 1
+        return Scored(index, quality, survival)
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         label = self._pending.find(group, index)
@@ -184,27 +259,6 @@ class Pruner:
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
-    def _assess(self, group: GroupKey, index: int, pending: PendingScore, score: Score, pruning: Pruning) -> Assessment:
-        """Calibrate a score, remember it until its reward comes, and compute the survival probability."""
-        self._log_status()
-        usable = score.status is not HeadStatus.BAD_FEATURE
-        self._observer.trajectory_scored(usable=usable)
-        calibrator = pending.point.calibrator
-        if score.status is HeadStatus.READY:
-            pending.score = score.value
-            if calibrator.status is CalibrationStatus.READY:
-                pending.quality = calibrator.probability(score.value)
-        if usable and (dropped := self._pending.add(group, index, pending)):
-            self._observer.pending_labels_dropped(dropped)
-        estimator = pending.point.estimator
-        survival = 1.0 if pending.quality is None else estimator.survival(pending.quality, pruning)
-        if (label := self._pending.find(group, index)) is not None:
-            label.is_undecided = survival < 1
-        if pending.quality is not None:
-            return Assessment(pending.quality, survival)
-        has_prior = calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY
-        return Assessment(calibrator.prior if has_prior else score.value, survival)
-
     # --- learning -------------------------------------------------------------
 
     def learn_reward(self, group: GroupKey, index: int, reward: float, correct: bool) -> None:
@@ -214,8 +268,20 @@ class Pruner:
             return
         self._reload()
         target = self._settings.target(reward, correct)
+        survival = label.survival * label.share
         for pending in label.scores:
-            self._learn(pending, target, label.survival * label.share)
+            if pending.hidden is not None:
+                assert self._head is not None
+                if pending.score is None:  # the head may be ready by now
+                    score = self._head.score(pending.hidden, pending.tokens)
+                    pending.score = score.value if score.status is HeadStatus.READY else None
+                self._head.learn(pending.hidden, pending.tokens, target, survival)
+            if pending.score is not None:
+                learned = Label(pending.score, target, survival)
+                pending.point.add(learned)
+                self._score_evaluation.add(learned)
+            if pending.quality is not None:
+                self._calibrated_evaluation.add(Label(pending.quality, target, survival))
         self._observer.label_learned()
         self._save_soon.request()
 
@@ -230,9 +296,8 @@ class Pruner:
         if last in (None, version) and self._step_groups < STEP_GROUPS:
             return
         self._step_groups = 0
-        for point in self._all_points():
-            point.calibrator.count_step()
-            point.has_changes = True
+        for point in self._all_points:
+            point.count_step()
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -248,21 +313,6 @@ class Pruner:
             for candidate in record.candidates:
                 if candidate.quality is None and candidate.tokens > self.detect_at[0] + MISSING_STATE_TOKENS:
                     self._observer.hidden_state_expected(received=False)
-
-    def _learn(self, pending: PendingScore, target: float, survival: float) -> None:
-        if pending.hidden is not None:
-            assert self._head is not None
-            if pending.score is None:  # the head may be ready by now
-                score = self._head.score(pending.hidden, pending.tokens)
-                pending.score = score.value if score.status is HeadStatus.READY else None
-            self._head.learn(pending.hidden, pending.tokens, target, survival)
-        if pending.score is not None:
-            label = Label(pending.score, target, survival)
-            pending.point.calibrator.add(label)
-            pending.point.has_changes = True
-            self._score_evaluation.add(label)
-        if pending.quality is not None:
-            self._calibrated_evaluation.add(Label(pending.quality, target, survival))
 
     # --- status and metrics ---------------------------------------------------
 
@@ -314,27 +364,32 @@ class Pruner:
             return settings.fallback
         return settings.kind
 
-    def _ensure_points(self, kind: ScoreKind, width: int) -> dict[int, DetectionPoint]:
-        """Return the detection points of a kind of score; the first time, load them and start the head they need."""
-        self._has_started = True
-        points = self._points.get(kind)
-        if points is None:
-            points = self._points[kind] = {
-                tokens: DetectionPoint(self._blobs, f"{kind}@{tokens}", self._settings.calibration, width)
-                for tokens in self.detect_at
-            }
-            if kind.uses_head:
-                self._head = self._create_head(width, self._checkpoint.update)
-            self._reloaded_at = -RELOAD_SECONDS
-            self._reload()
-            if self._head is not None:
-                self._head.start()
-        self._reload()
-        return points
+    @property
+    def _all_points(self) -> list[DetectionPoint]:
+        return [point for points in self._points.values() for point in points.values()]
 
-    def _all_points(self) -> Iterator[DetectionPoint]:
-        for points in self._points.values():
-            yield from points.values()
+    def _last_point(self, kind: ScoreKind, width: int, tokens: int) -> DetectionPoint:
+        """Return the last detection point at or before ``tokens``."""
+        self._ensure_points(kind, width)
+        self._reload()
+        points = self._points[kind]
+        return points[max((at for at in points if at <= tokens), default=min(points))]
+
+    def _ensure_points(self, kind: ScoreKind, width: int) -> None:
+        """Create the detection points of a kind of score, unless they exist, and start the head that they need."""
+        self._has_started = True
+        if kind in self._points:
+            return
+        self._points[kind] = {
+            tokens: DetectionPoint(self._blobs, f"{kind}@{tokens}", self._settings.calibration, width)
+            for tokens in self.detect_at
+        }
+        if kind.uses_head:
+            self._head = self._create_head(width, self._checkpoint.update)
+        self._reloaded_at = -RELOAD_SECONDS
+        self._reload()
+        if self._head is not None:
+            self._head.start()
 
     def _reload(self) -> None:
         """Load what a restore has put into the store."""
@@ -343,9 +398,8 @@ class Pruner:
             return
         self._reloaded_at = now
         try:
-            for point in self._all_points():
-                if (problem := point.reload()) is not None:
-                    logger.warning("the saved calibration %s %s; it is learned from scratch", point.key, problem)
+            for point in self._all_points:
+                point.reload()
             if self._head is not None:
                 self._checkpoint.reload(self._head.restore)
         except StateError as error:
@@ -357,15 +411,17 @@ class Pruner:
 
     def _save(self) -> None:
         try:
-            for point in self._all_points():
+            for point in self._all_points:
                 point.save()
         except StateError as error:
             logger.warning("the calibration of quality was not saved: %s", error)
 
 
-def _last_reached(points: Mapping[int, DetectionPoint], tokens: int) -> DetectionPoint:
-    """Return the last detection point at or before ``tokens``."""
-    return points[max((at for at in points if at <= tokens), default=min(points))]
+def compact(hidden: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Copy at half precision if all values fit its range; states that were bfloat16 lose next to nothing."""
+    with np.errstate(over="ignore"):
+        half = hidden.astype(np.float16)
+    return half if np.isfinite(half).all() else hidden.astype(np.float32)
 
 
 def point_status(calibration: CalibrationStatus, head: HeadStatus | None = None, labels: int = 0) -> PruningStatus:

@@ -1,8 +1,7 @@
 """Calibration: the paper's formulas, when they apply, and what pruning does to them."""
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from darts_server.policy.pruning.calibration import (
     DEFAULT_PRIOR,
     MAX_WEIGHT,
     Calibration,
-    CalibrationState,
     CalibrationStatus,
     Calibrator,
     Label,
@@ -57,10 +55,6 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
     return pi * p_right / (pi * p_right + (1 - pi) * p_wrong)
 
 
-def test_the_papers_form_has_none_of_our_additions() -> None:
-    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
-
-
 # --- the formulas -----------------------------------------------------------
 
 
@@ -82,11 +76,6 @@ def test_corrected_labels_count_by_the_inverse_of_their_survival(labels: list[La
     assert learned(CORRECTED, two_classes).probability(score) == pytest.approx(expected, abs=1e-12)
 
 
-def test_without_pruning_the_correction_changes_nothing() -> None:
-    labels = [Label(i / 10, float(i > 4)) for i in range(10)]
-    assert learned(CORRECTED, labels).probability(0.7) == learned(PLAIN, labels).probability(0.7)
-
-
 def test_a_target_in_between_counts_as_that_much_of_each() -> None:
     soft = learned(PLAIN, [Label(0.2, 0.25)] * 4 + [Label(0.8, 1.0)])
     hard = learned(PLAIN, [Label(0.2, 1.0)] + [Label(0.2, 0.0)] * 3 + [Label(0.8, 1.0)])
@@ -97,7 +86,7 @@ def test_a_target_in_between_counts_as_that_much_of_each() -> None:
 def test_only_the_last_labels_count() -> None:
     calibration = Calibration(buffer=3, cold_steps=0, cold_labels=0)
     recent = [Label(0.1, 0.0), Label(0.9, 1.0), Label(0.8, 1.0)]
-    assert learned(calibration, [Label(0.1, 1.0)] * 5 + recent).state == learned(calibration, recent).state
+    assert list(learned(calibration, [Label(0.1, 1.0)] * 5 + recent).labels) == recent
 
 
 def test_weights_have_mean_one_and_are_clipped() -> None:
@@ -171,20 +160,17 @@ def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     calibrator.add(Label(0.1, 0.0))
     assert (calibrator.status, calibrator.prior) == (CalibrationStatus.READY, 0.75)
     assert calibrator.probability(0.1) < calibrator.prior < calibrator.probability(0.9)
+    wrong = learned(PLAIN, [Label(0.4, 0.0)])
+    assert (wrong.status, wrong.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
 
 
-def test_only_wrong_labels_are_one_class_too() -> None:
-    calibrator = learned(PLAIN, [Label(0.4, 0.0)])
-    assert (calibrator.status, calibrator.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
-
-
-def test_the_state_survives_json() -> None:
+def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:
     calibrator = Calibrator(CORRECTED)
     for i in range(9):
         calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
         calibrator.count_step()
-    restored = Calibrator(CORRECTED, CalibrationState(**json.loads(json.dumps(asdict(calibrator.state)))))
-    assert restored.state == calibrator.state
+    restored = Calibrator(CORRECTED, calibrator.labels, calibrator.steps)
+    assert restored.steps == 9
     assert [restored.probability(i / 20) for i in range(21)] == [calibrator.probability(i / 20) for i in range(21)]
 
 
@@ -247,8 +233,6 @@ def test_a_reward_is_a_soft_target_or_compared_with_a_threshold() -> None:
 def test_a_label_out_of_range_is_refused(wrong: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be in"):
         Label(*wrong)
-    with pytest.raises(ValueError, match="must be in"):
-        CalibrationState((wrong,))
 
 
 @pytest.mark.parametrize(
@@ -270,6 +254,6 @@ def test_scores_steps_and_survivals_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="score must be"):
         Calibrator().probability(math.nan)
     with pytest.raises(ValueError, match="steps must be"):
-        CalibrationState((), -1)
+        Calibrator(steps=-1)
     with pytest.raises(ValueError, match="survival probabilities"):
         inverse_propensity_weights([0.0])

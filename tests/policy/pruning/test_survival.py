@@ -51,11 +51,6 @@ def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float
     assert abs(math.fsum(map(curve.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
 
 
-def test_a_constant_score_prunes_at_the_keep_ratio() -> None:
-    for q in (0.0, 0.3, 1.0):
-        assert Pruning(keep_ratio=0.6).fit([q] * 5).survival(q) == pytest.approx(0.6)
-
-
 # --- on synthetic scores ----------------------------------------------------
 
 
@@ -72,23 +67,12 @@ def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
     return np.asarray(rng.random(q.size) < [curve.survival(x) for x in q])
 
 
-@pytest.mark.untraced
-@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
-def test_the_share_of_survivors_is_the_keep_ratio(share: float) -> None:
-    q, _ = population(share, 20_000)
-    assert survivors(Pruning(), q).mean() == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.parametrize("share", [0.65, 0.8])
-def test_if_most_are_right_fewer_survivors_are(share: float) -> None:
+@pytest.mark.parametrize("share", [0.3, 0.65, 0.8])
+def test_fewer_of_the_survivors_are_right(share: float) -> None:
     q, right = population(share, 20_000)
-    kept = survivors(Pruning(), q)
-    assert 0.5 < right[kept].mean() < right.mean() - 0.015
-
-
-def test_if_most_are_wrong_even_more_survivors_are() -> None:
-    q, right = population(0.3, 20_000)
-    assert right[survivors(Pruning(), q)].mean() < right.mean() - 0.015
+    share_of_survivors = right[survivors(Pruning(), q)].mean()
+    assert share_of_survivors < right.mean() - 0.015
+    assert share < 0.5 or share_of_survivors > 0.5
 
 
 # --- what is refused --------------------------------------------------------

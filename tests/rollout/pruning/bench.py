@@ -1,22 +1,22 @@
 """A pruner whose head is trained in this process, and a trainer that rewards its trajectories."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
 from darts_server.observers import PruningObserver
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
+from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings, HeadStatus
 from darts_server.rollout.learned.documents import DocumentStore as Store
-from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
@@ -25,19 +25,14 @@ TRAIN_INTERVAL = 64
 FAST = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, cold_labels=64, bins=16))
 
 
-class LocalHead(Head):
-    """Replaces `RemoteHead` without a process: it is trained after each 64 labels, in `learn`."""
+class LocalHead(RemoteHead):
+    """Trains in this process, in `learn`, after each 64 labels. Until it is ready it reports after each label."""
 
     def __init__(self, width: int, on_state: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
-        super().__init__(width, settings)
+        super().__init__(width, settings, on_report=lambda _, state: on_state(state))
+        self.trainer = Head(width, settings)
         self.started = self.closed = False
-        self.lost = False
         self._learned = 0
-        self._on_state = on_state
-
-    @property
-    def status(self) -> HeadStatus:
-        return HeadStatus.TRAINER_LOST if self.lost else super().status
 
     def start(self) -> None:
         self.started = True
@@ -45,19 +40,17 @@ class LocalHead(Head):
     def close(self) -> None:
         self.closed = True
 
-    def score(self, hidden: NDArray[np.floating], position: int) -> Any:
-        score = super().score(hidden, position)
-        return replace(score, status=HeadStatus.TRAINER_LOST) if self.lost else score
-
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        learned = super().learn(hidden, position, target, survival)
-        self._learned += learned
-        if self._learned % TRAIN_INTERVAL == 0 and self.train(30):
-            self._on_state(self.state())
-        return learned
+        self.trainer.learn(hidden, position, target, survival)
+        self._learned += 1
+        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(30) > 0
+        if is_trained or self.report.status is not HeadStatus.READY:
+            self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
+        return True
 
     def restore(self, data: bytes) -> None:
-        super().restore(data or Head(self.width, self.settings).state())
+        super().restore(data)
+        self.trainer.restore(data or Head(self.width, self.settings).state())
 
 
 class Counter(PruningObserver):
@@ -122,30 +115,30 @@ class Bench:
         self.heads.append(LocalHead(width, on_state, self.settings))
         return self.heads[-1]
 
-    def scored(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Assessment:
-        return self.pruner.score_state(
+    def score(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Scored:
+        return self.pruner.score(
             (None, group_id), index, HiddenState(tokens, hidden.astype(np.float32)), (), self.pruning
         )
 
-    def group(self, size: int = 8) -> tuple[list[Assessment], int]:
-        """Score a group and reward its survivors; return its assessments and the number of survivors."""
+    def group(self, size: int = 8) -> tuple[list[Scored], int]:
+        """Score a group and reward its survivors; return its scores and the number of survivors."""
         self.groups += 1
         self.now += 1
-        name, assessments, kept = f"g{self.groups}", [], []
+        name, scores, kept = f"g{self.groups}", [], []
         for index, (hidden, target) in enumerate(self.task.trajectories(size)):
-            assessment = self.scored(name, index, hidden)
-            assessments.append(assessment)
-            if self.rng.random() < assessment.survival:
-                self.pruner.record_kept((None, name), index, assessment.survival)
+            scored = self.score(name, index, hidden)
+            scores.append(scored)
+            if self.rng.random() < scored.survival:
+                self.pruner.record_kept((None, name), index, scored.survival)
                 kept.append((index, target))
             else:
                 self.pruner.record_dropped((None, name), index)
         for index, target in kept:
             self.pruner.learn_reward((None, name), index, target, target > 0)
         self.pruner.record_rewarded_group()
-        return assessments, len(kept)
+        return scores, len(kept)
 
-    def step(self, groups: int = 16) -> list[tuple[list[Assessment], int]]:
+    def step(self, groups: int = 16) -> list[tuple[list[Scored], int]]:
         """Run groups, then change the weights."""
         results = [self.group() for _ in range(groups)]
         self.version += 1

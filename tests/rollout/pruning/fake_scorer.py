@@ -6,9 +6,9 @@ import numpy as np
 
 from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
-from darts_server.rollout.pruning.group_scorer import Assessment
 
 
 class FakeScorer:
@@ -28,17 +28,16 @@ class FakeScorer:
         self.kept: list[tuple[int, float]] = []
         self.dropped: list[int] = []
 
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
-        self.scored_states.append((index, probed.tokens))
-        assert logprobs == (tuple(-token / 8 for token in range(probed.tokens)) if self.uses_logprobs else ())
-        return Assessment(*map(float, probed.vector))
-
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        self.scored_logprobs.append((index, len(logprobs)))
-        assert logprobs == tuple(-token / 8 for token in range(len(logprobs)))
-        return Assessment(0.5, self.survival)
+    def score(
+        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+    ) -> Scored:
+        tokens = len(logprobs) if probed is None else probed.tokens
+        assert logprobs == (tuple(-token / 8 for token in range(tokens)) if self.uses_logprobs else ())
+        if probed is None:
+            self.scored_logprobs.append((index, tokens))
+            return Scored(index, 0.5, self.survival)
+        self.scored_states.append((index, tokens))
+        return Scored(index, *map(float, probed.vector))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         self.kept.append((index, survival))

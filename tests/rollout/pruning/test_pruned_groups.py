@@ -12,7 +12,7 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.rollout.pruning.score_kinds import ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.types import DiscardReason
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents, Harness
@@ -79,7 +79,7 @@ async def test_groups_are_complete_whether_or_not_candidates_are_pruned(policy: 
     counts = groups.bench.counter.counts
     assert counts["pruned"] >= sum(pruned)
     assert "states missing" not in counts
-    survivals = groups.bench.head._replay._survivals[: len(groups.bench.head._replay)]
+    survivals = groups.bench.head.trainer._replay._survivals[: len(groups.bench.head.trainer._replay)]
     assert 0 < survivals.min() < 1, "labels hold the survival probability of pruned groups"
     await asyncio.sleep(0)
     assert not len(groups.bench.pruner._pending), "each was rewarded or dropped"

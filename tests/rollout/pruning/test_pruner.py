@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 
 from darts_server.engine.port import HiddenState
+from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.types import HeadStatus
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.pruning.group_scorer import Assessment
-from darts_server.rollout.pruning.pruner import MISSING_STATE_TOKENS, STATUS_REASONS, STEP_GROUPS, point_status
-from darts_server.rollout.pruning.score_kinds import ScoreKind, ScoringSettings
+from darts_server.rollout.learned.documents import BlobStore
+from darts_server.rollout.pruning.pruner import (
+    MISSING_STATE_TOKENS,
+    STATUS_REASONS,
+    STEP_GROUPS,
+    PendingLabels,
+    PendingScore,
+    compact,
+    point_status,
+)
+from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, ScoringSettings
 from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
@@ -26,7 +35,7 @@ async def test_after_the_cold_start_probably_correct_ones_are_pruned_more_and_th
     bench = Bench().warm(6)
     assert bench.pruner.status is PruningStatus.READY
     before = dict(bench.counter.counts)
-    given = [assessment for assessments, _ in bench.step(64) for assessment in assessments]
+    given = [scored for scores, _ in bench.step(64) for scored in scores]
     likely = [x.survival for x in given if x.quality > 0.7]
     unlikely = [x.survival for x in given if x.quality < 0.3]
     assert min(len(likely), len(unlikely)) > 50
@@ -53,10 +62,10 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
     bench = Bench(replace(FAST, detect_at=(10, 20)))
     hidden = np.ones(WIDTH)
     for tokens, survival in ((10, 0.5), (20, 0.125)):
-        bench.scored("g", 0, hidden, tokens)
+        bench.score("g", 0, hidden, tokens)
         bench.pruner.record_kept((None, "g"), 0, survival)
     bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
-    assert bench.head._replay._survivals[:2].tolist() == [0.125, 0.125]
+    assert bench.head.trainer._replay._survivals[:2].tolist() == [0.125, 0.125]
     assert bench.counter.counts["labels"] == 1
 
 
@@ -64,7 +73,7 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     bench = Bench()
     hidden = np.ones(WIDTH)
     for index in range(3):
-        bench.scored("g", index, hidden)
+        bench.score("g", index, hidden)
         bench.pruner.record_kept((None, "g"), index, 0.5)
     record = create_record("darts+arrol", *[(20, 0.5)] * 4)
     places = (SelectedAs.SHORT, SelectedAs.LONG, None, SelectedAs.LONG)
@@ -72,26 +81,26 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
     for index in range(4):
         bench.pruner.learn_reward((None, "g"), index, 1.0, True)
-    assert bench.head._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
+    assert bench.head.trainer._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
 
 
 async def test_each_detection_point_has_its_own_calibration() -> None:
     bench = Bench(replace(FAST, detect_at=(10, 20))).warm(4)
     assert bench.pruner.status is PruningStatus.READY
     early, late = bench.pruner._points[ScoreKind.HEAD].values()
-    assert len(early.calibrator.state.labels) > 64
-    assert not late.calibrator.state.labels
-    assert bench.scored("g", 0, np.ones(WIDTH), 27).survival == 1.0  # past the second point, which has no labels
-    assert bench.scored("g", 1, np.ones(WIDTH), 19).survival < 1.0
+    assert len(early.calibrator.labels) > 64
+    assert not late.calibrator.labels
+    assert bench.score("g", 0, np.ones(WIDTH), 27).survival == 1.0  # past the second point, which has no labels
+    assert bench.score("g", 1, np.ones(WIDTH), 19).survival < 1.0
 
 
 # --- without a score to trust --------------------------------------------------
 
 
 def assert_all_are_kept(bench: Bench, status: PruningStatus, groups: int = 3) -> None:
-    given = [assessment for _ in range(groups) for assessment in bench.group()[0]]
-    assert {assessment.survival for assessment in given} == {1.0}
-    assert all(0 < assessment.quality < 1 for assessment in given)
+    given = [scored for _ in range(groups) for scored in bench.group()[0]]
+    assert {scored.survival for scored in given} == {1.0}
+    assert all(0 < scored.quality < 1 for scored in given)
     assert bench.pruner.status is status
     assert "pruned" not in bench.counter.counts
 
@@ -118,7 +127,7 @@ async def test_no_head_is_created_before_a_trajectory_is_scored(caplog: pytest.L
 async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     for number, (hidden, _) in enumerate(SyntheticTask().trajectories(300)):
-        assert bench.scored(f"g{number}", 0, hidden) == Assessment(0.5, 1.0)
+        assert bench.score(f"g{number}", 0, hidden) == Scored(0, 0.5, 1.0)
         bench.pruner.record_kept((None, f"g{number}"), 0, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
     assert is_logged(caplog, PruningStatus.NO_LABELS)
@@ -153,21 +162,21 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
     bench = Bench().warm(4)
     labels, hidden = bench.counter.counts["labels"], np.ones(WIDTH)
     hidden[3] = bad
-    assessment = bench.scored("bad", 0, hidden)
-    assert assessment.survival == 1.0
-    assert 0 < assessment.quality < 1
+    scored = bench.score("bad", 0, hidden)
+    assert scored.survival == 1.0
+    assert 0 < scored.quality < 1
     bench.pruner.record_kept((None, "bad"), 0, 1.0)
     bench.pruner.learn_reward((None, "bad"), 0, 1.0, True)
     assert bench.counter.counts["labels"] == labels
     assert bench.counter.counts["unusable"] == 1
     assert bench.pruner.status is PruningStatus.READY
-    assert bench.scored("good", 0, np.ones(WIDTH)).survival < 1
+    assert bench.score("good", 0, np.ones(WIDTH)).survival < 1
 
 
 async def test_all_are_kept_when_the_trainer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench().warm(4)
-    bench.head.lost = True
-    assert {assessment.survival for assessment in bench.group()[0]} == {1.0}
+    bench.head.is_lost = True
+    assert {scored.survival for scored in bench.group()[0]} == {1.0}
     assert bench.pruner.status is PruningStatus.TRAINER_LOST
     assert is_logged(caplog, PruningStatus.TRAINER_LOST)
 
@@ -186,7 +195,7 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.uses_hidden_states
     bench.width = None
     assert not bench.pruner.uses_hidden_states
-    assert bench.pruner.score_logprobs((None, "l"), 0, (-0.5,) * 10, bench.pruning) == Assessment(0.5, 1.0)
+    assert bench.pruner.score((None, "l"), 0, None, (-0.5,) * 10, bench.pruning) == Scored(0, 0.5, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
     bench.pruner.learn_reward((None, "l"), 0, 1.0, True)
     assert bench.pruner.status is PruningStatus.COLD
@@ -199,9 +208,7 @@ async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_wit
         if head is not HeadStatus.BAD_FEATURE:
             assert point_status(CalibrationStatus.READY, head) in STATUS_REASONS
     assert set(STATUS_REASONS) == set(PruningStatus)
-
-
-async def test_labels_that_came_before_the_first_scores_count_as_few() -> None:
+    # Labels that came before the first scores count as few.
     assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 64) is PruningStatus.FEW_LABELS
     assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 0) is PruningStatus.NO_LABELS
 
@@ -217,7 +224,7 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKi
     for number in range(600):
         right = rng.random() < 0.5
         logprobs = tuple((-rng.random(12) * (0.2 if right else 1.0)).tolist())
-        given.append((bench.pruner.score_logprobs((None, "g"), number, logprobs, bench.pruning), right))
+        given.append((bench.pruner.score((None, "g"), number, None, logprobs, bench.pruning), right))
         bench.pruner.record_kept((None, "g"), number, 1.0)
         bench.pruner.learn_reward((None, "g"), number, float(right), right)
         bench.version = number // 100
@@ -242,7 +249,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
     for index in range(600):  # the states carry no information, the lowest log-prob carries all
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
-        bench.pruner.score_state((None, "g"), index, blank, logprobs, Pruning())
+        bench.pruner.score((None, "g"), index, blank, logprobs, Pruning())
         bench.pruner.learn_reward((None, "g"), index, float(right), right)
     scores = bench.pruner.score_metrics()
     assert bench.head.width == WIDTH + 2
@@ -263,44 +270,65 @@ async def test_states_without_log_probs_are_not_scored_by_a_head_that_needs_both
 )
 async def test_the_settings_decide_the_target_of_a_reward(scoring: ScoringSettings, target: float) -> None:
     bench = Bench(scoring)
-    bench.scored("g", 0, np.ones(WIDTH), 512)
+    bench.score("g", 0, np.ones(WIDTH), 512)
     bench.pruner.learn_reward((None, "g"), 0, 0.75, True)
-    assert bench.head._replay._targets[0] == target
+    assert bench.head.trainer._replay._targets[0] == target
 
 
 async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
     bench = Bench()
     bench.group()
     [point] = bench.pruner._points[ScoreKind.HEAD].values()
-    assert point.calibrator.state.steps == 0
+    assert point.calibrator.steps == 0
     for version, steps in ((0, 0), (1, 1), (1, 1), (2, 2)):
         bench.version = version
         bench.pruner.record_rewarded_group()
-        assert point.calibrator.state.steps == steps
+        assert point.calibrator.steps == steps
     for _ in range(STEP_GROUPS - 1):
         bench.pruner.record_rewarded_group()
-    assert point.calibrator.state.steps == 2
+    assert point.calibrator.steps == 2
     bench.pruner.record_rewarded_group()
-    assert point.calibrator.state.steps == 3
+    assert point.calibrator.steps == 3
+
+
+async def test_hidden_states_are_stored_at_half_precision_if_their_values_fit() -> None:
+    assert compact(np.asarray([1.5, -2.0], np.float32)).dtype == np.float16
+    wide = np.asarray([1.5, 1e6], np.float32)
+    assert compact(wide).dtype == np.float32
+    assert compact(wide).tolist() == wide.tolist()
+
+
+async def test_memory_is_bounded_and_released() -> None:
+    point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
+    pending = PendingLabels(10_000)
+    dropped = sum(
+        pending.add((None, f"g{i}"), 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50)
+    )
+    assert (len(pending), dropped) == (14, 36)
+    for i in range(50):
+        pending.pop((None, f"g{i}"), 0)
+    assert pending._bytes == len(pending) == 0
+    assert pending.add((None, "large"), 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
+    assert pending.find((None, "large"), 0) is not None
 
 
 async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     bench = Bench()
-    bench.scored("g", 0, np.zeros(WIDTH))
+    bench.score("g", 0, np.zeros(WIDTH))
     bench.pruner.record_kept((None, "g"), 0, 0.5)
-    bench.scored("g", 0, np.ones(WIDTH))
+    bench.score("g", 0, np.ones(WIDTH))
     bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
-    assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
-    assert bench.head._replay._survivals[0] == 1.0
+    assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
+    assert bench.head.trainer._replay._survivals[0] == 1.0
 
 
 async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded() -> None:
     bench = Bench()
     for owner, value in (("one", 1.0), ("other", 2.0)):
         hidden = np.full(WIDTH, value, np.float32)
-        bench.pruner.score_state((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
+        bench.pruner.score((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
     bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
-    assert bench.head._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
+    assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.counter.counts["labels"] == len(bench.pruner._pending) == 1
 
 
@@ -331,7 +359,7 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     restarted.pruner.start()
     assert restarted.pruner.status is PruningStatus.READY
     probed = HiddenState(10, np.full(WIDTH, 101.0, np.float32))
-    one, other = (b.pruner.score_state((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
+    one, other = (b.pruner.score((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
 
@@ -341,21 +369,21 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     bench = Bench(store=store).warm(4)
     bench.pruner._save_soon.run_pending()
     saved = dict(store.kept)
-    steps = bench.head.steps
+    steps = bench.head.report.steps
     bench.now += 100
     bench.warm(4)
     bench.pruner._save_soon.run_pending()
-    assert bench.head.steps > steps
+    assert bench.head.report.steps > steps
     store.kept = dict(saved)
     bench.now += 2
-    bench.scored("x", 0, np.ones(WIDTH))
+    bench.score("x", 0, np.ones(WIDTH))
     [point] = bench.pruner._points[ScoreKind.HEAD].values()
-    assert point.calibrator.state.steps == 3
-    assert bench.head.steps < steps + 30
+    assert point.calibrator.steps == 3
+    assert bench.head.report.steps < steps + 30
     store.kept = {}
     bench.now += 2
-    assert bench.scored("y", 0, np.ones(WIDTH)).survival == 1.0
-    assert bench.head.steps == 0
+    assert bench.score("y", 0, np.ones(WIDTH)).survival == 1.0
+    assert bench.head.report.steps == 0
 
 
 async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_from_before() -> None:
@@ -367,9 +395,9 @@ async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_fr
     bench.pruner._save_soon.run_pending()
     assert store.kept == {}
     bench.now += 2
-    assert bench.scored("x", 0, np.ones(WIDTH)).survival == 1.0
+    assert bench.score("x", 0, np.ones(WIDTH)).survival == 1.0
     [point] = bench.pruner._points[ScoreKind.HEAD].values()
-    assert not point.calibrator.state.labels
+    assert not point.calibrator.labels
 
 
 async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
@@ -382,8 +410,6 @@ async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: py
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the saved quality head is not used" in caplog.text
     assert (
-        other.pruner.score_state(
-            (None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()
-        ).survival
+        other.pruner.score((None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival
         == 1.0
     )

@@ -1,20 +1,47 @@
+"""Scores from log-probs, the survival that follows from qualities, and what is saved, restored and loaded again."""
+
 import logging
+import math
+import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.learned.documents import Blob, BlobStore, Scalar
-from darts_server.rollout.pruning.checkpoints import (
+from darts_server.rollout.pruning.scoring import (
     FIT_INTERVAL,
     HEAD_KEY,
     HEAD_SAVE_SECONDS,
+    LOWEST_WINDOW,
     MAX_CURVES,
     HeadCheckpoint,
+    ScoreKind,
     SurvivalEstimator,
+    logprob_score,
 )
 from tests.rollout.helpers import Documents
+
+
+@given(st.lists(st.floats(-30, 0), min_size=1, max_size=2 * LOWEST_WINDOW))
+def test_scores_are_exponentials_of_the_mean_and_of_the_lowest_mean_of_a_window(logprobs: list[float]) -> None:
+    width = min(LOWEST_WINDOW, len(logprobs))
+    windows = [statistics.fmean(logprobs[i : i + width]) for i in range(len(logprobs) - width + 1)]
+    mean, lowest = (logprob_score(kind, tuple(logprobs)) for kind in (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB))
+    assert mean == pytest.approx(math.exp(statistics.fmean(logprobs)))
+    assert lowest == pytest.approx(math.exp(min(windows)))
+
+
+@pytest.mark.parametrize("logprobs", [(), (-1.0, math.nan), (-1.0, -math.inf)])
+def test_without_finite_log_probs_there_is_no_score(logprobs: tuple[float, ...]) -> None:
+    assert logprob_score(ScoreKind.LOGPROB, logprobs) is None
+
+
+def test_log_probs_that_rounding_put_above_0_count_as_0() -> None:
+    assert logprob_score(ScoreKind.LOGPROB, (1e-7,)) == 1.0
 
 
 class Clock:

@@ -1,40 +1,54 @@
-"""Votes of several trajectories of one prompt, which stop early once the remaining ones cannot change the answer."""
+"""Votes of several trajectories of one prompt, which stop early once the remaining ones cannot change the answer.
+
+Weights can be computed from log-probs: the mean and the lowest mean log-prob (`rollout.pruning.scoring`). `Confidence`
+turns these into probabilities of being correct, once rewards came for trajectories of votes.
+"""
 
 import asyncio
+import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Generic, Literal
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import InvalidRequest, StateError
 from darts_server.observers import VoteObserver
-from darts_server.policy.pruning.calibration import CalibrationStatus
+from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection import InOrder
 from darts_server.policy.voting import (
     Extractor,
     Tally,
     Vote,
-    Weighting,
     count_votes,
     create_extractor,
     create_weighting,
     is_decided,
 )
-from darts_server.records import GroupRecord
+from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
+from darts_server.rollout.observers.provenance import DEFAULT_KEPT
+from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, logprob_score
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.voting.confidence import KINDS, Confidence, logprob_scores
 from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome, VoteWeights
 
+logger = logging.getLogger(__name__)
+
+BLOB_KIND = "vote"
+KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
+CALIBRATION = Calibration(cold_steps=0)
+"""Votes are for test time, where the trainer makes no steps."""
+SAVE_SECONDS = 2.0
+"""Between two writes of up to some 100 KB for each kind."""
 POLICY = "vote"
 """Under this name the groups of votes are recorded. They are not shaped."""
 LOGPROBS = "logprobs"
@@ -50,6 +64,65 @@ match of RE2 cannot be ended, but is bounded by `TEXT_CHARS` and by the largest 
 which the event loop is served. Between matches, and in a search for boxes or choices, it is served within 30 ms."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
+
+
+class Confidence:
+    """Calibrates scores, by the rewards of trajectories with an answer in the newest ``kept`` votes."""
+
+    def __init__(
+        self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
+    ) -> None:
+        self._kept = kept
+        blobs = BlobStore(documents, BLOB_KIND)
+        self._points: dict[str, DetectionPoint] = {
+            kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
+        }
+        self._scores: OrderedDict[GroupKey, Mapping[int, Mapping[str, float]]] = OrderedDict()
+        self._save_soon = Debounce(SAVE_SECONDS, self._save)
+        self._load()
+
+    def status(self, kind: str) -> CalibrationStatus:
+        """``READY``, or the reason why `probability` returns the prior for each score."""
+        return self._points[kind].calibrator.status
+
+    def probability(self, kind: str, score: float) -> float:
+        """Return the probability that a trajectory with this score is correct."""
+        return self._points[kind].calibrator.probability(score)
+
+    def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
+        """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
+        self._load()
+        self._scores[group] = scores
+        while len(self._scores) > self._kept:
+            self._scores.popitem(last=False)
+
+    def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
+        """Learn whether a trajectory is correct from its first reward; its value does not count."""
+        for kind, score in self._scores.get(group, {}).get(index, {}).items():
+            self._points[kind].add(Label(score, float(correct)))
+            self._save_soon.request()
+
+    def _load(self) -> None:
+        """Load what a restore has put into the store, and at first what was saved."""
+        try:
+            for point in self._points.values():
+                point.reload()
+        except StateError as error:
+            logger.warning("the saved calibration of votes cannot be read: %s", error)
+
+    def _save(self) -> None:
+        self._load()
+        try:
+            for point in self._points.values():
+                point.save()
+        except StateError as error:
+            logger.warning("the calibration of votes was not saved: %s", error)
+
+
+def logprob_scores(sample: Sample) -> dict[str, float]:
+    """Compute each kind of score, in [0, 1]; kinds without usable log-probs are left out."""
+    scores = {kind: logprob_score(kind, tuple(sample.logprobs or ())) for kind in KINDS}
+    return {kind: score for kind, score in scores.items() if score is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +170,25 @@ class Ballot:
     vote: Vote | None = None
 
 
-ScoreTrajectory = Callable[[int, Sample], tuple[float | None, float] | None]
-"""Scores a trajectory, given its candidate's index: what the caller sees, and what the weight of its vote is computed
-from. ``None`` while it has no score."""
+class BallotBox(Generic[RequestT, OutputT]):
+    """Collects and counts the ballots of one vote.
 
+    ``calibration``: status of the calibration of the vote's scores; ``None`` if weights use scores as they are.
+    """
 
-class BallotBox:
-    """Collects and counts ballots."""
-
-    def __init__(self, weighting: Weighting, score: ScoreTrajectory) -> None:
+    def __init__(
+        self,
+        vote: VoteRequest,
+        run: GroupRun[RequestT, OutputT],
+        confidence: Confidence,
+        calibration: CalibrationStatus | None,
+    ) -> None:
         self.ballots: list[Ballot] = []
-        self._weighting = weighting
-        self._score = score
+        self._vote = vote
+        self._run = run
+        self._confidence = confidence
+        self._calibration = calibration
+        self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
         """Whether the winner cannot change, whatever the candidates ``remaining`` answer.
@@ -117,30 +197,45 @@ class BallotBox:
         counted nothing is decided, because all of them could be for one other answer.
         """
         votes, unscored = self._split_votes()
-        missing = [*remaining, *(ballot.index for ballot in unscored)]
+        missing = [*remaining, *(vote.index for vote in unscored)]
         return len(votes) >= len(missing) and is_decided(votes, missing, self._weighting)
 
     def count(self) -> Tally:
         """Count the votes. Those without a score get the mean score of the others."""
         votes, unscored = self._split_votes()
         mean = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
-        votes += [Vote(ballot.index, ballot.answer, mean) for ballot in unscored if ballot.answer is not None]
-        return count_votes(votes, self._weighting)
+        return count_votes([*votes, *(replace(vote, score=mean) for vote in unscored)], self._weighting)
 
-    def _split_votes(self) -> tuple[list[Vote], list[Ballot]]:
-        """Split the ballots that have an answer into votes and ballots that still need a score."""
+    def _split_votes(self) -> tuple[list[Vote], list[Vote]]:
+        """Return the votes of the ballots that have an answer: those with a score, and those still without."""
         votes, unscored = [], []
         for ballot in self.ballots:
             if ballot.answer is None:
                 continue
-            if ballot.vote is None and (scored := self._score(ballot.index, ballot.sample)) is not None:
-                ballot.score, weighed = scored
-                ballot.vote = Vote(ballot.index, ballot.answer, weighed)
             if ballot.vote is None:
-                unscored.append(ballot)
+                ballot.vote = self._score(ballot, ballot.answer)
+            if ballot.vote is None:
+                unscored.append(Vote(ballot.index, ballot.answer))
             else:
                 votes.append(ballot.vote)
         return votes, unscored
+
+    def _score(self, ballot: Ballot, answer: str) -> Vote | None:
+        """Score a ballot, for the caller and for the weight of its vote; ``None`` while it has no score."""
+        vote = self._vote
+        if vote.weights == "majority" or vote.score is None:
+            return Vote(ballot.index, answer, DEFAULT_SCORE)
+        if vote.uses_logprobs:
+            score = logprob_scores(ballot.sample).get(vote.score)
+        else:
+            score = self._run.candidates[ballot.index].quality
+        if score is None:
+            return None
+        ballot.score = weighed = score
+        if self._calibration is not None:
+            is_ready = self._calibration is CalibrationStatus.READY
+            weighed = self._confidence.probability(vote.score, score) if is_ready else DEFAULT_SCORE
+        return Vote(ballot.index, answer, weighed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +297,13 @@ class VoteRunner(Generic[RequestT, OutputT]):
         vote_id = f"vote-{uuid.uuid4().hex}"
         with self._rollouts.admission.admit(vote.n) as ticket:
             extract = create_extractor(vote.pattern)
-            request = await self._create_request(vote, vote_id)
+            more = {LOGPROBS: True} if vote.uses_logprobs and not vote.wants_logprobs else {}
+            try:
+                request = await self._renderer.make_request(vote.prompt, {**vote.sampling, **more}, vote.n, vote_id)
+            except InvalidRequest as error:
+                if error.field in ("text", "token_ids"):
+                    raise InvalidRequest("prompt", error.message) from error
+                raise
             needs_calibration = vote.weights == "log_odds" and vote.uses_logprobs
             calibration = self._confidence.status(vote.score) if vote.score and needs_calibration else None
             started_at = self._clock()
@@ -218,9 +319,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 )
                 run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))
                 run.open(InOrder(vote.n), Allocation(vote.n))
-                box = BallotBox(
-                    create_weighting(vote.weights, vote.pattern), partial(self._score, vote, run, calibration)
-                )
+                box = BallotBox(vote, run, self._confidence, calibration)
                 early = await self._collect(run, extract, box)
         assert run.record is not None
         tally, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)
@@ -247,35 +346,9 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 "score", f"this server does not score quality (see --quality); choose {' or '.join(KINDS)}"
             )
 
-    async def _create_request(self, vote: VoteRequest, vote_id: str) -> RequestT:
-        sampling = vote.sampling
-        if vote.uses_logprobs and not vote.wants_logprobs:
-            sampling = {**sampling, LOGPROBS: True}
-        try:
-            return await self._renderer.make_request(vote.prompt, sampling, vote.n, vote_id)
-        except InvalidRequest as error:
-            if error.field in ("text", "token_ids"):
-                raise InvalidRequest("prompt", error.message) from error
-            raise
-
-    def _score(
-        self,
-        vote: VoteRequest,
-        run: GroupRun[RequestT, OutputT],
-        calibration: CalibrationStatus | None,
-        index: int,
-        sample: Sample,
-    ) -> tuple[float | None, float] | None:
-        """See `ScoreTrajectory`."""
-        if vote.weights == "majority" or vote.score is None:
-            return None, DEFAULT_SCORE
-        score = logprob_scores(sample).get(vote.score) if vote.uses_logprobs else run.candidates[index].quality
-        if score is None or calibration is None:
-            return None if score is None else (score, score)
-        is_ready = calibration is CalibrationStatus.READY
-        return score, self._confidence.probability(vote.score, score) if is_ready else DEFAULT_SCORE
-
-    async def _collect(self, run: GroupRun[RequestT, OutputT], extract: Extractor, box: BallotBox) -> bool:
+    async def _collect(
+        self, run: GroupRun[RequestT, OutputT], extract: Extractor, box: BallotBox[RequestT, OutputT]
+    ) -> bool:
         """Collect ballots until all are there, or stop the rest when the vote is decided; return whether it did."""
         loop = asyncio.get_running_loop()
         collected: set[int] = set()
@@ -286,9 +359,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 sample = await self._renderer.to_sample(trajectory.output)
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
-                if run.has_ended or run.has_deliveries:  # others have finished already, and count whether needed or not
-                    continue
-                if len(collected) % interval:
+                # Others that have finished already count, whether they are needed or not.
+                if run.has_ended or run.has_deliveries or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
                     run.finish_early()

@@ -15,23 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import HiddenState
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.voting import Extractor, create_extractor
-from darts_server.records import GroupKey
+from darts_server.rollout import voting
 from darts_server.rollout.learned.documents import BlobStore
-from darts_server.rollout.pruning.group_scorer import Assessment
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.voting import runner
-from darts_server.rollout.voting.confidence import KINDS, Confidence
-from darts_server.rollout.voting.runner import (
+from darts_server.rollout.voting import (
+    KINDS,
     TEXT_CHARS,
     Ballot,
     BallotBox,
+    Confidence,
     Score,
     VoteRequest,
     VoteResult,
@@ -41,9 +38,12 @@ from darts_server.rollout.voting.runner import (
 from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, Sample, VoteOutcome, VoteWeights
 from tests.rollout.helpers import AtOnce, Documents, Harness, Texts
+from tests.rollout.pruning.fake_scorer import FakeScorer
 
 pytestmark = pytest.mark.anyio
 LABELS = 300
+SURVIVAL = 0.1
+"""Of every candidate, whose quality is set by the test."""
 
 
 @dataclass(frozen=True)
@@ -56,39 +56,13 @@ class Voter:
     script: Script | None = None
 
 
-class StateScorer:
-    """A scorer whose quality is the hidden state itself."""
-
-    detect_at = (5,)
-    uses_hidden_states = True
-    uses_logprobs = False
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[int, float]] = []
-        self.dropped: list[int] = []
-
-    def score_state(
-        self, group: GroupKey, index: int, probed: HiddenState, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Assessment:
-        return Assessment(float(probed.vector[0]), 0.1)
-
-    def score_logprobs(self, group: GroupKey, index: int, logprobs: tuple[float, ...], pruning: Pruning) -> Assessment:
-        raise NotImplementedError
-
-    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        self.kept.append((index, survival))
-
-    def record_dropped(self, group: GroupKey, index: int) -> None:
-        self.dropped.append(index)
-
-
 class Election(VoteObserver, Texts):
     """Runs votes in which candidate i is the i-th voter. The renderer recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
         self._script = lambda _, i: voters[i].script or Script(voters[i].length)
         self.harness = Harness(self._script)
-        self.scorer = StateScorer()
+        self.scorer = FakeScorer(5)
         self.confidence = Confidence(documents or Documents())
         self.sampling: Mapping[str, object] = {}
         self.outcomes: list[tuple[VoteOutcome, int]] = []
@@ -113,7 +87,7 @@ class Election(VoteObserver, Texts):
     def with_scorer(self) -> "Election":
         """Score candidates by their hidden states."""
         self.harness = Harness(self._script, scorer=self.scorer)
-        self.harness.engine.probe_width = 1
+        self.harness.engine.probe_width = 2
         self.votes = self._runner()
         return self
 
@@ -194,7 +168,7 @@ async def test_cancellation_stops_all_candidates() -> None:
 
 
 async def test_a_pattern_that_takes_too_long_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SEARCH_SECONDS", -1.0)
+    monkeypatch.setattr(voting, "SEARCH_SECONDS", -1.0)
     election = Election(*voters("aaa"))
     with pytest.raises(InvalidRequest, match="pattern: took more than"):
         await election.run(create_vote(3))
@@ -285,7 +259,7 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
         confidence.learn_reward((None, "vote"), 0, 1.0, True)
 
     def labels() -> list[int]:
-        return [len(confidence._points[kind].calibrator.state.labels) for kind in KINDS]
+        return [len(confidence._points[kind].calibrator.labels) for kind in KINDS]
 
     learn()
     confidence._save_soon.run_pending()
@@ -309,8 +283,8 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     election.confidence.learn_reward((None, "unknown"), 0, 1.0, True)
     assert [election.confidence.status(kind) for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
     election.confidence._save_soon.run_pending()
-    [label] = Confidence(documents)._points["logprob"].calibrator.state.labels
-    assert label == pytest.approx((math.exp(-1.0), 1.0, 1.0))
+    [label] = Confidence(documents)._points["logprob"].calibrator.labels
+    assert (label.score, label.target, label.survival) == pytest.approx((math.exp(-1.0), 1.0, 1.0))
 
 
 async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,11 +305,11 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
         confidence.remember((None, name), {0: {"logprob": 0.5}})
         confidence.learn_reward((None, name), 0, 1.0, True)
     confidence.learn_reward((None, "old"), 0, 1.0, True)
-    assert len(confidence._points["logprob"].calibrator.state.labels) == 2
+    assert len(confidence._points["logprob"].calibrator.labels) == 2
 
 
 def scored_voter(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
-    return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: [quality], lag=lag))
+    return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: (quality, SURVIVAL), lag=lag))
 
 
 async def test_votes_by_quality_are_scored_and_no_candidate_is_pruned() -> None:
@@ -421,7 +395,7 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
     size = draw(st.integers(1, 9))
     lengths = draw(st.lists(st.integers(1, 20), min_size=size, max_size=size, unique=True))
     qualities = [draw(st.sampled_from([0.0625, 0.25, 0.5, 0.75])) for _ in lengths]
-    hidden = [lambda _, quality=quality: [quality] for quality in qualities]
+    hidden = [lambda _, quality=quality: (quality, SURVIVAL) for quality in qualities]
     return [
         Voter(
             length,
@@ -434,7 +408,10 @@ def electorates(draw: st.DrawFn) -> list[Voter]:
 
 
 async def collect_all(
-    votes: VoteRunner[str, list[int]], run: GroupRun[str, list[int]], extract: Extractor, box: BallotBox
+    votes: VoteRunner[str, list[int]],
+    run: GroupRun[str, list[int]],
+    extract: Extractor,
+    box: BallotBox[str, list[int]],
 ) -> bool:
     """Collect all ballots, even when the vote is decided."""
     async for trajectory in run.trajectories():
