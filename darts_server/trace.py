@@ -17,6 +17,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile, ProfileState
 from darts_server.policy.lengths import PromptStats
+from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
@@ -39,8 +40,6 @@ examples:
 """
 API_KEY = "DARTS_API_KEY"
 TIMEOUT_SECONDS = 60.0
-RATIOS = 4096
-"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from math import ceil
 
 import numpy as np
 
-from darts_server.policy.auto.ahead import begin_with, next_ahead
+from darts_server.policy.auto.chooser import begin_with, next_ahead
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.lengths import Observation, PromptStats, update_stats

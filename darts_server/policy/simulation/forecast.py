@@ -21,6 +21,8 @@ SIMULATED = 4096
 """Candidates by which seconds are predicted: small batches several times over, large ones as a scale model."""
 LONGEST = 1 << 24
 """Tokens at which lengths end where no limit is known."""
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from darts_server.policy.auto.ahead import FEWEST, begin_with, next_ahead
-from darts_server.policy.auto.chooser import choose_resuming
+from darts_server.policy.auto.chooser import FEWEST_AHEAD, begin_with, choose_resuming, next_ahead
 from darts_server.policy.auto.options import Auto, AutoLimits
 from darts_server.policy.auto.state import AutoState
 
@@ -21,7 +20,7 @@ def test_it_follows_the_share_of_older_tokens_to_the_limit_and_back() -> None:
     assert ahead == pytest.approx(0.5)
     assert next_ahead(0.5, 0.0, 0.4) > 0.5, "nothing was old"
     assert next_ahead(0.9, 0.1, 0.4) == 1.0
-    assert next_ahead(FEWEST, 1.0, 0.4) == FEWEST, "else nothing would be learned any more"
+    assert next_ahead(FEWEST_AHEAD, 1.0, 0.4) == FEWEST_AHEAD, "else nothing would be learned any more"
     assert next_ahead(1.0, 0.0, 0.0) == 0.0, "no old token is allowed"
 
 
@@ -34,7 +33,7 @@ def test_it_follows_the_share_of_older_tokens_to_the_limit_and_back() -> None:
     ],
 )
 def test_what_the_user_allows_says_how_many_run(limits: AutoLimits, begun: int) -> None:
-    found, choice = choose_resuming(Auto(limits, ()), AutoState(ahead=0.5), 16, 24)
-    assert found == begun
+    choice = choose_resuming(Auto(limits, ()), AutoState(ahead=0.5), 16, 24)
+    assert (choice.begun, choice.num_groups) == (begun, 16)
     assert choice.option.shaping is None
     assert choice.reason == f"{begun} of 24 prompts run, and the first 16 groups are returned"

@@ -38,8 +38,6 @@ def test_a_few_long_prompts_are_deferred() -> None:
     assert (choice.option.name, choice.name, choice.enough) == ("off", "off deferring", 14)
     assert "s a step for 14 of 16 groups, off" in choice.reason
     assert choice.scope == " for 14 of 16 groups"
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
     assert choice.seconds < 0.1 * choice.off_seconds
 
 
