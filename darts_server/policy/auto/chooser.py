@@ -32,7 +32,7 @@ from darts_server.policy.auto.options import (
 from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
-from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.simulation.machine import Machine
 from darts_server.types import OFF
@@ -211,7 +211,7 @@ def choose(
     groups, limits = expectation.groups, auto.limits
 
     def foresee(option: Option, enough: int) -> Forecast:
-        plan = Plan.of(option.shaping, size, expectation.stds, enough=enough if enough < groups else None)
+        plan = BatchPlan.of(option.shaping, size, expectation.stds, enough=enough if enough < groups else None)
         return forecast(plan, batches, machine)
 
     expected = _Expected(state, limits, groups, foresee(UNSHAPED, enough))
@@ -385,7 +385,7 @@ def hindsight(
     if expectation is None or machine is None:
         return choice
     batches = expectation.sample(size, rng)
-    plan = Plan.of(None, size, expectation.stds, enough=enough if enough < expectation.groups else None)
+    plan = BatchPlan.of(None, size, expectation.stds, enough=enough if enough < expectation.groups else None)
     return replace(choice, forecast=forecast(plan, batches, machine))
 
 

@@ -23,7 +23,7 @@ from darts_server.policy.auto.chooser import Choice, choose_resuming
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import BudgetKind, Shaping
-from darts_server.policy.simulation.batch import Plan as SimulatedPlan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
@@ -242,7 +242,7 @@ class Allocator(GroupObserver):
         learns = auto.forecasts and not resumes and len(keys) >= MIN_COHORT
         shaping = choice.option.shaping or UNSHAPED
         scale = self._scale()
-        plan = SimulatedPlan.of(choice.option.shaping, size, [self._statistics.prompts.std(key) for key in keys])
+        plan = BatchPlan.of(choice.option.shaping, size, [self._statistics.prompts.std(key) for key in keys])
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
             # As without `auto`, until as many groups are complete.
