@@ -173,10 +173,12 @@ class Allocator(GroupObserver):
         groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
         counts, mean = self._counts(plan, prompt_keys, budget)
         name, scale = _name(plan.policy, size), 1.0 if budget is not None else self._scale()
-        rule = self.deadlines.current_rule(shaping, plan.policy)
+        rule, tokens_from_recent = self.deadlines.current_rule(shaping, plan.policy), None
         few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
-        if rule is not None and not few:
-            rule = self.deadlines.with_recent(rule, name)
+        if rule is not None and few:
+            tokens_from_recent = self.deadlines.recent_lengths(name).deadline(rule)
+        elif rule is not None:
+            rule = replace(rule, recent=self.deadlines.recent_lengths(name).quantile(rule))
         terms = CohortTerms(
             policy=plan.policy,
             groups=groups,
@@ -185,7 +187,7 @@ class Allocator(GroupObserver):
                 sum(counts) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
             ),
             deadline=rule,
-            tokens=self.deadlines.recent_deadline(rule, name) if rule is not None and few else None,
+            tokens=tokens_from_recent,
             few=few,
             explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
         )
