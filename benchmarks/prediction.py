@@ -37,7 +37,7 @@ from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
 from darts_server.policy.length_profile import LengthProfile, ProfileState
 from darts_server.policy.lengths import PromptStats
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.policy.simulation.forecast import Expectation
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import simulate
@@ -101,7 +101,7 @@ class Learned:
         """Predict the mean seconds of a rollout of prompts with these keys."""
         stats = [self.prompts[key] for key in keys]
         stds = [each.std_ema for each in stats]
-        plan, expected = Plan.of(shaping, SIZE, stds), [each.mean_ema for each in stats]
+        plan, expected = BatchPlan.of(shaping, SIZE, stds), [each.mean_ema for each in stats]
         expectation = Expectation(expected, stds, self.ratios, max_tokens=MAX_RESPONSE_TOKENS)
         batches = [batch for _ in range(SAMPLES) for batch in expectation.sample(max(plan.candidates), rng, most=1)]
         return fmean(simulate(batch, plan, self.machine).seconds for batch in batches)

@@ -6,8 +6,7 @@ Uses the saved state and policies, and nothing that serves.
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -17,6 +16,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile, ProfileState
 from darts_server.policy.lengths import PromptStats
+from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
@@ -39,8 +39,6 @@ examples:
 """
 API_KEY = "DARTS_API_KEY"
 TIMEOUT_SECONDS = 60.0
-RATIOS = 4096
-"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,17 +49,28 @@ def main(argv: Sequence[str]) -> int:
         StateDamaged, StateTooNew
     """
     options = parse_arguments(argv)
-    data = _download(options.url) if options.url else _read(options.state)
-    learned = LearnedLengths.of_state(data)
-    rng = np.random.default_rng(options.seed)
-    lines = [json.dumps(line) for line in learned.trace(options.samples, options.prompt_tokens, options.cap, rng)]
+    prompts, profile, max_tokens = _read_lengths(_download(options.url) if options.url else _read(options.state))
+    ratios = None if profile is None else profile.quantiles(RATIOS)
+    if ratios is None or not prompts:
+        raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
+    cap, rng, lines = options.cap or max_tokens, np.random.default_rng(options.seed), []
+    for prompt in prompts:
+        lengths = np.maximum(1, np.ceil(prompt.mean_ema * rng.choice(ratios, options.samples)))
+        if cap is not None:
+            lengths = np.minimum(lengths, cap)
+        line: dict[str, int | list[int]] = {
+            "step": prompt.weight_version or 0,
+            "prompt_tokens": options.prompt_tokens,
+            "lengths": [int(length) for length in lengths],
+        }
+        lines.append(json.dumps(line if cap is None else {**line, "cap": cap}))
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidSetting(f"--output: {options.output} cannot be written: {error}") from error
     print(f"{len(lines)} prompts with {options.samples} lengths each: {options.output}")
-    if options.cap is None and learned.max_tokens is None:
+    if cap is None:
         print("No trajectory was seen at its length limit; --cap N says what it is.")
     return 0
 
@@ -117,60 +126,23 @@ def _download(url: str) -> bytes:
     return answer.content
 
 
-@dataclass(slots=True)
-class LearnedLengths:
-    """What is known of lengths, in tokens.
+def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None, int | None]:
+    """Return what a saved state has learned: of each prompt, of ratios to its mean length, and of the length limit.
 
-    ``profile``: of their ratios to their prompt's mean; ``None`` before a group has ended. ``max_tokens``: at which
-    trajectories were truncated; ``None`` if that is not known.
+    Raises:
+        InvalidSetting: it contains lengths that cannot be used.
+        StateDamaged, StateTooNew
     """
-
-    prompts: list[PromptStats] = field(default_factory=list)
-    profile: ProfileState | None = None
-    max_tokens: int | None = None
-
-    @classmethod
-    def of_state(cls, data: bytes) -> "LearnedLengths":
-        """Read a saved state.
-
-        Raises:
-            InvalidSetting: it contains lengths that cannot be used.
-            StateDamaged, StateTooNew
-        """
-        found = cls()
-        for kind, key, text in unpack(data, LIMIT_BYTES):
-            try:
-                document = json.loads(text)
-                if kind == "prompt":
-                    found.prompts.append(PromptStats(**document))
-                elif kind == "profile":
-                    found.profile = ProfileState(**json.loads(document["value"]))
-                elif kind == "auto":
-                    limit = AutoState(**json.loads(document["value"])).max_tokens
-                    found.max_tokens = max(found.max_tokens or 0, limit or 0) or None
-            except (KeyError, TypeError, ValueError) as error:
-                raise InvalidSetting(f"the state's {kind} {key[:64]!r} cannot be used: {error}") from error
-        return found
-
-    def trace(
-        self, samples: int, prompt_tokens: int, cap: int | None, rng: np.random.Generator
-    ) -> Iterator[dict[str, int | list[int]]]:
-        """Yield a line for each prompt, with so many lengths around its mean; ``cap``: the longest, if not as learned.
-
-        Raises:
-            InvalidSetting: nothing was learned.
-        """
-        ratios = None if self.profile is None else LengthProfile(self.profile).quantiles(RATIOS)
-        if ratios is None or not self.prompts:
-            raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
-        cap = cap or self.max_tokens
-        for prompt in self.prompts:
-            lengths = np.maximum(1, np.ceil(prompt.mean_ema * rng.choice(ratios, samples)))
-            if cap is not None:
-                lengths = np.minimum(lengths, cap)
-            line: dict[str, int | list[int]] = {
-                "step": prompt.weight_version or 0,
-                "prompt_tokens": prompt_tokens,
-                "lengths": [int(length) for length in lengths],
-            }
-            yield line if cap is None else {**line, "cap": cap}
+    prompts, profile, max_tokens = list[PromptStats](), None, 0
+    for kind, key, text in unpack(data, LIMIT_BYTES):
+        try:
+            document = json.loads(text)
+            if kind == "prompt":
+                prompts.append(PromptStats(**document))
+            elif kind == "profile":
+                profile = LengthProfile(ProfileState(**json.loads(document["value"])))
+            elif kind == "auto":
+                max_tokens = max(max_tokens, AutoState(**json.loads(document["value"])).max_tokens or 0)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidSetting(f"the state's {kind} {key[:64]!r} cannot be used: {error}") from error
+    return prompts, profile, max_tokens or None

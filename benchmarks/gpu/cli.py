@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.gpu.policies import ORDER
 from benchmarks.gpu.traces import SAMPLED, recorded
-from darts_server.rollout.allocation.budgets import MIN_COHORT
+from darts_server.rollout.learned.statistics import MIN_COHORT
 
 DESCRIPTION = """\
 Measure whether shaped rollouts are faster than plain vLLM on this machine's GPU, in minutes and without any download.

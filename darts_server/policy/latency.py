@@ -255,8 +255,19 @@ class LatencyModel:
             self._is_fitted = True
 
     def _fit(self) -> LatencyCurve | None:
-        bins = [b for b in self._bins.values() if len(b.seconds) >= MIN_STEPS]
-        points = sorted((median(b.batches), b.typical(), b.weight(self._steps)) for b in bins)
+        points = []
+        for known in self._bins.values():
+            if len(known.seconds) < MIN_STEPS:
+                continue
+            # Within a bin, a step is taken to last as long as the root of its batch: half-way between flat and
+            # proportional.
+            batch = median(known.batches)
+            ordered = sorted(s / math.sqrt(b) for s, b in zip(known.seconds, known.batches, strict=True))
+            typical = ordered[round(TYPICAL * (len(ordered) - 1))]
+            usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
+            weight = len(known.seconds) * math.exp2((known.last_step - self._steps) / HALF_LIFE)
+            points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, MIN_WEIGHT)))
+        points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:
             return None
         batches, raw, weights = (list(column) for column in zip(*points, strict=True))
@@ -280,19 +291,6 @@ class _Bin:
     batches: deque[int]
     seconds: deque[float]
     last_step: int
-
-    def typical(self) -> float:
-        """Return the mean seconds of a usual step with the bin's median batch.
-
-        Within a bin, a step is taken to last as long as the root of its batch: half-way between flat and proportional.
-        """
-        ordered = sorted(s / math.sqrt(b) for s, b in zip(self.seconds, self.batches, strict=True))
-        typical = ordered[round(TYPICAL * (len(ordered) - 1))]
-        usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
-        return fmean(usual) * math.sqrt(median(self.batches))
-
-    def weight(self, now: int) -> float:
-        return max(len(self.seconds) * math.exp2((self.last_step - now) / HALF_LIFE), MIN_WEIGHT)
 
 
 def _bin_index(batch: int) -> int:

@@ -133,7 +133,8 @@ class LengthProfile:
         self._counts *= (1 - 1 / MEMORY) ** len(informative)
         self._counts[self._counts < NO_COUNT] = 0.0
         for ratio, censored in informative:
-            self._counts[int(censored), _bin(ratio)] += 1.0
+            place = math.floor((math.log2(max(ratio, EDGES[0])) - OCTAVES[0]) * BINS_PER_OCTAVE)
+            self._counts[int(censored), min(place, len(EDGES) - 2)] += 1.0
 
     def quantiles(self, n: int) -> Floats | None:
         """Return the ratios at the probabilities (i + 1/2) / n, ascending, shape (n,).
@@ -145,10 +146,7 @@ class LengthProfile:
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
-        return self._longer_than((np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n)
-
-    def _longer_than(self, probability: Floats) -> Floats | None:
-        """Return the ratio that is exceeded with that ``probability``, in (0, 1]; of any shape."""
+        probability = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n  # of a longer one
         finished, censored = self._counts
         total = float(finished.sum())
         if total <= 0:
@@ -157,25 +155,15 @@ class LengthProfile:
         # Within a bin, finished candidates come before stopped ones, which were stopped because those had finished.
         ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
         survival = np.concatenate([[1.0], np.cumprod(1.0 - ending)])
-        tail = _tail(finished, total)
+        # The exponential tail begins with the last bin with enough finished ones from there on.
+        enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
+        tail = int(np.flatnonzero(np.cumsum(finished[::-1])[::-1] >= enough)[-1])
         ratios = np.interp(-probability, -survival[: tail + 1], EDGES[: tail + 1])
         # Tokens at risk: a whole bin for each candidate that passes it, half a bin for each that ends or stops in it.
         exposure = float(((at_risk - (finished + censored) / 2) * np.diff(EDGES))[tail:].sum())
         wait = exposure / float(finished[tail:].sum())
         beyond = np.maximum(np.log(survival[tail] / probability), 0.0)
         return np.asarray(ratios + wait * beyond, dtype=np.float64)
-
-
-def _bin(ratio: float) -> int:
-    place = math.floor((math.log2(max(ratio, EDGES[0])) - OCTAVES[0]) * BINS_PER_OCTAVE)
-    return min(place, len(EDGES) - 2)
-
-
-def _tail(finished: Floats, total: float) -> int:
-    """Return the first bin of the exponential tail: the last one with enough finished candidates from there on."""
-    enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
-    longest = np.cumsum(finished[::-1])[::-1]
-    return int(np.flatnonzero(longest >= enough)[-1])
 
 
 def ratios_to_mean(observations: Sequence[Observation], earlier: PromptStats | None) -> list[tuple[float, bool]]:

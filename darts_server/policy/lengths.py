@@ -38,7 +38,7 @@ find. Only a sampled candidate can find it; it makes all of this milder.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -113,7 +113,16 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
         if not censored:
             raise ValueError("observations must hold at least one candidate that generated a token")
         finished = [censored.pop()]
-    return _summary(_completed(finished, censored) if censored else [(1.0, x, x * x) for x in finished])
+    sample = _completed(finished, censored) if censored else [(1.0, x, x * x) for x in finished]
+    n = len(sample)
+    mean = math.fsum(weight * first for weight, first, _ in sample) / n
+    if n == 1:
+        return LengthEstimate(mean, None)
+    # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
+    squares = math.fsum(weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in sample)
+    # Equal weights divide by n - 1; others by n - sum of squared weights / n, its generalisation.
+    freedom = n - math.fsum(weight**2 for weight, _, _ in sample) / n
+    return LengthEstimate(mean, math.sqrt(max(squares, 0.0) / freedom))
 
 
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
@@ -131,22 +140,6 @@ def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, fl
 
 Weighted = tuple[float, float, float]
 """Weight of one candidate in the sample, E[x] and E[x²] of its length."""
-
-
-def _summary(lengths: Sequence[Weighted]) -> LengthEstimate:
-    """Return mean and std of a weighted sample.
-
-    Equal weights divide by n - 1; others by n - sum of squared weights / n, its generalisation.
-    """
-    n = len(lengths)
-    mean = math.fsum(weight * first for weight, first, _ in lengths) / n
-    if n == 1:
-        return LengthEstimate(mean, None)
-    # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
-    squares = math.fsum(weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in lengths)
-    return LengthEstimate(
-        mean, math.sqrt(max(squares, 0.0) / (n - math.fsum(weight**2 for weight, _, _ in lengths) / n))
-    )
 
 
 def _completed(finished: Sequence[int], censored: Sequence[int]) -> list[Weighted]:
@@ -199,19 +192,53 @@ class FittedShape:
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
-        """Fit the shape to finished lengths, at least one, and to censored ones."""
+        """Fit the shape to finished lengths, at least one, and to censored ones.
+
+        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood of a
+        right-censored normal sample is concave. The prior counts as `PRIOR_VOTES` deviations. The mean takes one degree
+        of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
+        """
         roots = [_root(x) for x in finished]
-        limits = Counter(_root(c + 0.5) for c in censored)  # longer than c means at least c + 1, rounded
-        scale = (math.fsum(roots) + math.fsum(limits.elements())) / (len(finished) + len(censored))
-        known = [y / scale for y in roots]
-        likelihood = _Likelihood(
-            count=len(known),
-            total=math.fsum(known),
-            squares=math.fsum(y * y for y in known) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2,
-            freedom=len(known) - 1 + PRIOR_VOTES,
-            limits={c / scale: n for c, n in limits.items()},
-        )
-        location, precision = likelihood.maximum()
+        rooted = Counter(_root(c + 0.5) for c in censored)  # longer than c means at least c + 1, rounded
+        scale = (math.fsum(roots) + math.fsum(rooted.elements())) / (len(finished) + len(censored))
+        known, limits = [y / scale for y in roots], {c / scale: n for c, n in rooted.items()}  # all average one
+        count, total, freedom = len(known), math.fsum(known), len(known) - 1 + PRIOR_VOTES
+        squares = math.fsum(y * y for y in known) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+
+        def log_likelihood(location: float, precision: float) -> float:
+            """Up to a constant."""
+            if precision <= 0:
+                return -math.inf
+            deviations = precision**2 * squares - 2 * precision * location * total + count * location**2
+            survived = sum(n * _log_survival(precision * c - location) for c, n in limits.items())
+            return freedom * math.log(precision) - deviations / 2 + survived
+
+        precision = math.sqrt(freedom / (squares - total**2 / count))
+        location = precision * total / count
+        value = log_likelihood(location, precision)
+        steps, moved = NEWTON_STEPS, math.inf
+        while steps and moved > NEWTON_TOLERANCE * (abs(location) + precision):
+            # Newton's step: minus the inverse of the second derivatives, times the first.
+            to_location = precision * total - count * location
+            to_precision = freedom / precision - precision * squares + location * total
+            twice_location, mixed, twice_precision = -float(count), total, -freedom / precision**2 - squares
+            for c, n in limits.items():
+                z = precision * c - location
+                hazard = _hazard(z)
+                bend = n * hazard * (hazard - z)
+                to_location += n * hazard
+                to_precision -= n * hazard * c
+                twice_location -= bend
+                twice_precision -= bend * c * c
+                mixed += bend * c
+            determinant = twice_location * twice_precision - mixed**2
+            by_location = (mixed * to_precision - twice_precision * to_location) / determinant
+            by_precision = (mixed * to_location - twice_location * to_precision) / determinant
+            # A step that overshoots is halved.
+            while (better := log_likelihood(location + by_location, precision + by_precision)) < value - ROUNDING:
+                by_location, by_precision = by_location / 2, by_precision / 2
+            location, precision, value = location + by_location, precision + by_precision, better
+            steps, moved = steps - 1, abs(by_location) + abs(by_precision)
         wait = (sum(finished) + sum(censored)) / len(finished)
         return FittedShape(scale * location / precision, scale / precision, wait)
 
@@ -226,78 +253,13 @@ class FittedShape:
         powers = [1.0, _hazard(z)]  # E[Z^j | Z > z]
         for j in range(2, 2 * SHAPE_ROOT + 1):
             powers.append((j - 1) * powers[j - 2] + z ** (j - 1) * powers[1])
-        first, second = self._moment(SHAPE_ROOT, powers), self._moment(2 * SHAPE_ROOT, powers)
-        return (
-            min(first, tokens + self.wait),
-            min(second, tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2),
-        )
 
-    def _moment(self, order: int, powers: Sequence[float]) -> float:
-        """Return E[(mean + std Z)^order], given E[Z^j] for j up to ``order``."""
-        return math.fsum(
-            math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)
-        )
+        def moment(order: int) -> float:  # E[(mean + std Z)^order]
+            terms = (math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1))
+            return math.fsum(terms)
 
-
-@dataclass(frozen=True, slots=True)
-class _Likelihood:
-    """Penalised log-likelihood of a right-censored normal sample, in Olsen's parameters, in which it is concave.
-
-    These are ``location`` = mean / std and ``precision`` = 1 / std. The prior counts as `PRIOR_VOTES` deviations. The
-    mean takes one degree of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
-
-    ``count``, ``total``, ``squares``: of the known values, which are scaled so that all average one. ``limits``: how
-    many were censored at each value.
-    """
-
-    count: int
-    total: float
-    squares: float
-    freedom: float
-    limits: Mapping[float, int]
-
-    def maximum(self) -> tuple[float, float]:
-        """Return location and precision at the maximum, by Newton's method; steps that overshoot are halved."""
-        precision = math.sqrt(self.freedom / (self.squares - self.total**2 / self.count))
-        location = precision * self.total / self.count
-        value = self.value(location, precision)
-        steps, moved = NEWTON_STEPS, math.inf
-        while steps and moved > NEWTON_TOLERANCE * (abs(location) + precision):
-            by_location, by_precision = self.step(location, precision)
-            while (better := self.value(location + by_location, precision + by_precision)) < value - ROUNDING:
-                by_location, by_precision = by_location / 2, by_precision / 2
-            location, precision, value = location + by_location, precision + by_precision, better
-            steps, moved = steps - 1, abs(by_location) + abs(by_precision)
-        return location, precision
-
-    def value(self, location: float, precision: float) -> float:
-        """Return the log-likelihood, up to a constant."""
-        if precision <= 0:
-            return -math.inf
-        deviations = precision**2 * self.squares - 2 * precision * location * self.total + self.count * location**2
-        survived = sum(n * _log_survival(precision * c - location) for c, n in self.limits.items())
-        return self.freedom * math.log(precision) - deviations / 2 + survived
-
-    def step(self, location: float, precision: float) -> tuple[float, float]:
-        """Return Newton's step: minus the inverse of the second derivatives, times the first."""
-        to_location = precision * self.total - self.count * location
-        to_precision = self.freedom / precision - precision * self.squares + location * self.total
-        twice_location, mixed = -float(self.count), self.total
-        twice_precision = -self.freedom / precision**2 - self.squares
-        for c, n in self.limits.items():
-            z = precision * c - location
-            hazard = _hazard(z)
-            bend = n * hazard * (hazard - z)
-            to_location += n * hazard
-            to_precision -= n * hazard * c
-            twice_location -= bend
-            twice_precision -= bend * c * c
-            mixed += bend * c
-        determinant = twice_location * twice_precision - mixed**2
-        return (
-            (mixed * to_precision - twice_precision * to_location) / determinant,
-            (mixed * to_location - twice_location * to_precision) / determinant,
-        )
+        constant = tokens + self.wait, tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2
+        return min(moment(SHAPE_ROOT), constant[0]), min(moment(2 * SHAPE_ROOT), constant[1])
 
 
 def _root(tokens: float) -> float:

@@ -20,12 +20,9 @@ from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
 from darts_server.policy.lengths import Observation, estimate_lengths
-from darts_server.policy.simulation.forecast import Expectation
+from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.training import LEARNING, Candidates, Prompt, Setting, Step, run_step
-
-RATIOS = 4096
-"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 def run_auto(auto: Auto, candidates: Candidates, setting: Setting) -> tuple[list[Step], str]:
@@ -52,23 +49,31 @@ class AutoRun:
         self, prompts: Sequence[Prompt], *, num_groups: int | None = None, min_groups: int | None = None
     ) -> tuple[Choice, Step]:
         """Run one batch. ``num_groups``, ``min_groups``: groups with which it ends, or may end, as of a request."""
-        by_size = choose_by_size(self.auto, self.setting.size, len(prompts))
-        choice = by_size or self._choose(prompts, num_groups or len(prompts), min_groups)
+        size, machine, enough = self.setting.size, self.setting.machine, num_groups or len(prompts)
+        choice = by_size = choose_by_size(self.auto, size, len(prompts))
+        if choice is None:
+            expectation, rng = self._expect(prompts, 3)
+            choice = choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
         self.state = begin(self.state, choice)
         policy = Policy(choice.option.name, choice.option.shaping)
         step = run_step(policy, prompts, choice.enough or num_groups, self.candidates, self.setting)
-        self._learn(choice, step, prompts, num_groups or len(prompts))
+        measured = self._measure(step, prompts)
+        self.state = learn(self.state, choice, measured)
+        if needs_hindsight(self.state, choice) and by_size is None:
+            expectation, rng = self._expect(prompts, 4)
+            late = hindsight(choice, size, expectation, machine, enough, rng)
+            self.state = learn(self.state, late, replace(measured, means=()))
+        self.state = learn_training(self.state, measured.returned, step.training_seconds)
         return choice, step
 
-    def _choose(self, prompts: Sequence[Prompt], enough: int, min_groups: int | None) -> Choice:
-        rng = np.random.default_rng([self.setting.seed, self.state.batches, 3])
-        expectation, size, machine = self._expect(prompts, rng), self.setting.size, self.setting.machine
-        return choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
-
-    def _expect(self, prompts: Sequence[Prompt], rng: np.random.Generator) -> Expectation | None:
-        earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
-        batch = self.candidates.batch(prompts, 1)
-        return Expectation.of(
+    def _expect(self, prompts: Sequence[Prompt], stream: int) -> tuple[Expectation | None, np.random.Generator]:
+        """Return what is known of a batch now, and the random numbers to forecast it with."""
+        rng = np.random.default_rng([self.setting.seed, self.state.batches, stream])
+        earlier, batch = (
+            [self.candidates.earlier(prompt.number) for prompt in prompts],
+            self.candidates.batch(prompts, 1),
+        )
+        expectation = Expectation.of(
             [None if stats is None else stats.mean_ema for stats in earlier],
             [None if stats is None else stats.std_ema for stats in earlier],
             self.profile.quantiles(RATIOS),
@@ -77,8 +82,10 @@ class AutoRun:
             round(float(batch.prompt_tokens.mean())),
             batch.max_tokens,
         )
+        return expectation, rng
 
-    def _learn(self, choice: Choice, step: Step, prompts: Sequence[Prompt], enough: int) -> None:
+    def _measure(self, step: Step, prompts: Sequence[Prompt]) -> Measured:
+        """Measure a batch as the server does, and learn the lengths of its groups."""
         rollout, batch = step.rollout, step.batch
         ended = batch.valid & (rollout.generated == batch.ends)
         means = []
@@ -87,30 +94,18 @@ class AutoRun:
             if np.isinf(rollout.completed_at[row]):  # deferred: nothing is learned from it
                 means += [] if earlier is None else [earlier.mean_ema]
                 continue
-            observed = [
-                Observation(int(tokens), censored=not end)
-                for tokens, end in zip(rollout.generated[row], ended[row], strict=True)
-                if tokens > 0
-            ]
+            pairs = zip(rollout.generated[row], ended[row], strict=True)
+            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
             self.profile.observe(ratios_to_mean(observed, earlier))
             means.append(estimate_lengths(observed).mean)
         lengths = rollout.lengths
-        cut = int((rollout.truncated & (rollout.returned < batch.ends)).sum())
-        returned = float(lengths.sum())
-        measured = Measured(
+        return Measured(
             rollout.seconds,
-            returned,
+            float(lengths.sum()),
             float(lengths.mean()),
-            cut / lengths.size,
+            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
             batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
             int(rollout.generated.max()),
             means,
             float((lengths >= batch.max_tokens).mean()),
         )
-        state, size = learn(self.state, choice, measured), self.setting.size
-        if needs_hindsight(state, choice) and choose_by_size(self.auto, size, len(prompts)) is None:
-            self.state = state
-            rng = np.random.default_rng([self.setting.seed, state.batches, 4])
-            choice = hindsight(choice, size, self._expect(prompts, rng), self.setting.machine, enough, rng)
-            state = learn(state, choice, replace(measured, means=()))
-        self.state = learn_training(state, returned, step.training_seconds)

@@ -33,7 +33,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from darts_server.policy.simulation.batch import Batch, Ints, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import simulate
 from darts_server.simulation.training import Candidates, Setting, Step, Summary, summarise, trained_tokens
@@ -43,27 +43,27 @@ LOST_SHARES = (0.02, 0.1)
 
 def baselines(off: Sequence[Step], candidates: Candidates, setting: Setting) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
-    found = [_fixed_limit(off, share, setting) for share in LOST_SHARES]
+    found, lengths = [], np.concatenate([step.batch.ends.ravel() for step in off])
+    whole = np.sort(lengths[lengths < off[0].batch.max_tokens])[::-1]
+    for share in LOST_SHARES:
+        # The smallest limit that truncates at most this share besides those that are truncated anyway.
+        limit = (
+            int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1 if whole.size else off[0].batch.max_tokens
+        )
+        steps = []
+        for step in off:
+            batch, plan = (
+                replace(step.batch, max_tokens=limit),
+                BatchPlan(setting.size, [setting.size] * step.batch.groups),
+            )
+            rollout = simulate(batch, plan, setting.machine)
+            training = setting.machine.training_seconds(trained_tokens(batch, rollout))
+            steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
+        found.append(summarise(f"hindsight max_tokens {limit}", steps, setting.size, f"cuts {share:.0%}"))
     if setting.machine.replicas > 1:
         found.append(_one_step_off(off, setting))
     found.append(_bound(off, candidates, setting))
     return found
-
-
-def _fixed_limit(off: Sequence[Step], share: float, setting: Setting) -> Summary:
-    """Set the smallest ``max_tokens`` that truncates at most this share besides those that are truncated anyway."""
-    lengths = np.concatenate([step.batch.ends.ravel() for step in off])
-    whole = np.sort(lengths[lengths < off[0].batch.max_tokens])[::-1]
-    limit = int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1 if whole.size else off[0].batch.max_tokens
-    steps = [_run_off(replace(step.batch, max_tokens=limit), setting) for step in off]
-    return summarise(f"hindsight max_tokens {limit}", steps, setting.size, f"cuts {share:.0%}")
-
-
-def _run_off(batch: Batch, setting: Setting) -> Step:
-    plan = Plan(setting.size, [setting.size] * batch.groups)
-    rollout = simulate(batch, plan, setting.machine)
-    training = setting.machine.training_seconds(trained_tokens(batch, rollout))
-    return Step(batch, plan, rollout, training, rollout.seconds + training)
 
 
 def _one_step_off(off: Sequence[Step], setting: Setting) -> Summary:
@@ -73,7 +73,7 @@ def _one_step_off(off: Sequence[Step], setting: Setting) -> Summary:
     two, and the synchronisation of weights.
     """
     machine = setting.machine
-    plan = Plan(setting.size, [setting.size] * off[0].batch.groups)
+    plan = BatchPlan(setting.size, [setting.size] * off[0].batch.groups)
     training = float(np.mean([step.training_seconds for step in off])) - machine.between_rollouts
 
     def seconds(replicas: int, rollout: float, trained: float) -> float:

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -103,7 +102,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"Picture: {options.picture}")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document(name, setting, summaries), indent=1) + "\n", encoding="utf-8")
+        document = {
+            "workload": name,
+            "group_size": setting.size,
+            "prompts": setting.prompts,
+            "steps": setting.steps,
+            "replicas": setting.machine.replicas,
+            "machine": asdict(setting.machine),
+            "policies": [asdict(summary) for summary in summaries],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {setting.steps} steps of {setting.prompts} prompts x {setting.size}, "
         f"at most {workload.max_tokens} tokens, {setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
@@ -155,35 +163,24 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 # --- what is shown ----------------------------------------------------------
 
 
-def _number(digits: int) -> Callable[[Any], str]:
-    return lambda value: "" if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.0%}"
-
-
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "policy": ("policy", str),
-    "rollout_seconds": ("rollout s", _number(1)),
-    "training_seconds": ("train s", _number(1)),
-    "step_seconds": ("step s", _number(1)),
-    "step_speedup": ("step x", _number(2)),
-    "rollout_speedup": ("rollout x", _number(2)),
-    "tokens_generated": ("generated", _number(2)),
-    "tokens_returned": ("returned", _number(2)),
-    "tokens_wasted": ("wasted", _number(2)),
-    "idle_share": ("idle", _share),
-    "length_bias": ("length", _signed),
-    "effective_sample_size": ("ESS", _number(2)),
-    "truncated_share": ("truncated", _share),
-    "stale_share": ("stale", _share),
-    "notes": ("", str),
+COLUMNS = {
+    "policy": ("policy", ""),
+    "rollout_seconds": ("rollout s", ".1f"),
+    "training_seconds": ("train s", ".1f"),
+    "step_seconds": ("step s", ".1f"),
+    "step_speedup": ("step x", ".2f"),
+    "rollout_speedup": ("rollout x", ".2f"),
+    "tokens_generated": ("generated", ".2f"),
+    "tokens_returned": ("returned", ".2f"),
+    "tokens_wasted": ("wasted", ".2f"),
+    "idle_share": ("idle", ".0%"),
+    "length_bias": ("length", "+.0%"),
+    "effective_sample_size": ("ESS", ".2f"),
+    "truncated_share": ("truncated", ".0%"),
+    "stale_share": ("stale", ".0%"),
+    "notes": ("", ""),
 }
+"""Title and format of each figure; empty where it is ``None``."""
 LEGEND = """\
 step x, rollout x: times as fast as off. generated, returned, wasted: tokens over those that off generates. idle:
 places of an engine that are empty, of the most it used. length: of what is returned, against off. ESS: effective sample
@@ -195,7 +192,9 @@ returned."""
 def table(summaries: Sequence[Summary]) -> str:
     """Format summaries as lines of text."""
     rows = [[title for title, _ in COLUMNS.values()]]
-    rows += [[form(getattr(summary, name)) for name, (_, form) in COLUMNS.items()] for summary in summaries]
+    for summary in summaries:
+        figures = [(getattr(summary, name), form) for name, (_, form) in COLUMNS.items()]
+        rows.append(["" if figure is None else format(figure, form) for figure, form in figures])
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     last = len(widths) - 1
     lines = []
@@ -206,19 +205,6 @@ def table(summaries: Sequence[Summary]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def document(workload: str, setting: Setting, summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Build what ``--json`` writes."""
-    return {
-        "workload": workload,
-        "group_size": setting.size,
-        "prompts": setting.prompts,
-        "steps": setting.steps,
-        "replicas": setting.machine.replicas,
-        "machine": asdict(setting.machine),
-        "policies": [asdict(summary) for summary in summaries],
-    }
 
 
 RETURNED, TRUNCATED, STOPPED = "#0072B2", "#D55E00", "#BBBBBB"

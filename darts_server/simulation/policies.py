@@ -1,8 +1,7 @@
 """The policies that are compared: their names on the command line, and what they do with a batch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
@@ -97,18 +96,46 @@ def parse_policy(text: str, size: int) -> Policy:
     for option in options:
         if option not in known:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
-    number = partial(_number, text, options)
+
+    def number(option: str, default: float, least: float, most: float) -> float:
+        try:
+            value = float(options.get(option, default))
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}")
+        return value
+
+    def choice(option: str, *choices: str) -> str:
+        value = options.get(option, choices[0])
+        if value not in choices:
+            raise InvalidSetting(f"--policies: {text}: {option} must be {' or '.join(choices)}")
+        return value
+
     if name == AUTO and "allow" not in options:  # by default it changes no distribution
         most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
         return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
     if name == AUTO:
-        return Policy(text, auto=_parse_auto(text, options, size))
+        allow = tuple(options["allow"].split("+"))
+        for rule in allow:
+            if rule not in RULES:  # nothing is deferred here
+                raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
+        limits = AutoLimits(
+            allow=allow,
+            most_lost=number("lost", AutoLimits().most_lost, 0.0, 1.0),
+            most_bias=number("bias", AutoLimits().most_bias, 0.0, 1.0),
+            tokens_price=number("price", 0.0, 0.0, 1000.0),
+            exploration=number("exploration", AutoLimits().exploration, 0.0, 1.0),
+        )
+        most, longest = number("max_redundancy", 2.0, 1.0, 8.0), number("longest", 1, 0, size - 1)
+        base = Shaping(max_redundancy=most, num_longest=int(longest))
+        return Policy(text, auto=build_auto(base, Deadline(exploration=0.0), limits))
     start = number("start", 1.0, 1.0, 4.0)
-    resumes = _choice(text, options, "carry", ("restart", "resume")) == "resume"
-    long_rounds = _choice(text, options, "rounds", ("all", "long")) == "long"
+    resumes = choice("carry", "restart", "resume") == "resume"
+    long_rounds = choice("rounds", "all", "long") == "long"
     if long_rounds and start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
-    long_first = _choice(text, options, "order", ("given", "long")) == "long"
+    long_first = choice("order", "given", "long") == "long"
     if name == OFF:
         if set(options) - set(DEFERRING):
             raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
@@ -119,46 +146,10 @@ def parse_policy(text: str, size: int) -> Policy:
         redundancy=redundancy,
         max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
         num_longest=int(longest),
-        tail=Tail(_choice(text, options, "tail", ("sampled", "longest"))),
+        tail=Tail(choice("tail", "sampled", "longest")),
     )
     deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), bound=number("bound", 2.0, 1.0, 100.0), exploration=0.0)
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
-        shaping = replace(shaping, adaptive=_choice(text, options, "adaptive", ("yes", "no")) == "yes")
+        shaping = replace(shaping, adaptive=choice("adaptive", "yes", "no") == "yes")
     return Policy(text, shaping, start, resumes, long_rounds, long_first)
-
-
-def _parse_auto(text: str, options: Mapping[str, str], size: int) -> Auto:
-    number = partial(_number, text, options)
-    allow = tuple(options["allow"].split("+"))
-    for rule in allow:
-        if rule not in RULES:  # nothing is deferred here
-            raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
-    limits = AutoLimits(
-        allow=allow,
-        most_lost=number("lost", AutoLimits().most_lost, 0.0, 1.0),
-        most_bias=number("bias", AutoLimits().most_bias, 0.0, 1.0),
-        tokens_price=number("price", 0.0, 0.0, 1000.0),
-        exploration=number("exploration", AutoLimits().exploration, 0.0, 1.0),
-    )
-    base = Shaping(
-        max_redundancy=number("max_redundancy", 2.0, 1.0, 8.0), num_longest=int(number("longest", 1, 0, size - 1))
-    )
-    return build_auto(base, Deadline(exploration=0.0), limits)
-
-
-def _number(text: str, options: Mapping[str, str], name: str, default: float, least: float, most: float) -> float:
-    try:
-        value = float(options.get(name, default))
-    except ValueError:
-        value = float("nan")
-    if not least <= value <= most:
-        raise InvalidSetting(f"--policies: {text}: {name} must be a number from {least:g} to {most:g}")
-    return value
-
-
-def _choice(text: str, options: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    value = options.get(name, choices[0])
-    if value not in choices:
-        raise InvalidSetting(f"--policies: {text}: {name} must be {' or '.join(choices)}")
-    return value

@@ -6,11 +6,11 @@ from math import ceil
 
 import numpy as np
 
-from darts_server.policy.auto.ahead import begin_with, next_ahead
+from darts_server.policy.auto.chooser import begin_with, next_ahead
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.lengths import Observation, PromptStats, update_stats
-from darts_server.policy.simulation.batch import Batch, Ints, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
@@ -70,7 +70,7 @@ class Step:
     """
 
     batch: Batch
-    plan: Plan
+    plan: BatchPlan
     rollout: Rollout
     training_seconds: float
     seconds: float
@@ -95,13 +95,18 @@ class Candidates:
 
     def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
         """Build a batch with up to ``count`` candidates for each prompt."""
-        drawn = [self._draw(prompt) for prompt in prompts]
-        done = None
+        drawn, done = [], None
         if any(prompt.carried is not None for prompt in prompts):
             done = np.zeros((len(prompts), count), dtype=np.int64)
-            for row, prompt in enumerate(prompts):
-                if prompt.carried is not None:
-                    done[row, : prompt.carried.size] = prompt.carried
+        for row, prompt in enumerate(prompts):
+            key = prompt.number, prompt.attempt
+            if key not in self._drawn:
+                rng = np.random.default_rng([self._setting.seed, prompt.number, 2 + prompt.attempt])
+                lengths = self._workload.lengths(prompt.number, self.most, rng, prompt.attempt)
+                self._drawn[key] = self._workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
+            drawn.append(self._drawn[key])
+            if done is not None and prompt.carried is not None:
+                done[row, : prompt.carried.size] = prompt.carried
         return Batch(
             np.asarray([tokens for tokens, _, _ in drawn]),
             np.stack([lengths[:count] for _, lengths, _ in drawn]),
@@ -127,11 +132,6 @@ class Candidates:
             self._earlier[number] = update_stats(None, observed, 0)
         return self._earlier[number]
 
-    def std(self, number: int) -> float | None:
-        """Return the length std that is known of a prompt, in tokens."""
-        earlier = self.earlier(number)
-        return None if earlier is None else earlier.std_ema
-
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Order prompts as a batch does: those of earlier steps, then by the mean length that is known, longest first.
 
@@ -143,14 +143,6 @@ class Candidates:
             return prompt.carried is None and prompt.attempt == 0, 0.0 if earlier is None else -earlier.mean_ema
 
         return sorted(prompts, key=key)
-
-    def _draw(self, prompt: Prompt) -> tuple[int, Ints, Floats]:
-        key = prompt.number, prompt.attempt
-        if key not in self._drawn:
-            rng = np.random.default_rng([self._setting.seed, prompt.number, 2 + prompt.attempt])
-            lengths = self._workload.lengths(prompt.number, self.most, rng, prompt.attempt)
-            self._drawn[key] = self._workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
-        return self._drawn[key]
 
 
 def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list[Step]:
@@ -170,7 +162,12 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
     warm_up = LEARNING if policy.most_stale is not None else policy.cycle * ceil(WARM_UP / policy.cycle)
     steps, waiting, fresh, ahead = [], list[Prompt](), 0, 1.0
     for number in range(warm_up + count):
-        again, waiting, more = choose(policy, waiting, setting.prompts)
+        # Those that start again, those that go on waiting, and how many new ones start.
+        again, waiting, more = waiting, [], round(policy.start * setting.prompts) - len(waiting)
+        if policy.long_rounds and len(again) < setting.prompts:
+            again, waiting, more = [], again, round(policy.start * setting.prompts)
+        elif policy.long_rounds:
+            again, waiting, more = again[: setting.prompts], again[setting.prompts :], 0
         batch = [*again, *(Prompt(new) for new in range(fresh, fresh + more))]
         fresh += more
         if policy.long_first:
@@ -192,16 +189,6 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
     return steps[warm_up:]
 
 
-def choose(policy: Policy, left_over: list[Prompt], needed: int) -> tuple[list[Prompt], list[Prompt], int]:
-    """Return the prompts that start again, those that go on waiting, and how many new ones start."""
-    started = round(policy.start * needed)
-    if not policy.long_rounds:
-        return left_over, [], started - len(left_over)
-    if len(left_over) < needed:
-        return [], left_over, started
-    return left_over[:needed], left_over[needed:], 0
-
-
 def run_step(
     policy: Policy,
     prompts: Sequence[Prompt],
@@ -214,32 +201,25 @@ def run_step(
 
     ``recent``: completion lengths of earlier steps, to which those of this step are added.
     """
-    stds = [candidates.std(prompt.number) for prompt in prompts]
-    plan = Plan.of(policy.shaping, setting.size, stds, enough=enough)
+    earlier = [candidates.earlier(prompt.number) for prompt in prompts]
+    stds = [None if stats is None else stats.std_ema for stats in earlier]
+    plan = BatchPlan.of(policy.shaping, setting.size, stds, enough=enough)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
-    _check_room(batch, setting.machine)
-    rollout = simulate(batch, plan if recent is None else _with_recent(plan, recent), setting.machine)
+    tokens, machine, planned = int((batch.prompt_tokens[:, None] + batch.ends).max()), setting.machine, plan
+    if machine.kv_blocks is not None and tokens > machine.kv_blocks * machine.block_size:
+        raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {tokens} tokens")
+    if recent is not None and plan.shaping is not None and plan.deadline is not None:
+        # The deadline of earlier groups, as `rollout.allocation` adds it for cohorts that are large enough.
+        deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
+        planned = replace(plan, shaping=replace(plan.shaping, deadline=deadline))
+    rollout = simulate(batch, planned, machine)
     if recent is not None:
         for tokens in rollout.completion_lengths:
             recent.add(tokens)
-    training = setting.machine.training_seconds(trained_tokens(batch, rollout))
+    training = machine.training_seconds(trained_tokens(batch, rollout))
     return Step(batch, plan, rollout, training, rollout.seconds + training)
-
-
-def _check_room(batch: Batch, machine: Machine) -> None:
-    tokens = int((batch.prompt_tokens[:, None] + batch.ends).max())
-    if machine.kv_blocks is not None and tokens > machine.kv_blocks * machine.block_size:
-        raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {tokens} tokens")
-
-
-def _with_recent(plan: Plan, recent: RecentCompletionLengths) -> Plan:
-    """Add the deadline of earlier groups, as `rollout.allocation` does for cohorts that are large enough."""
-    if plan.shaping is None or plan.deadline is None:
-        return plan
-    deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
-    return replace(plan, shaping=replace(plan.shaping, deadline=deadline))
 
 
 def trained_tokens(batch: Batch, rollout: Rollout) -> int:
@@ -314,23 +294,20 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
 
 
 def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean over groups; ``None`` if one has no weights."""
+    """Return the mean over groups; ``None`` if one has no weights, see `SelectionRule.weights`."""
     sizes = []
     for step in steps:
-        for group in np.flatnonzero(np.isfinite(step.rollout.completed_at)).tolist():
-            weights = list(_weights(step, group).values())
-            if not weights:
+        batch, rollout = step.batch, step.rollout
+        ends = batch.ends if batch.done is None else batch.ends - batch.done
+        for group in np.flatnonzero(np.isfinite(rollout.completed_at)).tolist():
+            rule, count = step.plan.rule(group), step.plan.candidates[group]
+            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == ends[group]))[:count])
+            short = set(whole[np.argsort(batch.lengths[group][whole], kind="stable")][: rule.num_shortest].tolist())
+            returned = np.flatnonzero(rollout.returned[group]).tolist()
+            places = {i: SelectedAs.SHORT if i in short else SelectedAs.LONG for i in returned}
+            found = rule.weights([Candidate(i, 0.0, selected_as=places.get(i)) for i in range(count)])
+            if not found:
                 return None
+            weights = list(found.values())
             sizes.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
     return float(np.mean(sizes))
-
-
-def _weights(step: Step, group: int) -> dict[int, float]:
-    """Return the weight of each returned trajectory of a group, see `SelectionRule.weights`; empty without."""
-    rule, batch, returned = step.plan.rule(group), step.batch, step.rollout.returned[group]
-    count = step.plan.candidates[group]
-    ends = batch.ends[group] if batch.done is None else batch.ends[group] - batch.done[group]
-    whole = np.flatnonzero((batch.valid[group] & (step.rollout.generated[group] == ends))[:count])
-    short = set(whole[np.argsort(batch.lengths[group][whole], kind="stable")][: rule.num_shortest].tolist())
-    places = {i: SelectedAs.SHORT if i in short else SelectedAs.LONG for i in np.flatnonzero(returned).tolist()}
-    return rule.weights([Candidate(i, 0.0, selected_as=places.get(i)) for i in range(count)]) or {}

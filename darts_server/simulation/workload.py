@@ -149,23 +149,20 @@ class Format(StrEnum):
     """PolyTrace's ``packed_lengths_step_*.jsonl``, a prompt a line, ``multiturn_workload_step_*.jsonl``, a sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names of the fields of a prompt, of a sample with several turns, and of its turns and tool calls."""
-
-    prompt: str
-    lengths: str
-    group: str
-    sample_prompt: str
-    generated: str
-    calls: str
-    added: str
-
-
-JSONL_NAMES = _Names("prompt_tokens", "lengths", "group", "prompt_tokens", "generated", "tools", "tokens")
-POLYTRACE_NAMES = _Names(
-    "input", "output", "prompt_group_id", "prompt_len", "completion_tokens", "tool_calls", "append_len"
-)
+NAMES = {
+    Format.JSONL: ("prompt_tokens", "lengths", "group", "prompt_tokens", "generated", "tools", "tokens"),
+    Format.POLYTRACE: (
+        "input",
+        "output",
+        "prompt_group_id",
+        "prompt_len",
+        "completion_tokens",
+        "tool_calls",
+        "append_len",
+    ),
+}
+"""Names of the two fields of a prompt, of the next two of a sample with several turns, of what a turn generates, of the
+tool calls, and of the tokens that one adds."""
 
 
 def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = None) -> tuple[list[TracedPrompt], int]:
@@ -184,19 +181,16 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
             caps.append(cap)
     if not prompts:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
-    return prompts, max_tokens or _limit(prompts, caps)
-
-
-def _limit(prompts: Sequence[TracedPrompt], caps: Sequence[int | None]) -> int:
     longest = [max(prompt.lengths) for prompt in prompts]
     given = [(cap, tokens) for cap, tokens in zip(caps, longest, strict=True) if cap is not None]
     reached = [cap for cap, tokens in given if tokens >= cap]
-    return min(reached) if reached else max(longest + [cap for cap, _ in given])
+    return prompts, max_tokens or (min(reached) if reached else max(longest + [cap for cap, _ in given]))
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
     """Yield the prompts of a file with their caps; those with samples of several turns last, in groups."""
-    is_jsonl, names = form is Format.JSONL, JSONL_NAMES if form is Format.JSONL else POLYTRACE_NAMES
+    is_jsonl = form is Format.JSONL
+    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form]
     groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
     for place, line in _lines(path):
         if not is_jsonl and line.get("validate") is True:
@@ -205,17 +199,17 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
         cap = None if not is_jsonl or line.get("cap") is None else _count(line, "cap", place)
         is_sample = "turns" in line if is_jsonl else "output" not in line
         if not is_sample:
-            tokens, lengths = _count(line, names.prompt, place), line.get(names.lengths)
+            tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
             if not isinstance(lengths, list) or not lengths:
-                raise InvalidSetting(f"--trace: {names.lengths} must be a list of token counts in {place}")
-            counts = (_count({names.lengths: length}, names.lengths, place) for length in lengths)
+                raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
+            counts = (_count({of_lengths: length}, of_lengths, place) for length in lengths)
             yield TracedPrompt(tokens, tuple(counts)), cap
             continue
         # What tools add to a sample's context is prefilled, not generated.
-        generated = sum(_count(turn, names.generated, place, 0) for turn in _objects(line, "turns", place))
-        added = sum(_count(call, names.added, place, 0) for call in _objects(line, names.calls, place))
-        prompt = _count(line, names.sample_prompt, place)
-        group = str(line.get("step")), _count(line, names.group, place, 0)
+        generated = sum(_count(turn, of_turn, place, 0) for turn in _objects(line, "turns", place))
+        added = sum(_count(call, of_call, place, 0) for call in _objects(line, of_calls, place))
+        prompt = _count(line, of_sample, place)
+        group = str(line.get("step")), _count(line, of_group, place, 0)
         groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
     for samples in groups.values():
         contexts, tokens_generated, caps = zip(*samples, strict=True)

@@ -26,11 +26,7 @@ from darts_server.policy.latency import (
 )
 
 FLAT = LatencyCurve((1.0,), (0.02,))
-
-
 PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)
-
-
 BENT = LatencyCurve((1.0, 4.0, 8.0), (0.02, 0.02, 0.04), 0.005)
 
 
@@ -38,9 +34,6 @@ def test_the_curve_is_linear_between_its_points_and_extrapolated_beyond_them() -
     assert [BENT.step_seconds(b) for b in (0.3, 1, 2, 4, 6, 8, 10)] == pytest.approx(
         [0.02, 0.02, 0.02, 0.02, 0.03, 0.04, 0.05]
     )
-
-
-def test_an_array_gives_the_values_of_its_elements() -> None:
     batches = np.asarray([[0.5, 3.0, 5.0], [7.5, 8.0, 900.0]])
     expected = [[BENT.step_seconds(b) for b in row] for row in batches.tolist()]
     assert BENT.step_seconds_array(batches).tolist() == expected
@@ -78,15 +71,10 @@ def test_a_curve_out_of_range_is_refused(
         LatencyCurve(batches, seconds, per_sequence)
 
 
-# --- model -------------------------------------------------------------------
-
+# --- learning it ------------------------------------------------------------
 
 Engine = Callable[[float], float]
-
 SIZES = [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256]
-
-
-# --- learning it ------------------------------------------------------------
 
 
 def gpu(batch: float) -> float:
@@ -240,36 +228,45 @@ def test_an_empty_state_has_no_curve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "seconds", "ages", "message"),
+    ("wrong", "message"),
     [
-        (((1,),), ((0.1, 0.2),), (0,), "equally many"),
-        (((1,),), ((0.1,),), (), "equally many"),
-        (((),), ((),), (0,), "batches must be at least one, and of one bin"),
-        (((1, 9),), ((0.1, 0.2),), (0,), "batches must be at least one, and of one bin"),
-        (((0,),), ((0.1,),), (0,), "batches must be a whole number in"),
-        (((1,),), ((-0.1,),), (0,), "seconds must be a number in"),
-        (((1,),), ((0.1,),), (-1,), "ages must be a whole number in"),
-        (((8,), (9,)), ((0.1,), (0.1,)), (0, 0), "one entry for each bin"),
+        ({"batches": ((1,),), "seconds": ((0.1, 0.2),), "ages": (0,)}, "equally many"),
+        ({"batches": ((1,),), "seconds": ((0.1,),)}, "equally many"),
+        ({"batches": ((),), "seconds": ((),), "ages": (0,)}, "at least one, and of one bin"),
+        (
+            {"batches": ((1, 9),), "seconds": ((0.1, 0.2),), "ages": (0,)},
+            "at least one, and of one bin",
+        ),
+        ({"batches": ((0,),), "seconds": ((0.1,),), "ages": (0,)}, "batches must be a whole number in"),
+        ({"batches": ((1,),), "seconds": ((-0.1,),), "ages": (0,)}, "seconds must be a number in"),
+        ({"batches": ((1,),), "seconds": ((0.1,),), "ages": (-1,)}, "ages must be a whole number in"),
+        ({"batches": ((8,), (9,)), "seconds": ((0.1,), (0.1,)), "ages": (0, 0)}, "one entry for each bin"),
+        ({"starts": ((3, 0, 0.1),)}, "starts must be a whole number in"),
+        ({"starts": ((3, 4, 0.1),)}, "starts must be a whole number in"),
+        ({"starts": ((3, 1.0, 0.1),)}, "starts must be a whole number in"),
+        ({"starts": ((3, 1, 0.0),)}, "starts must be a number in"),
+        ({"starts": ((3, 1, float("nan")),)}, "starts must be a number in"),
+        ({"starts": ((3, 1),)}, "not enough values"),
+        ({"starts": ((2, 1, 0.1),) * (MAX_STARTS + 1)}, f"starts must have at most {MAX_STARTS} values"),
     ],
 )
-def test_a_state_out_of_range_is_refused(
-    batches: tuple[tuple[int, ...], ...], seconds: tuple[tuple[float, ...], ...], ages: tuple[int, ...], message: str
-) -> None:
+def test_a_state_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LatencyState(batches, seconds, ages)
+        LatencyState(**wrong)
 
 
-@pytest.mark.parametrize("batch", [0, -3, math.inf, math.nan])
-def test_a_batch_out_of_range_is_refused(batch: int) -> None:
-    with pytest.raises(ValueError, match="batch must be finite and at least 1"):
-        LatencyModel().observe(batch, 0.1)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -0.1, math.inf, math.nan])
-def test_seconds_out_of_range_are_refused(seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        *(((batch, 0.1), "batch must be finite and at least 1") for batch in (0, -3, math.inf, math.nan)),
+        *(((3, seconds), "seconds must be finite and above 0") for seconds in (0.0, -0.1, math.inf, math.nan)),
+        *(((3, 0.1, started), "started must be from 0 to the batch, 3") for started in (-1, 4)),
+    ],
+)
+def test_a_step_out_of_range_is_refused(step: tuple[Any, ...], message: str) -> None:
     model = LatencyModel()
-    with pytest.raises(ValueError, match="seconds must be finite and above 0"):
-        model.observe(3, seconds)
+    with pytest.raises(ValueError, match=message):
+        model.observe(*step)
     assert model.state == LatencyState()
 
 
@@ -391,32 +388,3 @@ def test_a_state_from_before_starts_were_learned_can_be_used() -> None:
     model = LatencyModel(LatencyState(**state))
     assert model.curve is not None
     assert model.start_seconds is None
-
-
-@pytest.mark.parametrize(
-    ("start", "message"),
-    [
-        ((3, 0, 0.1), "starts must be a whole number in"),
-        ((3, 4, 0.1), "starts must be a whole number in"),
-        ((3, 1.0, 0.1), "starts must be a whole number in"),
-        ((3, 1, 0.0), "starts must be a number in"),
-        ((3, 1, float("nan")), "starts must be a number in"),
-        ((3, 1), "not enough values"),
-    ],
-)
-def test_a_state_out_of_range_is_refused_of_starts(start: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LatencyState(starts=(start,))
-
-
-def test_a_state_with_too_many_starts_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"starts must have at most {MAX_STARTS} values"):
-        LatencyState(starts=((2, 1, 0.1),) * (MAX_STARTS + 1))
-
-
-@pytest.mark.parametrize("started", [-1, 4])
-def test_more_starts_than_sequences_are_refused(started: int) -> None:
-    model = LatencyModel()
-    with pytest.raises(ValueError, match="started must be from 0 to the batch, 3"):
-        model.observe(3, 0.1, started)
-    assert model.state == LatencyState()

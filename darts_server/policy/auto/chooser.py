@@ -12,13 +12,12 @@ Where the caller can defer prompts, it also chooses with how many complete group
 a step takes the least time per group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from math import exp, inf, log, sqrt
 
 import numpy as np
 
-from darts_server.policy.auto.ahead import begin_with
 from darts_server.policy.auto.options import (
     CUTTING,
     RESTART,
@@ -30,18 +29,10 @@ from darts_server.policy.auto.options import (
     measured_name,
     rule_of,
 )
-from darts_server.policy.auto.outlook import (
-    Outlook,
-    below_limit,
-    expect,
-    expect_deferring,
-    share_lost,
-    share_truncated,
-)
 from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
-from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
 from darts_server.policy.simulation.machine import Machine
 from darts_server.types import OFF
@@ -63,7 +54,6 @@ all groups. Each takes two more forecasts."""
 MOST_MOVED = 2.0
 """So many times its share a limit cuts at most of what is forecast, and at least as small a part of it: what other
 rules have cut may say little about it, and so may what was cut of other lengths."""
-NOTHING_ELSE = "nothing else is within the limits"
 RECENT_BATCHES, FEWEST_MEANS = 2, 32
 """Batches whose mean lengths stand for those of new prompts, as training changes lengths, and prompts at least."""
 MOST_BEYOND = 1.25
@@ -72,27 +62,43 @@ whose candidates were nearly all cut it is extrapolated, up to many times what w
 MOST_CANDIDATES = 65_536
 """Candidates of a batch for which all options together are forecast in a few seconds, or a quarter of a minute where
 the KV cache is full all the time."""
+EDGE = 0.1
+"""By which share of a limit a batch may be expected to exceed it, as far as those before it were below. Limits hold on
+average over batches: an option that is just inside would otherwise be left out in each batch where it is just outside
+by chance, or by the error of the forecast."""
+MORE_TRUNCATED = 0.03
+"""Share of trajectories by which `OFF` is taken to truncate more than was measured, at most. Where a rule cuts, what
+lies beyond is extrapolated from what was cut: without this, what is cut would justify cutting more."""
+LEAST_CHANGE, MOST_CHANGE = 0.5, 1.25
+"""By which factor the share of prompts that is started ahead of a step may change from one batch to the next."""
+FEWEST_AHEAD = 1 / 64
+"""Of the prompts that are offered: with none nothing would be learned any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done with a batch, and why.
+    """An option for a batch: what is expected of it and, where it was chosen, why.
 
-    ``forecast``: of the model; ``None`` where nothing was forecast. ``seconds``: expected of the rollout, corrected;
-    ``None`` likewise. ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was
-    expected to be faster. ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be
-    below them. ``groups``: of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all.
-    ``enough``: complete groups with which the batch ends, the others being deferred; ``None`` if this defers none.
-    ``usual_length`` is then of the groups that are not deferred. ``truncated``: share expected to reach the limit of
-    tokens under ``off``. ``length_error``: logarithm of the mean length, as corrected by what was measured, over the
-    one forecast; ``None`` where nothing was measured yet.
+    ``forecast``: of the model; ``None`` where nothing was forecast, and all numbers of seconds are 0 then. ``seconds``:
+    expected of the rollout, corrected; ``step``: of the step. ``cost``: by which options are compared, in seconds.
+    ``off_seconds``: expected of a step under ``off``. ``explores``: whether another option was expected to be faster.
+    ``below_bias``, ``below_lost``: by which share of the user's ``limits`` it is expected to be below them. ``groups``:
+    of the batch; 0 where nothing was forecast. ``usual_length``: mean length expected of all. ``enough``: complete
+    groups with which the batch ends, the others being deferred; ``None`` if this defers none. ``usual_length`` is then
+    of the groups that are not deferred. ``truncated``: share expected to reach the limit of tokens under ``off``.
+    ``length_error``: logarithm of the mean length, as corrected by what was measured, over the one forecast; ``None``
+    where nothing was measured yet. ``num_groups``: complete groups with which the batch ends, also where its caller
+    says so; ``None`` for all. ``begun``: prompts that run at once, where the others go on in a later batch from what
+    they have; ``None`` where they do not.
     """
 
     option: Option
-    reason: str
+    reason: str = ""
     forecast: Forecast | None = None
-    seconds: float | None = None
-    off_seconds: float | None = None
+    seconds: float = 0.0
+    step: float = 0.0
+    cost: float = 0.0
+    off_seconds: float = 0.0
     explores: bool = False
     below_bias: float = 1.0
     below_lost: float = 1.0
@@ -102,6 +108,8 @@ class Choice:
     limits: AutoLimits = field(default_factory=AutoLimits)
     enough: int | None = None
     length_error: float | None = None
+    num_groups: int | None = None
+    begun: int | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +119,12 @@ class Choice:
     @property
     def scope(self) -> str:
         """Which groups are waited for, in words; empty if all are."""
-        return _scope(self.enough, self.groups)
+        return "" if self.enough is None else f" for {self.enough} of {self.groups} groups"
+
+    def is_within(self, state: AutoState) -> bool:
+        """Whether it is within the user's limits, on average with the batches before it."""
+        spares = ((self.below_bias, state.spare_bias), (self.below_lost, state.spare_lost))
+        return all(below >= -EDGE and below * self.groups + spare >= 0 for below, spare in spares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +158,34 @@ def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
     return None
 
 
-def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> tuple[int, Choice]:
-    """Choose how many of the ``offered`` prompts run, where those that are not ``needed`` go on in a later batch."""
+def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> Choice:
+    """Choose how many of the ``offered`` prompts run, where those that are not ``needed`` go on in a later batch.
+
+    Nothing that is generated is lost then, and the more run at once the fewer steps wait for a long one. What it costs
+    are tokens of older weights among those that are returned. See `next_ahead`.
+    """
     limits, begun = auto.limits, offered
     if RESUME in limits.allow:
         begun = begin_with(needed, offered, state.ahead if limits.most_stale else 0.0)
-    return begun, Choice(UNSHAPED, f"{begun} of {offered} prompts run, and the first {needed} groups are returned")
+    reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned"
+    return Choice(UNSHAPED, reason, num_groups=needed, begun=begun)
+
+
+def begin_with(needed: int, offered: int, ahead: float) -> int:
+    """Return how many of the ``offered`` prompts are started for ``needed`` groups; ``ahead``: by `next_ahead`."""
+    return min(offered, needed + round(ahead * max(0, offered - needed)))
+
+
+def next_ahead(ahead: float, stale: float, most_stale: float) -> float:
+    """Return the share to start of what the next batch offers, 0 to 1, from that of a batch that has ended.
+
+    So that the share of older tokens stays below the user's limit, on average over batches. All are started at first.
+    ``stale``: share of its returned tokens that older weights have generated. ``most_stale``: the limit.
+    """
+    if most_stale <= 0:
+        return 0.0
+    factor = MOST_CHANGE if stale <= 0 else min(max(most_stale / stale, LEAST_CHANGE), MOST_CHANGE)
+    return min(max(ahead * factor, FEWEST_AHEAD), 1.0)
 
 
 def choose(
@@ -172,69 +207,162 @@ def choose(
     """
     if expectation is None or machine is None:
         return Choice(UNSHAPED, "lengths and step times are not known yet")
-    options = auto.of_size(size)
     batches = expectation.sample(auto.max_candidates(size), rng, most_samples)
-    groups, stds = expectation.groups, expectation.stds
+    groups, limits = expectation.groups, auto.limits
 
     def foresee(option: Option, enough: int) -> Forecast:
-        plan = Plan.of(option.shaping, size, stds, enough=enough if enough < groups else None)
+        plan = BatchPlan.of(option.shaping, size, expectation.stds, enough=enough if enough < groups else None)
         return forecast(plan, batches, machine)
 
-    off = expect(UNSHAPED, foresee(UNSHAPED, enough), state, auto.limits, groups)
-    usual_length = off.forecast.mean_length * exp(state.length_error(OFF))
-    truncated = share_truncated(off.forecast, state)
-
-    def chosen(one: Outlook, reason: str, *, explores: bool = False) -> Choice:
-        return Choice(
-            one.option,
-            reason,
-            one.forecast,
-            one.seconds,
-            off.step,
-            explores,
-            one.below_bias,
-            one.below_lost,
-            groups,
-            usual_length * one.length_share,
-            truncated,
-            auto.limits,
-            one.enough,
-            state.length_error(one.name) if state.measured else None,
-        )
-
-    def may_be_within(one: Outlook) -> bool:
-        """Whether an option that is beyond the limits is within them if ``off`` truncates as many as is expected."""
-        found = expect(one.option, one.forecast, state, auto.limits, groups, off.forecast, bounded=False)
-        return found.is_within(state, groups)
-
+    expected = _Expected(state, limits, groups, foresee(UNSHAPED, enough))
+    off = expected.of(UNSHAPED, expected.off)
     if state.count(OFF) < MIN_OFF:
-        return chosen(off, "is measured before anything else, in a batch without pauses and weight updates")
-    outlooks, beyond = [off], list[Outlook]()
-    for option in options[1:]:
+        return replace(off, reason="is measured before anything else, in a batch without pauses and weight updates")
+
+    # What may be done with the whole batch, within the limits and beyond, and with a part of it.
+    within, beyond = [off], list[tuple[Option, Forecast, float]]()
+    for option in auto.of_size(size)[1:]:
         if option.cut_share is not None:
-            option = option.at(limit_of(_share_to_cut(option.name, option.cut_share, state), batches))
-        outlook = expect(option, foresee(option, enough), state, auto.limits, groups, off.forecast)
-        (outlooks if outlook.is_within(state, groups) else beyond).append(outlook)
-    if min_groups is not None and RESTART in auto.limits.allow:
-        outlooks += list(_deferring(outlooks, state, auto.limits, groups, min_groups, foresee))
-    best = min(outlooks[1:], key=lambda one: one.cost, default=off)
-    margin = MARGIN if state.chosen == OFF else 0.0
-    if best is off or best.cost > (1 - margin) * off.cost:
-        reason = f"{_step(off, groups)}, {_named(best, groups)}" if best is not off else NOTHING_ELSE
-        best = off
+            # Where more are cut than forecast, the limit is that of fewer, and the other way round.
+            share, most = option.cut_share - state.more_cut(option.name), option.cut_share * MOST_MOVED
+            option = option.at(limit_of(min(max(share, option.cut_share / MOST_MOVED), most, 1.0), batches))
+        found = foresee(option, enough)
+        choice = expected.of(option, found)
+        if choice.is_within(state):
+            within.append(choice)
+        else:
+            beyond.append((option, found, choice.cost))
+    if min_groups is not None and RESTART in limits.allow:
+        for whole in (off, *sorted(within[1:], key=lambda one: one.cost)[:MOST_DEFERRING]):
+            for part in sorted({min_groups, (min_groups + groups) // 2}):
+                within.append(expected.of(whole.option, foresee(whole.option, part), whole, part))
+
+    best = min(within[1:], key=lambda one: one.cost, default=off)
+    if best is off:
+        reason = "nothing else is within the limits"
+    elif best.cost > (1 - (MARGIN if state.chosen == OFF else 0.0)) * off.cost:
+        best, reason = off, f"{_step(off)}, {_named(best)}"
     else:
-        reason = f"{_step(best, groups)}, {_named(off, groups)}"
-    if state.explored + 1 <= auto.limits.exploration * (state.batches + 1):
-        others = [one for one in outlooks if one is not best and one.cost <= NEAR * best.cost]
-        if best is not off and any(one.cost < best.cost and may_be_within(one) for one in beyond):
+        reason = f"{_step(best)}, {_named(off)}"
+
+    # Now and then another one is worth a batch, to measure it.
+    if state.explored + 1 <= limits.exploration * (state.batches + 1):
+        others = [one for one in within if one is not best and one.cost <= NEAR * best.cost]
+        if best is not off and any(
+            cost < best.cost and expected.of(option, found, bounded=False).is_within(state)
+            for option, found, cost in beyond
+        ):
             others = [off]  # it says how many are truncated anyway, and so how many of what is cut are lost
         elif best is not off and off not in others and _may_be_faster(off, best, state):
             others.append(off)
-        least = min(others, key=lambda one: _by_age(one, state), default=None)
-        if least is not None:
-            reason = f"explored: {_step(least, groups)}, {_named(best, groups)}, {_named(off, groups)}"
-            return chosen(least, reason, explores=True)
-    return chosen(best, reason)
+        # What was measured the longest ago, or never, comes first.
+        oldest = min(others, key=lambda one: (state.last(one.name), one.cost), default=None)
+        if oldest is not None:
+            reason = f"explored: {_step(oldest)}, {_named(best)}, {_named(off)}"
+            return replace(oldest, reason=reason, explores=True)
+    return replace(best, reason=reason)
+
+
+def _may_be_faster(off: Choice, best: Choice, state: AutoState) -> bool:
+    """Return whether ``off`` may be faster than what is expected to be the best, or was not measured for long."""
+    most = exp(-UNSURE * state.uncertainty(best.name))
+    is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
+    return is_old or off.cost - (1 - most) * off.seconds <= best.cost
+
+
+def _step(one: Choice) -> str:
+    return f"{one.step:.3g} s a step{one.scope}"
+
+
+def _named(one: Choice) -> str:
+    return f"{one.option.name} {one.step:.3g} s{one.scope}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What is expected of the options for a batch of so many ``groups``. ``off``: forecast of `OFF`."""
+
+    state: AutoState
+    limits: AutoLimits
+    groups: int
+    off: Forecast
+
+    def of(
+        self,
+        option: Option,
+        found: Forecast,
+        whole: Choice | None = None,
+        enough: int | None = None,
+        *,
+        bounded: bool = True,
+    ) -> Choice:
+        """Correct what was forecast of an option by what was measured.
+
+        ``whole``: where the batch ends with ``enough`` of its groups, what is expected of the option for all groups.
+        Its limits are the same: deferred prompts are returned later, so that only quick groups come first takes nothing
+        away. They cost a later batch their share of a step. ``bounded``: whether `OFF` is taken to truncate at most
+        `MORE_TRUNCATED` more than was measured of it.
+        """
+        state, limits, off, name = self.state, self.limits, self.off, measured_name(option, enough)
+
+        def times(name: str, found: Forecast) -> tuple[float, float]:
+            """Return the expected seconds of the rollout and of the step."""
+            seconds = found.seconds * exp(state.error(name))
+            return seconds, seconds + state.training_seconds(found.returned)
+
+        seconds, step = times(name, found)
+        _, off_step = times(OFF, off)
+        usual_length = off.mean_length * exp(state.length_error(OFF))
+        truncated = off.truncated + state.more_truncated()
+        truncated = min(max(truncated, 0.0), state.truncated + MORE_TRUNCATED if bounded else 1.0, 1.0)
+        cost, below_bias, below_lost = step, 1.0, 1.0
+        if option is not UNSHAPED or whole is not None:
+            # What the tokens cost that are not returned.
+            cost += limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
+        if whole is not None and enough is not None:
+            assert whole.forecast is not None
+            cost = cost * self.groups / enough
+            below_bias, below_lost = whole.below_bias, whole.below_lost
+            usual_length *= found.mean_length / whole.forecast.mean_length
+        elif option is not UNSHAPED:
+            length = found.mean_length * exp(state.length_error(name))
+            more_cut = state.more_cut(name) if rule_of(name) in CUTTING else 0.0
+            below_bias = below_limit(1 - length / usual_length, limits.most_bias)
+            below_lost = below_limit(share_lost(found, more_cut, truncated, self.groups), limits.most_lost)
+        return Choice(
+            option,
+            forecast=found,
+            seconds=seconds,
+            step=step,
+            cost=cost,
+            off_seconds=off_step,
+            below_bias=below_bias,
+            below_lost=below_lost,
+            groups=self.groups,
+            usual_length=usual_length,
+            truncated=truncated,
+            limits=limits,
+            enough=enough,
+            length_error=state.length_error(name) if state.measured else None,
+        )
+
+
+def share_lost(found: Forecast, more_cut: float, truncated: float, groups: int) -> float:
+    """Return the share that is lost where more or fewer are cut than forecast; all of the former would have ended.
+
+    ``truncated``: share that ``off`` is expected to truncate. Of what is cut no more than that can be taken for not
+    lost, and what a batch of ``groups`` usually has more: which of them would have ended does not show.
+    """
+    expected = max(0.0, found.lost + max(more_cut, more_cut * found.lost / found.cut if found.cut else 0.0))
+    anyway = truncated + sqrt(truncated * (1 - truncated) / max(groups, 1))
+    return max(expected, (found.cut + more_cut - anyway) / (1 - anyway)) if anyway < 1 else expected
+
+
+def below_limit(value: float, limit: float) -> float:
+    """Return by which share of a limit a value is below it."""
+    if limit == 0:
+        return 0.0 if value <= 0 else -inf
+    return 1 - value / limit
 
 
 def needs_hindsight(state: AutoState, choice: Choice) -> bool:
@@ -257,8 +385,11 @@ def hindsight(
     if expectation is None or machine is None:
         return choice
     batches = expectation.sample(size, rng)
-    plan = Plan.of(None, size, expectation.stds, enough=enough if enough < expectation.groups else None)
+    plan = BatchPlan.of(None, size, expectation.stds, enough=enough if enough < expectation.groups else None)
     return replace(choice, forecast=forecast(plan, batches, machine))
+
+
+# --- what is learned from a batch --------------------------------------------
 
 
 def begin(state: AutoState, choice: Choice) -> AutoState:
@@ -282,15 +413,29 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     state = replace(state, max_tokens=limit)
     if choice.forecast is None or measured.seconds <= 0 or measured.mean_length <= 0:
         return state
-    name = choice.name
-    state = _learn_limits(state, choice, choice.forecast, measured)
-    length_error = log(measured.mean_length / choice.forecast.mean_length)
+    name, expected, limits = choice.name, choice.forecast, choice.limits
+    more_cut = measured.cut - expected.cut
+    if choice.option.shaping is not None:
+        # Correct what `begin` has counted as below the limits, so that these hold for what was measured.
+        bias = below_limit(1 - measured.mean_length / choice.usual_length, limits.most_bias)
+        lost = below_limit(share_lost(expected, more_cut, choice.truncated, choice.groups), limits.most_lost)
+        state = _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
+    length_error = log(measured.mean_length / expected.mean_length)
     longer = 0.0 if choice.length_error is None else length_error - choice.length_error
-    expected = state.error(name)
-    error = expected + _unexplained(log(measured.seconds / choice.forecast.seconds) - expected, longer)
-    more_cut = measured.cut - choice.forecast.cut if rule_of(name) in CUTTING else None
-    more_truncated = measured.truncated - choice.forecast.truncated if name == OFF else None
-    found = MeasuredErrors(state.batches, name, _clip(error), _clip(length_error), more_cut, more_truncated)
+    # Training changes lengths from batch to batch: a batch that is slow as its trajectories are longer should not count
+    # against its option. So what other lengths than expected explain is left out: at most all of it, nothing if the
+    # signs differ. In logarithms.
+    usual = state.error(name)
+    slower = log(measured.seconds / expected.seconds) - usual
+    error = usual + (slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0)))
+    found = MeasuredErrors(
+        state.batches,
+        name,
+        min(max(error, -MOST), MOST),
+        min(max(length_error, -MOST), MOST),
+        more_cut if rule_of(name) in CUTTING else None,
+        measured.truncated - expected.truncated if name == OFF else None,
+    )
     state = state.with_measured(found)
     if name == OFF:
         known = state.truncated if state.count(OFF) > 1 else measured.truncated
@@ -304,26 +449,6 @@ def learn_training(state: AutoState, returned: float, seconds: float) -> AutoSta
     return replace(state, training=(*state.training, pair)[-TRAINED:])
 
 
-def _unexplained(slower: float, longer: float) -> float:
-    """Return ``slower`` without the part that ``longer`` explains: at most all of it, nothing if the signs differ.
-
-    Logarithms, of the seconds of a batch and of its mean length over what was expected. Training changes lengths from
-    batch to batch: a batch that is slow as its trajectories are longer should not count against its option.
-    """
-    return slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0))
-
-
-def _learn_limits(state: AutoState, choice: Choice, forecast: Forecast, measured: Measured) -> AutoState:
-    """Correct by what was measured what `begin` has counted as below the limits, so that these hold for the former."""
-    if choice.option.shaping is None:
-        return state
-    limits = choice.limits
-    bias = below_limit(1 - measured.mean_length / choice.usual_length, limits.most_bias)
-    share = share_lost(forecast, measured.cut - forecast.cut, choice.truncated, choice.groups)
-    lost = below_limit(share, limits.most_lost)
-    return _book(state, choice.groups, bias - choice.below_bias, lost - choice.below_lost)
-
-
 def _book(state: AutoState, groups: int, bias: float, lost: float) -> AutoState:
     """Add to what batches were below the limits. One batch changes that by no more than as many groups as it has."""
 
@@ -331,54 +456,3 @@ def _book(state: AutoState, groups: int, bias: float, lost: float) -> AutoState:
         return min(max(before + change * groups, min(before, -groups)), max(before, groups)) if groups else before
 
     return replace(state, spare_bias=spare(state.spare_bias, bias), spare_lost=spare(state.spare_lost, lost))
-
-
-def _clip(value: float) -> float:
-    return min(max(value, -MOST), MOST)
-
-
-def _deferring(
-    outlooks: Sequence[Outlook],
-    state: AutoState,
-    limits: AutoLimits,
-    groups: int,
-    min_groups: int,
-    foresee: Callable[[Option, int], Forecast],
-) -> Iterator[Outlook]:
-    """Yield what is expected of the likeliest of the options, and of the first, ``off``, if prompts are deferred."""
-    off, *others = outlooks
-    likely = sorted(others, key=lambda one: one.cost)[:MOST_DEFERRING]
-    for whole in (off, *likely):
-        for enough in sorted({min_groups, (min_groups + groups) // 2}):
-            found = foresee(whole.option, enough)
-            yield expect_deferring(whole, found, enough, state, limits, groups, off.forecast)
-
-
-def _share_to_cut(name: str, share: float, state: AutoState) -> float:
-    """Return which share of what is forecast a limit must cut, so that ``share`` of what comes is."""
-    wanted = share - state.more_cut(name)
-    return min(max(wanted, share / MOST_MOVED), share * MOST_MOVED, 1.0)
-
-
-def _may_be_faster(off: Outlook, best: Outlook, state: AutoState) -> bool:
-    """Return whether ``off`` may be faster than what is expected to be the best, or was not measured for long."""
-    most = exp(-UNSURE * state.uncertainty(best.name))
-    is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
-    return is_old or off.cost - (1 - most) * off.seconds <= best.cost
-
-
-def _by_age(one: Outlook, state: AutoState) -> tuple[int, float]:
-    """Return a sort key: what was measured the longest ago, or never, first."""
-    return state.last(one.name), one.cost
-
-
-def _step(one: Outlook, groups: int) -> str:
-    return f"{one.step:.3g} s a step{_scope(one.enough, groups)}"
-
-
-def _named(one: Outlook, groups: int) -> str:
-    return f"{one.option.name} {one.step:.3g} s{_scope(one.enough, groups)}"
-
-
-def _scope(enough: int | None, groups: int) -> str:
-    return "" if enough is None else f" for {enough} of {groups} groups"

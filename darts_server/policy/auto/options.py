@@ -1,6 +1,6 @@
 """What `auto` chooses among: rules with their redundancy and deadline, as far as the user allows them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
@@ -144,28 +144,28 @@ class Auto:
 
 def build_auto(base: Shaping, deadline: Deadline, limits: AutoLimits) -> Auto:
     """Build the options from ``base``, which is ``uniform``. Its redundancy is that of ``cap`` alone."""
-    return Auto(limits, (UNSHAPED, *_options(replace(base, budget=BudgetKind.FIXED), deadline, limits.allow)))
+    base, allow, options = replace(base, budget=BudgetKind.FIXED), limits.allow, [UNSHAPED]
 
-
-def _options(base: Shaping, deadline: Deadline, allow: Sequence[str]) -> Iterator[Option]:
     def policy(name: str, redundancy: float, quantile: float = deadline.quantile) -> Shaping:
         return build_policies(replace(base, redundancy=redundancy), replace(deadline, quantile=quantile))[name]
 
     possible = redundancies(base.max_redundancy)
     if "cap" in allow:
-        for quantile in QUANTILES:
-            yield Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile))
-    for share in CUT_SHARES if "limit" in allow else ():
-        bounded = replace(deadline, bound=1.0)  # every trajectory ends there
-        yield Option(f"limit {share}", build_policies(base, bounded)["cap"], share)
-    for redundancy in possible if "cut" in allow else ():
-        for quantile in QUANTILES:
-            shaping = replace(policy("darts_cut", redundancy, quantile), adaptive=False)
-            yield Option(f"cut {redundancy} at {quantile}", shaping)
-    for redundancy in possible if "uniform" in allow else ():
-        yield Option(f"uniform {redundancy}", policy("uniform", redundancy))
-    for redundancy in possible[:-1] if "darts" in allow else ():  # with the largest as the mean, all are saturated
-        yield Option(f"darts {redundancy}", policy("darts", redundancy))
+        options += [Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile)) for quantile in QUANTILES]
+    if "limit" in allow:
+        cap = build_policies(base, replace(deadline, bound=1.0))["cap"]  # every trajectory ends there
+        options += [Option(f"limit {share}", cap, share) for share in CUT_SHARES]
+    if "cut" in allow:
+        options += [
+            Option(f"cut {each} at {quantile}", replace(policy("darts_cut", each, quantile), adaptive=False))
+            for each in possible
+            for quantile in QUANTILES
+        ]
+    if "uniform" in allow:
+        options += [Option(f"uniform {each}", policy("uniform", each)) for each in possible]
+    if "darts" in allow:  # with the largest as the mean, all are saturated
+        options += [Option(f"darts {each}", policy("darts", each)) for each in possible[:-1]]
+    return Auto(limits, tuple(options))
 
 
 def redundancies(most: float) -> list[float]:

@@ -144,22 +144,19 @@ class AutoState:
     def with_measured(self, found: MeasuredErrors) -> "AutoState":
         """Return the state with another batch. What differs from what was expected by far counts as less so."""
         if len(self.measured) >= FEW:
-            found = self._without_outlier(found)
+            usual = {}
+            for key, largest in KINDS.items():
+                errors, value = _errors(self.measured, key), getattr(found, key)
+                if value is not None:
+                    expected = errors.expect(found.name, found.batch)
+                    most = OUTLIER * errors.spread(found.name, found.batch)
+                    usual[key] = min(max(value, expected - most, -largest), expected + most, largest)
+            found = replace(found, **usual)
         measured = [*self.measured, found]
         if len(measured) > MEASURED:
             off = [index for index, one in enumerate(measured) if one.name == OFF][-KEPT_OFF:]
             del measured[next(index for index in range(len(measured)) if index not in off)]
         return replace(self, measured=measured)
-
-    def _without_outlier(self, found: MeasuredErrors) -> MeasuredErrors:
-        usual = {}
-        for key, largest in KINDS.items():
-            errors, value = _errors(self.measured, key), getattr(found, key)
-            if value is not None:
-                expected = errors.expect(found.name, found.batch)
-                most = OUTLIER * errors.spread(found.name, found.batch)
-                usual[key] = min(max(value, expected - most, -largest), expected + most, largest)
-        return replace(found, **usual)
 
     def training_seconds(self, tokens: float) -> float:
         """Return the expected seconds from the end of a batch with so many returned tokens to the next; 0 if unknown.

@@ -61,7 +61,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """What is done with a batch.
 
     ``size``: M. ``candidates``: M' of each prompt. ``shaping``: the policy; ``None`` starts and returns M, unshaped.
@@ -98,7 +98,7 @@ class Plan:
         stds: Sequence[float | None],
         mean_candidates: float | None = None,
         enough: int | None = None,
-    ) -> "Plan":
+    ) -> "BatchPlan":
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does.
 
         ``mean_candidates``: of a prompt, by the policy's bounds at least ``size`` and at most M_up; ``None`` for the
@@ -130,12 +130,3 @@ class Plan:
         if self.shaping is None:
             return InOrder(self.size)
         return self.shaping.selection_rule(self.size, bool(self.saturated) and self.saturated[group])
-
-    def check(self, batch: Batch) -> None:
-        """Check that the batch has as many prompts and candidates.
-
-        Raises:
-            ValueError: it has not.
-        """
-        if len(self.candidates) != batch.groups or max(self.candidates) > batch.lengths.shape[1]:
-            raise ValueError("the batch must have the plan's prompts, and as many candidates as the plan starts")

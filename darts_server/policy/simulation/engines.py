@@ -21,7 +21,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.groups import Known
 from darts_server.policy.simulation.machine import Machine
 
@@ -51,7 +51,7 @@ class Clocks:
     """The engine of each group, shape (G,)."""
 
     @staticmethod
-    def of(batch: Batch, plan: Plan, machine: Machine, run: Floats) -> "Clocks":
+    def of(batch: Batch, plan: BatchPlan, machine: Machine, run: Floats) -> "Clocks":
         """Build the clocks of engines that generate ``run`` tokens of each candidate, shape (G, C)."""
         placed = np.asarray(place_groups(plan.candidates, machine.replicas))
         rows = (np.flatnonzero(placed == replica) for replica in range(machine.replicas))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.machine import Machine
 from darts_server.policy.simulation.rollout import simulate
 
@@ -21,6 +21,8 @@ SIMULATED = 4096
 """Candidates by which seconds are predicted: small batches several times over, large ones as a scale model."""
 LONGEST = 1 << 24
 """Tokens at which lengths end where no limit is known."""
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +120,7 @@ def limit_of(share: float, batches: Sequence[Batch]) -> int:
     return int(whole[min(int(share * whole.size), whole.size - 1)])
 
 
-def forecast(plan: Plan, batches: Sequence[Batch], machine: Machine) -> Forecast:
+def forecast(plan: BatchPlan, batches: Sequence[Batch], machine: Machine) -> Forecast:
     """Forecast what comes of a plan for a batch that was sampled a few times, with as many candidates or more."""
     most = max(plan.candidates)
     found = []
@@ -159,5 +161,5 @@ def predict_seconds(
     most = shaping.bounds(size)[1]
     some = expectation.thinned(max(SIMULATED // most, MIN_GROUPS))  # with fewer groups there would be no deadline
     batches = some.sample(most, rng, max(SIMULATED // (most * some.groups), 1))
-    plan = Plan.of(shaping.by_length(size), size, some.stds, mean_candidates)
+    plan = BatchPlan.of(shaping.by_length(size), size, some.stds, mean_candidates)
     return forecast(plan, batches, machine.scaled(expectation.groups / some.groups)).seconds

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from darts_server.policy.deadline import place_of_need
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import InOrder, LongestTail, SelectionRule
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -73,7 +73,7 @@ class Groups:
     done: Floats
 
     @staticmethod
-    def of(batch: Batch, plan: Plan, rows: NDArray[np.int64]) -> "Groups":
+    def of(batch: Batch, plan: BatchPlan, rows: NDArray[np.int64]) -> "Groups":
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
         done = np.zeros(started.shape) if batch.done is None else np.where(started, batch.done[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)

@@ -2,7 +2,7 @@
 
 Usage::
 
-    rollout = simulate(batch, Plan(8, [12] * batch.groups, shaping), machine)
+    rollout = simulate(batch, BatchPlan(8, [12] * batch.groups, shaping), machine)
     rollout.seconds, rollout.generated.sum()
 
 No group is driven event by event: the candidates of a group are taken for side by side, as if they started together and
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.deadline import CohortDeadline, Deadline
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.engines import TOLERANCE, Clocks
 from darts_server.policy.simulation.groups import Ends, Groups, Known
 from darts_server.policy.simulation.machine import Machine
@@ -75,15 +75,17 @@ class Rollout:
         return started, ended
 
 
-def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
+def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     """Simulate one rollout, in which all prompts are submitted at once.
 
     Raises:
         ValueError: the batch does not fit the plan.
     """
-    plan.check(batch)
-    counts = np.asarray(plan.candidates)
-    parts = [Groups.of(batch, plan, rows) for rows in _by_rule(plan)]
+    if len(plan.candidates) != batch.groups or max(plan.candidates) > batch.lengths.shape[1]:
+        raise ValueError("the batch must have the plan's prompts, and as many candidates as the plan starts")
+    counts, saturated = np.asarray(plan.candidates), np.asarray(plan.saturated or [False] * len(plan.candidates))
+    # A policy has one rule for saturated prompts and one for the others.
+    parts = [Groups.of(batch, plan, rows) for rows in map(np.flatnonzero, (~saturated, saturated)) if rows.size]
     ends = _merge([(part.rows, part.ends(None, None)) for part in parts])
     clocks = Clocks.of(batch, plan, machine, ends.run)
     known, rule, needs, reported = None, plan.deadline, np.full(batch.groups, inf), np.full(batch.groups, inf)
@@ -100,7 +102,23 @@ def simulate(batch: Batch, plan: Plan, machine: Machine) -> Rollout:
         late = known.comes_before(ends.completed)
         ends = _merge([(part.rows, part.ends(known.of(part.rows), late[part.rows])) for part in parts])
         clocks = Clocks.of(batch, plan, machine, ends.run)
-    return _timed(batch, plan, ends, clocks, known, needs, reported)
+    completed_at, generated, returned, truncated = np.zeros(batch.groups), ends.run, ends.returned, ends.truncated
+    for rows, clock in clocks.clocks:
+        completed_at[rows] = clock.completion(ends.completed[rows])
+    order = np.argsort(completed_at, kind="stable")[: plan.enough]
+    seconds = float(completed_at[order[-1]])
+    if plan.enough is not None:
+        chosen = np.zeros(batch.groups, dtype=bool)
+        chosen[order] = True
+        returned, truncated = np.where(chosen[:, None], returned, 0.0), truncated & chosen[:, None]
+        completed_at = np.where(chosen, completed_at, inf)
+        generated = np.zeros_like(ends.run)
+        for rows, clock in clocks.clocks:
+            generated[rows] = clock.generated_until(seconds)
+    has_need = reported <= ends.completed
+    lengths = (int(needs[group]) if has_need[group] else 0 for group in order if has_need[group] or ends.cut[group])
+    deadline = known.tokens if known is not None and known.seconds <= seconds * (1 + TOLERANCE) else None
+    return Rollout(seconds, generated, returned, truncated, completed_at, deadline, tuple(lengths), clocks)
 
 
 def _merge(parts: list[tuple[Ints, Ends]]) -> Ends:
@@ -110,12 +128,6 @@ def _merge(parts: list[tuple[Ints, Ends]]) -> Ends:
         return np.asarray(np.concatenate([getattr(ends, name) for _, ends in parts])[order])
 
     return Ends(*map(in_order, ("run", "returned", "truncated", "completed", "cut")))
-
-
-def _by_rule(plan: Plan) -> list[Ints]:
-    """Return the groups of each rule: a policy has one for saturated prompts and one for the others."""
-    saturated = np.asarray(plan.saturated or [False] * len(plan.candidates))
-    return [rows for rows in (np.flatnonzero(~saturated), np.flatnonzero(saturated)) if rows.size]
 
 
 def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Floats, clocks: Clocks) -> Known | None:
@@ -150,26 +162,3 @@ def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Float
         passes[group] = inf
         if cohort.tokens is not None:
             return clocks.known(cohort.tokens, rule.bound_of(cohort.tokens), now, group)
-
-
-def _timed(
-    batch: Batch, plan: Plan, ends: Ends, clocks: Clocks, known: Known | None, needs: Floats, reported: Floats
-) -> Rollout:
-    completed_at, generated = np.zeros(batch.groups), ends.run
-    for rows, clock in clocks.clocks:
-        completed_at[rows] = clock.completion(ends.completed[rows])
-    order = np.argsort(completed_at, kind="stable")[: plan.enough]
-    seconds = float(completed_at[order[-1]])
-    returned, truncated = ends.returned, ends.truncated
-    if plan.enough is not None:
-        chosen = np.zeros(batch.groups, dtype=bool)
-        chosen[order] = True
-        returned, truncated = np.where(chosen[:, None], returned, 0.0), truncated & chosen[:, None]
-        completed_at = np.where(chosen, completed_at, inf)
-        generated = np.zeros_like(ends.run)
-        for rows, clock in clocks.clocks:
-            generated[rows] = clock.generated_until(seconds)
-    has_need = reported <= ends.completed
-    lengths = (int(needs[group]) if has_need[group] else 0 for group in order if has_need[group] or ends.cut[group])
-    deadline = known.tokens if known is not None and known.seconds <= seconds * (1 + TOLERANCE) else None
-    return Rollout(seconds, generated, returned, truncated, completed_at, deadline, tuple(lengths), clocks)

@@ -14,21 +14,21 @@ from darts_server.policy.allocation import (
     ShadowPriceState,
     allocate_by_std,
     allocate_evenly,
+    cv_log_mean,
     reduce_candidates,
     share_left,
 )
 from darts_server.policy.auto.chooser import Choice, choose_resuming
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Plan as SimulatedPlan
+from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
-from darts_server.rollout.allocation.budgets import MIN_COHORT, Budgets
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import Parse, StoredValues
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
 
 logger = logging.getLogger(__name__)
@@ -39,19 +39,6 @@ Kind = tuple[str, int]
 PRICE_KIND = "price"
 PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)}
 """How values are parsed, by kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class CohortChoice:
-    """What `auto` does with a cohort. ``enough``: groups with which it is complete; ``None`` for all.
-
-    ``begun``: prompts that run at once; ``None`` for all. ``resumes``: whether the others go on later.
-    """
-
-    choice: Choice
-    enough: int | None = None
-    begun: int | None = None
-    resumes: bool = False
 
 
 @dataclass(slots=True)
@@ -106,8 +93,7 @@ class Allocator:
         opening: Callable[[], int | None] = lambda: 0,
         unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._prompts = statistics.prompts
-        self._budgets = Budgets(statistics.prompts, statistics.dataset, statistics.latency)
+        self._statistics = statistics
         self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = AutoCohorts(statistics, clock)
@@ -148,7 +134,7 @@ class Allocator:
         enough: int | None = None,
         min_groups: int | None = None,
         resumes: bool = False,
-    ) -> CohortChoice | None:
+    ) -> Choice | None:
         """Choose what is done with a cohort under `auto`; ``None`` under other policies.
 
         ``enough``, ``min_groups``: see `AutoCohorts.choose`. ``resumes``: whether prompts that are not decided go on
@@ -157,16 +143,15 @@ class Allocator:
         if plan.auto is None:
             return None
         if resumes:
-            enough = enough or min_groups or len(prompt_keys)
-            begun, choice = choose_resuming(plan.auto, self.auto.state(plan.size), enough, len(prompt_keys))
-            return CohortChoice(choice, enough, begun, resumes=True)
+            needed = enough or min_groups or len(prompt_keys)
+            return choose_resuming(plan.auto, self.auto.state(plan.size), needed, len(prompt_keys))
 
         def rule(shaping: Shaping, option: str) -> Deadline | None:
             return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
 
         auto = plan.auto.with_deadlines(rule)
         choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
-        return CohortChoice(choice, enough if choice.enough is None else choice.enough)
+        return replace(choice, num_groups=enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,
@@ -174,7 +159,7 @@ class Allocator:
         prompt_keys: Sequence[str],
         tokens: Sequence[RequestTokens] = (),
         budget: int | None = None,
-        chosen: CohortChoice | None = None,
+        chosen: Choice | None = None,
         room: float = inf,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
@@ -187,19 +172,21 @@ class Allocator:
         groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
         counts, mean = self._counts(plan, prompt_keys, budget)
         name, scale = _name(plan.policy, size), 1.0 if budget is not None else self._scale()
-        rule = self.deadlines.current_rule(shaping, plan.policy)
+        rule, tokens_from_recent = self.deadlines.current_rule(shaping, plan.policy), None
         few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
-        if rule is not None and not few:
-            rule = self.deadlines.with_recent(rule, name)
+        if rule is not None and few:
+            tokens_from_recent = self.deadlines.recent_lengths(name).deadline(rule)
+        elif rule is not None:
+            rule = replace(rule, recent=self.deadlines.recent_lengths(name).quantile(rule))
         terms = CohortTerms(
             policy=plan.policy,
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
-            predicted_seconds=self._budgets.seconds(
+            predicted_seconds=self._statistics.predict_seconds(
                 sum(counts) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
             ),
             deadline=rule,
-            tokens=self.deadlines.recent_deadline(rule, name) if rule is not None and few else None,
+            tokens=tokens_from_recent,
             few=few,
             explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
         )
@@ -234,7 +221,7 @@ class Allocator:
             return
         self._settle(pending, chosen)
 
-    def _settle(self, pending: _Pending, chosen: CohortChoice | None) -> None:
+    def _settle(self, pending: _Pending, chosen: Choice | None) -> None:
         """Allocate candidates to all groups that still wait."""
         pending.leave_out_cancelled()
         if not pending.groups:
@@ -248,28 +235,28 @@ class Allocator:
             waiting.set_result(allocation)
 
     def _allocate_chosen(
-        self, requested: Plan, chosen: CohortChoice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
+        self, requested: Plan, choice: Choice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
     ) -> list[Allocation]:
         """Allocate candidates as `auto` has chosen."""
-        auto, size, choice = requested.auto, requested.size, chosen.choice
+        auto, size, resumes = requested.auto, requested.size, choice.begun is not None
         assert auto is not None
-        learns = auto.forecasts and not chosen.resumes and len(keys) >= MIN_COHORT
+        learns = auto.forecasts and not resumes and len(keys) >= MIN_COHORT
         shaping = choice.option.shaping or UNSHAPED
         scale = self._scale()
-        plan = SimulatedPlan.of(choice.option.shaping, size, [self._prompts.std(key) for key in keys])
+        plan = BatchPlan.of(choice.option.shaping, size, [self._statistics.prompts.std(key) for key in keys])
         candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
         if choice.option.shaping is not None and sum(candidates) > room:
             # As without `auto`, until as many groups are complete.
             reason = f"no room for the candidates of {choice.option.name}{choice.scope}"
-            chosen = replace(chosen, choice=Choice(UNSHAPED_OPTION, reason))
-            return self._allocate_chosen(requested, chosen, keys, tokens, room)
+            unshaped = Choice(UNSHAPED_OPTION, reason, num_groups=choice.num_groups)
+            return self._allocate_chosen(requested, unshaped, keys, tokens, room)
         applied = applied_policy(requested.policy, choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
         terms = CohortTerms(
             policy=requested.policy,
             groups=len(keys),
             mean_candidates=size + (plan.mean_candidates - size) * scale,
-            predicted_seconds=choice.seconds,
+            predicted_seconds=None if choice.forecast is None else choice.seconds,
             deadline=rule,
             few=len(keys) < MIN_COHORT,
             explored=rule is not None
@@ -290,17 +277,19 @@ class Allocator:
 
         def end(record: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
-            is_full = not record.reduced and (chosen.enough is not None or record.candidates >= sum(plan.candidates))
+            is_full = not record.reduced and (
+                choice.num_groups is not None or record.candidates >= sum(plan.candidates)
+            )
             # While the gate is closed, the engines are paused or run empty.
             was_open = opening is not None and self._opening() == opening
             self._on_cohort_end(record)
-            if chosen.resumes:
+            if resumes:
                 self.auto.learn_stale(size, record, auto.limits.most_stale)
             if not learns or not cohort.has_started:
                 return
             try:
                 as_forecast = counts and is_full and was_open
-                self.auto.end(size, keys, tokens, choice, record, chosen.enough, started, counts=as_forecast)
+                self.auto.end(size, keys, tokens, choice, record, started, counts=as_forecast)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
@@ -316,13 +305,17 @@ class Allocator:
 
     def _counts(self, plan: Plan, keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
         """Return how many candidates each group of a cohort gets, before the load reduces them, and M'."""
-        kind, shaping, stds = (plan.policy, plan.size), plan.shaping, [self._prompts.std(key) for key in keys]
+        kind, shaping, stds = (
+            (plan.policy, plan.size),
+            plan.shaping,
+            [self._statistics.prompts.std(key) for key in keys],
+        )
         low, high = shaping.bounds(plan.size)
         if budget is not None:
             # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
             spreads = stds if shaping.adaptive else [None] * len(stds)
             return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
-        mean = self._budgets.mean(shaping, plan.size)
+        mean = self._mean(shaping, plan.size)
         if not shaping.adaptive:
             return self._even(kind, mean, len(stds)), mean
         if len(stds) >= MIN_COHORT:
@@ -332,6 +325,19 @@ class Allocator:
         recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
         self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
         return counts, mean
+
+    def _mean(self, shaping: Shaping, size: int) -> float:
+        """Choose M', the mean candidates of a cohort of groups of ``size``, at most M_up.
+
+        A request may name a policy that allows less than the server's. That of a policy that gives all prompts the same
+        number is a whole number, as where groups come one by one. While there are too few statistics, every kind of
+        budget is the fixed one.
+        """
+        high = shaping.bounds(size)[1]
+        stats = self._statistics.dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
+        if stats is None or stats.std is None or not stats.mean:
+            return min(shaping.redundancy * size if shaping.adaptive else shaping.candidates(size), high)
+        return min(cv_log_mean(stats.std, stats.mean, size), high)
 
     def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
         """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""

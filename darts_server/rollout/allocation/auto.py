@@ -9,7 +9,6 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from darts_server.engine.port import RequestTokens
-from darts_server.policy.auto.ahead import next_ahead
 from darts_server.policy.auto.chooser import (
     Choice,
     Measured,
@@ -20,21 +19,19 @@ from darts_server.policy.auto.chooser import (
     learn,
     learn_training,
     needs_hindsight,
+    next_ahead,
 )
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation
+from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS, Expectation
 from darts_server.policy.simulation.machine import Machine
 from darts_server.records import CohortRecord
-from darts_server.rollout.allocation.budgets import expect
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
 
 KIND = "auto"
 PARSERS: dict[str, Parse] = {KIND: lambda value: AutoState(**value)}
 """How values are parsed, by kind."""
-RATIOS = 4096
-"""Quantiles of the ratios of lengths to their prompt's mean: the longest of a batch is one in thousands."""
 SEED = 0
 FORECAST_SHARE = 0.01
 """Of a step's time, what forecasts may take, since the engine waits for them. Where they take longer, a batch is
@@ -46,26 +43,17 @@ class _Activity:
     """Cohorts of one group size: how many run, and what they returned since none ran.
 
     ``idle_since``: when the last one ended; ``None`` while one runs, and where the time from then on is no training.
-    Only ``running`` outlives a restore of learned state: what is restored may be of another training run.
+    ``most_samples``: of a batch, for which forecasts have time. ``not_forecast``: the last cohort that has ended
+    without a forecast: its choice, the keys of its prompts, their tokens, with how many groups it ended, and what was
+    measured. Only ``running`` and ``most_samples`` outlive a restore of learned state: what is restored may be of
+    another training run.
     """
 
     running: int = 0
     returned: float = 0.0
     idle_since: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A cohort that has ended, and was not forecast before.
-
-    ``keys``, ``tokens``: of its prompts and requests. ``enough``: groups with which it ended.
-    """
-
-    choice: Choice
-    keys: Sequence[str]
-    tokens: Sequence[RequestTokens]
-    enough: int
-    measured: Measured
+    most_samples: int = MAX_SAMPLES
+    not_forecast: tuple[Choice, Sequence[str], Sequence[RequestTokens], int, Measured] | None = None
 
 
 class AutoCohorts:
@@ -80,8 +68,6 @@ class AutoCohorts:
         self._clock = clock
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
-        self._most_samples: dict[int, int] = {}
-        self._not_forecast: dict[int, _Ended] = {}
         self._restores = Restores(statistics.documents)
 
     def state(self, size: int) -> AutoState:
@@ -105,31 +91,23 @@ class AutoCohorts:
         """
         if (choice := choose_by_size(auto, size, len(keys))) is not None:
             return choice
-        ended = self._not_forecast.pop(size, None)
-        if ended is not None and choose_by_size(auto, size, len(ended.keys)) is None:
-            await self._learn_in_hindsight(size, ended)
-        state, machine = self.state(size), self._statistics.latency.machine()
+        activity, learned = self._activities[size], self._statistics
+        ended, activity.not_forecast = activity.not_forecast, None
+        if ended is not None and choose_by_size(auto, size, len(ended[1])) is None:
+            # Learn from that cohort by what would have been forecast of it with what is known now.
+            restores, state = self._restores.count, self.state(size)
+            rng = np.random.default_rng([SEED, state.batches, 1])
+            earlier, its_keys, its_tokens, its_enough, measured = ended
+            expectation = learned.expect(its_keys, its_tokens, state.means, RATIOS, rng, state.max_tokens)
+            known = (size, expectation, learned.latency.machine(), its_enough, rng)
+            earlier = await run_sync(hindsight, earlier, *known, limiter=self._one_at_a_time)
+            if self._forget_replaced() == restores:
+                self._save(size, learn(self.state(size), earlier, replace(measured, means=())))
+        state, machine = self.state(size), learned.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
-        expectation = self._expect(keys, tokens, state, rng)
+        expectation = learned.expect(keys, tokens, state.means, RATIOS, rng, state.max_tokens)
         arguments = (auto, state, size, expectation, machine, enough or len(keys), rng, min_groups)
         return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
-
-    def _expect(
-        self, keys: Sequence[str], tokens: Sequence[RequestTokens], state: AutoState, rng: np.random.Generator
-    ) -> Expectation | None:
-        learned = self._statistics
-        return expect(learned.prompts, learned.dataset, keys, tokens, state.means, RATIOS, rng, state.max_tokens)
-
-    async def _learn_in_hindsight(self, size: int, ended: _Ended) -> None:
-        """Learn from a cohort by what would have been forecast of it with what is known now."""
-        restores, state = self._restores.count, self.state(size)
-        rng = np.random.default_rng([SEED, state.batches, 1])
-        expectation = self._expect(ended.keys, ended.tokens, state, rng)
-        machine = self._statistics.latency.machine()
-        arguments = (ended.choice, size, expectation, machine, ended.enough, rng)
-        choice = await run_sync(hindsight, *arguments, limiter=self._one_at_a_time)
-        if self._forget_replaced() == restores:
-            self._save(size, learn(self.state(size), choice, replace(ended.measured, means=())))
 
     def _choose(
         self,
@@ -143,12 +121,13 @@ class AutoCohorts:
         min_groups: int | None,
     ) -> Choice:
         """Choose with as many samples as there is time for, by how long these have taken."""
-        most, began = self._most_samples.get(size, MAX_SAMPLES), self._clock()
+        activity, began = self._activities[size], self._clock()
+        most = activity.most_samples
         choice = choose(auto, state, size, expectation, machine, enough, rng, most, min_groups)
         taken = self._clock() - began
-        if expectation is not None and choice.off_seconds is not None and taken > 0:
+        if expectation is not None and choice.forecast is not None and taken > 0:
             possible = FORECAST_SHARE * choice.off_seconds * expectation.samples(most) / taken
-            self._most_samples[size] = int(min(max(possible, 1), MAX_SAMPLES))
+            activity.most_samples = int(min(max(possible, 1), MAX_SAMPLES))
         return choice
 
     def learn_stale(self, size: int, record: CohortRecord, most_stale: float) -> None:
@@ -180,7 +159,6 @@ class AutoCohorts:
         tokens: Sequence[RequestTokens],
         choice: Choice,
         record: CohortRecord,
-        enough: int | None,
         started: int,
         *,
         counts: bool,
@@ -191,7 +169,8 @@ class AutoCohorts:
         ran as it was forecast.
         """
         is_current = started == self._forget_replaced()
-        activity, is_complete = self._activities[size], record.completed >= (enough or record.groups)
+        activity, enough = self._activities[size], choice.num_groups or record.groups
+        is_complete = record.completed >= enough
         activity.running -= 1
         if not is_current:
             return
@@ -200,28 +179,27 @@ class AutoCohorts:
             activity.idle_since = self._clock()
         if not (counts and is_complete) or record.interrupted:
             return
-        means = [self._statistics.prompts.mean(key) for key in keys]
+        means, returned = [self._statistics.prompts.mean(key) for key in keys], max(record.returned, 1)
         measured = Measured(
             record.measured_seconds,
             record.returned_tokens,
-            record.returned_tokens / max(record.returned, 1),
-            record.cut / max(record.returned, 1),
+            record.returned_tokens / returned,
+            record.cut / returned,
             record.max_tokens,
             record.longest,
             [mean for mean in means if mean is not None],
-            record.truncated / max(record.returned, 1),
+            record.truncated / returned,
         )
         state = learn(self.state(size), choice, measured)
         if needs_hindsight(state, choice):
-            self._not_forecast[size] = _Ended(choice, keys, tokens, enough or record.groups, measured)
+            activity.not_forecast = choice, keys, tokens, enough, measured
         self._save(size, state)
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
         if self._restores.noticed():
             for activity in self._activities.values():
-                activity.returned, activity.idle_since = 0.0, None
-            self._not_forecast.clear()
+                activity.returned, activity.idle_since, activity.not_forecast = 0.0, None, None
         return self._restores.count
 
     def _save(self, size: int, state: AutoState) -> None:

@@ -49,10 +49,6 @@ class CohortTerms:
     explored: bool = False
     chosen: ChosenOption | None = None
 
-    def place(self, completion_place: int, candidates: int) -> int:
-        """Which of a group's finished candidates, by length, says how many tokens the group needs."""
-        return place_of_need(completion_place, candidates, self.mean_candidates)
-
 
 class Cohort:
     """Set the deadline of its groups once enough of them have reported how many tokens they need.
@@ -215,7 +211,7 @@ class CohortMembership:
     def set_candidates(self, rule: SelectionRule, candidates: int) -> None:
         """Set the number of candidates, on which it depends how long the candidates are that the group needs."""
         if self.cohort is not None:
-            self._place = self.cohort.terms.place(rule.completion_place, candidates)
+            self._place = place_of_need(rule.completion_place, candidates, self.cohort.terms.mean_candidates)
 
     def report_need(self) -> None:
         """Report how many tokens the group needs, once that is known."""

@@ -10,7 +10,7 @@ from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import Deadline, RecentCompletionLengths
 from darts_server.policy.deadline_losses import Answer, DeadlineLosses, GroupLosses
 from darts_server.policy.shaping import Shaping
-from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 from darts_server.types import MaxLost, Outcome
 
@@ -73,15 +73,8 @@ class Deadlines:
         rule = shaping.deadline
         return None if rule is None else replace(rule, stretch=self.stretch(policy, rule.max_lost))
 
-    def recent_deadline(self, rule: Deadline, name: str) -> int | None:
-        """The deadline from recent groups, for a cohort of a few; ``None`` while there are too few of them."""
-        return self._recent_lengths(name).deadline(rule)
-
-    def with_recent(self, rule: Deadline, name: str) -> Deadline:
-        """Add what recent groups needed, for a cohort in which too few determine a deadline."""
-        return replace(rule, recent=self._recent_lengths(name).quantile(rule))
-
-    def _recent_lengths(self, name: str) -> RecentCompletionLengths:
+    def recent_lengths(self, name: str) -> RecentCompletionLengths:
+        """Completion lengths of recent groups, by policy and group size."""
         lengths: RecentCompletionLengths | None = self._lengths.load(name)
         return lengths or RecentCompletionLengths()
 
@@ -93,7 +86,8 @@ class Deadlines:
         """
         losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            self._save(policy, losses, replace(losses, first_groups=min(losses.first_groups + groups, LARGEST)))
+            losses = replace(losses, first_groups=min(losses.first_groups + groups, LARGEST))
+            self._losses.save(policy, _values(losses))
             return True
         return self._rng.random() < rule.exploration
 
@@ -101,7 +95,7 @@ class Deadlines:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
         was_cut = any(c.cut for c in record.candidates)
         if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
-            lengths = self._recent_lengths(name)
+            lengths = self.recent_lengths(name)
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 
@@ -113,23 +107,34 @@ class Deadlines:
         """
         if (max_lost := record.max_lost) is None:
             return
-        policy = record.applied_policy
+        policy, bound, deadline = record.applied_policy, record.bound, record.cohort_deadline
         before = losses = self.losses(policy)
-        if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
+        if not losses.is_rewarded and (record.explored or deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        has_weights = all(c.weight is not None for c in record.selected)
-        if record.explored or has_weights:
-            answers = [
-                Answer(_overrun(record, c), correct.get(c.index, False), c.cut, c.weight or 1.0)
-                for c in record.selected
-                if c.cut or c.index in correct
-            ]
+        if record.explored or all(c.weight is not None for c in record.selected):
+            answers = []
+            for c in record.selected:
+                if not c.cut and c.index not in correct:
+                    continue
+                # Its length relative to what discards it without a stretch: the bound for an answer that its group
+                # would wait for, and 0 without a deadline. What was cut had become longer than its group would wait
+                # for, unless it was cut at the bound.
+                overrun = 0.0
+                if deadline is not None and bound is not None:  # these two are known together
+                    needed = record.completion_length
+                    is_needed = needed is None or (c.tokens <= needed and not c.cut)
+                    overrun = c.tokens * record.stretch / (bound if is_needed else deadline)
+                answers.append(Answer(overrun, correct.get(c.index, False), c.cut, c.weight or 1.0))
             losses = losses.with_answers(answers, record.explored, max_lost.answers)
-            if (group := _of_group(record, correct)) is not None:
+            # Of a group its shortest right answer counts or, without one, its longest once all rewards are there:
+            # relative to the bound, which no candidate may exceed whatever its group waits for.
+            right = [c.tokens for c in record.selected if correct.get(c.index, False)]
+            is_known = record.selected and all(c.cut or c.index in correct for c in record.selected)
+            if right or is_known:
+                tokens = min(right) if right else max(c.tokens for c in record.selected)
+                overrun = 0.0 if bound is None else tokens * record.stretch / bound
+                group = Answer(overrun, is_right=bool(right), cut=any(c.cut for c in record.selected))
                 self._lost_groups.save(policy, _values(self.lost_groups(policy).with_group(group)))
-        self._save(policy, before, losses)
-
-    def _save(self, policy: str, before: DeadlineLosses, losses: DeadlineLosses) -> None:
         if losses != before:
             self._losses.save(policy, _values(losses))
 
@@ -137,30 +142,3 @@ class Deadlines:
 def _values(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
     # Not by `asdict`, which copies every number: this is done for each rewarded group.
     return {name: getattr(losses, name) for name in losses.__slots__}
-
-
-def _of_group(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
-    """Return a group's shortest right answer or, without one, its longest; ``None`` while rewards are missing.
-
-    Lengths are relative to the bound, which no candidate may exceed whatever its group waits for.
-    """
-    right = [c for c in record.selected if correct.get(c.index, False)]
-    is_known = all(c.cut or c.index in correct for c in record.selected)
-    if not right and not (record.selected and is_known):
-        return None
-    tokens = min((c.tokens for c in right), default=max(c.tokens for c in record.selected))
-    overrun = 0.0 if record.bound is None else tokens * record.stretch / record.bound
-    return Answer(overrun, is_right=bool(right), cut=any(c.cut for c in record.selected))
-
-
-def _overrun(record: GroupRecord, candidate: CandidateRecord) -> float:
-    """Return the length of an answer relative to the deadline that discards it, without a stretch.
-
-    That is the bound for an answer that its group would wait for, and 0 without a deadline. What was cut had become
-    longer than its group would wait for, unless it was cut at the bound.
-    """
-    if record.cohort_deadline is None or record.bound is None:  # these two are known together
-        return 0.0
-    needed = record.completion_length
-    is_needed = needed is None or (candidate.tokens <= needed and not candidate.cut)
-    return candidate.tokens * record.stretch / (record.bound if is_needed else record.cohort_deadline)

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.rollout.allocation.allocator import CohortChoice
+from darts_server.policy.auto.chooser import Choice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity, match
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
@@ -165,7 +165,7 @@ async def prepare_batch(
         raise
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
     groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
-    enough = (batch.num_groups if chosen is None else chosen.enough) or len(groups)
+    enough = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
     begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
     return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
 
@@ -245,7 +245,7 @@ def _allocate(
     tokens: Sequence[RequestTokens],
     batch: BatchRequest,
     resumed: Sequence[CarriedGroup[OutputT] | None],
-    chosen: CohortChoice | None,
+    chosen: Choice | None,
 ) -> list[Allocation]:
     """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
 

@@ -70,16 +70,13 @@ class Prompts:
         observed = observations(record)
         if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observed:
             return None
-        with self._log_failures():
-            return self._add(record.prompt_key, observed, record)
-        return None
-
-    def _add(self, key: str, observed: Sequence[Observation], record: GroupRecord) -> PromptStats | None:
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        earlier = self.stats(key)
-        stats = update_stats(earlier, observed, max(versions, default=0))
-        self._documents.put(KIND, key, asdict(stats))
-        return earlier
+        with self._log_failures():
+            earlier = self.stats(record.prompt_key)
+            stats = update_stats(earlier, observed, max(versions, default=0))
+            self._documents.put(KIND, record.prompt_key, asdict(stats))
+            return earlier
+        return None
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:

@@ -1,11 +1,18 @@
 """Everything that is learned from rollouts, as one value, and of it the length statistics of the whole data set."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
+from darts_server.engine.port import RequestTokens
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
 from darts_server.policy.lengths import DatasetStats, LengthEstimate, PromptStats, estimate_lengths
+from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.forecast import Expectation, predict_seconds
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 from darts_server.rollout.learned.latency import Latency
@@ -18,6 +25,10 @@ STEP_GROUPS = 256
 WRITE_DELAY_SECONDS = 0.3
 """The store buffers for another half second, so that a killed process loses at most the last second."""
 KEY = "all"
+MIN_COHORT = 8
+"""Number of prompts below which the cohort alone says too little."""
+PREDICTION_SEED, PREDICTION_RATIOS = 0, 512
+"""The same statistics give the same prediction, and so many quantiles represent the distribution of lengths for it."""
 
 
 def _parse_step(value: Any) -> list[tuple[int, LengthEstimate]]:
@@ -125,6 +136,51 @@ class Statistics:
     def group_ended(self, record: GroupRecord) -> None:
         """Learn the group's lengths."""
         self.dataset.learn(record, self.prompts.learn(record))
+
+    def expect(
+        self,
+        keys: Sequence[str],
+        tokens: Sequence[RequestTokens],
+        recent: Sequence[float],
+        ratios: int,
+        rng: np.random.Generator,
+        max_tokens: int | None = None,
+    ) -> Expectation | None:
+        """Describe a cohort to the model of a rollout; ``None`` while too little was learned.
+
+        ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
+        the KV caches as what is generated does. ``recent``: mean lengths of which prompts that were never seen have
+        one. ``ratios``: quantiles that represent the distribution of lengths. ``max_tokens``: at which trajectories are
+        truncated where requests do not say.
+        """
+        limits = [one.most for one in tokens if one.most is not None]
+        return Expectation.of(
+            [self.prompts.mean(key) for key in keys],
+            [self.prompts.std(key) for key in keys],
+            self.dataset.profile.quantiles(ratios),
+            recent,
+            rng,
+            max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1,
+            max(limits) if limits and len(limits) == len(tokens) else max_tokens,
+        )
+
+    def predict_seconds(
+        self, mean: float, shaping: Shaping, size: int, keys: Sequence[str], tokens: Sequence[RequestTokens] = ()
+    ) -> float | None:
+        """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown.
+
+        Of fewer than `MIN_COHORT` prompts it is unknown.
+        """
+        if len(keys) < MIN_COHORT:
+            return None
+        machine, rng = self.latency.machine(), np.random.default_rng(PREDICTION_SEED)
+        means, usual = [self.prompts.mean(key) for key in keys], self.dataset.stats.mean
+        # Prompts that were never seen are like the others.
+        seen = [mean for mean in means if mean is not None] or ([usual] if usual else [])
+        expectation = self.expect(keys, tokens, seen, PREDICTION_RATIOS, rng)
+        if expectation is None or machine is None:
+            return None
+        return predict_seconds(mean, shaping, size, expectation, machine, rng)
 
     def flush(self) -> None:
         """Write everything that is pending to ``documents``."""

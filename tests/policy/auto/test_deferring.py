@@ -1,11 +1,20 @@
-"""With how many complete groups `auto` lets a batch end whose caller can defer prompts."""
+"""With how many complete groups `auto` lets a batch end whose caller can defer prompts, and how many run ahead."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.chooser import Choice, begin, choose, learn
+from darts_server.policy.auto.chooser import (
+    FEWEST_AHEAD,
+    Choice,
+    begin,
+    begin_with,
+    choose,
+    choose_resuming,
+    learn,
+    next_ahead,
+)
 from darts_server.policy.auto.options import RESTART, UNSHAPED, Auto, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
@@ -38,8 +47,6 @@ def test_a_few_long_prompts_are_deferred() -> None:
     assert (choice.option.name, choice.name, choice.enough) == ("off", "off deferring", 14)
     assert "s a step for 14 of 16 groups, off" in choice.reason
     assert choice.scope == " for 14 of 16 groups"
-    assert choice.seconds is not None
-    assert choice.off_seconds is not None
     assert choice.seconds < 0.1 * choice.off_seconds
 
 
@@ -128,3 +135,38 @@ def test_deferring_that_loses_is_given_up_and_all_groups_are_waited_for() -> Non
     assert not waits[0]
     assert waits.count(False) <= 6
     assert all(waits[-3:])
+
+
+# --- prompts that go on later from what they have ------------------------------
+
+
+def test_a_share_of_what_is_offered_beyond_the_needed_prompts_is_started() -> None:
+    assert [begin_with(16, 24, ahead) for ahead in (0.0, 0.5, 1.0)] == [16, 20, 24]
+    assert begin_with(16, 16, 1.0) == begin_with(16, 16, 0.0) == 16
+    assert begin_with(16, 10, 1.0) == 10, "no more than there are"
+
+
+def test_it_follows_the_share_of_older_tokens_to_the_limit_and_back() -> None:
+    ahead = 1.0
+    for _ in range(20):  # the more are started, the more tokens are old
+        ahead = next_ahead(ahead, 0.8 * ahead, 0.4)
+    assert ahead == pytest.approx(0.5)
+    assert next_ahead(0.5, 0.0, 0.4) > 0.5, "nothing was old"
+    assert next_ahead(0.9, 0.1, 0.4) == 1.0
+    assert next_ahead(FEWEST_AHEAD, 1.0, 0.4) == FEWEST_AHEAD, "else nothing would be learned any more"
+    assert next_ahead(1.0, 0.0, 0.0) == 0.0, "no old token is allowed"
+
+
+@pytest.mark.parametrize(
+    ("limits", "begun"),
+    [
+        (AutoLimits(), 20),
+        (AutoLimits(most_stale=0.0), 16),
+        (AutoLimits(allow=()), 24),
+    ],
+)
+def test_what_the_user_allows_says_how_many_run(limits: AutoLimits, begun: int) -> None:
+    choice = choose_resuming(Auto(limits, ()), AutoState(ahead=0.5), 16, 24)
+    assert (choice.begun, choice.num_groups) == (begun, 16)
+    assert choice.option.shaping is None
+    assert choice.reason == f"{begun} of 24 prompts run, and the first 16 groups are returned"

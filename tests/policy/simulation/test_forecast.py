@@ -8,7 +8,7 @@ from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.forecast import (
     MAX_SAMPLES,
     MIN_SAMPLES,
@@ -28,7 +28,7 @@ OPTIONS = {
 
 def of(name: str, batches: Sequence[Batch], limit: int | None = None, enough: int | None = None) -> Forecast:
     option = OPTIONS[name] if limit is None else OPTIONS[name].at(limit)
-    return forecast(Plan.of(option.shaping, 8, [None] * batches[0].groups, enough=enough), batches, MACHINE)
+    return forecast(BatchPlan.of(option.shaping, 8, [None] * batches[0].groups, enough=enough), batches, MACHINE)
 
 
 def rng() -> np.random.Generator:
@@ -86,8 +86,8 @@ def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
     whole = Expectation([100.0] * 512, [None] * 512, RATIOS, max_tokens=500)
     some = whole.thinned(128)
     shaping = OPTIONS[name].shaping
-    expected = forecast(Plan.of(shaping, 8, whole.stds), whole.sample(12, rng()), machine)
-    found = forecast(Plan.of(shaping, 8, some.stds), some.sample(12, rng()), machine.scaled(4))
+    expected = forecast(BatchPlan.of(shaping, 8, whole.stds), whole.sample(12, rng()), machine)
+    found = forecast(BatchPlan.of(shaping, 8, some.stds), some.sample(12, rng()), machine.scaled(4))
     assert found.seconds == pytest.approx(expected.seconds, rel=0.05)
     assert found.mean_length == pytest.approx(expected.mean_length, rel=0.05)
 
@@ -95,7 +95,7 @@ def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
 @pytest.mark.parametrize("servers", [2, 8])
 def test_engines_that_share_a_batch_are_one_with_the_places_of_all(servers: int) -> None:
     whole, engine = Expectation([100.0] * 256, [None] * 256, RATIOS, max_tokens=500), replace(MACHINE, max_num_seqs=40)
-    plan, batches = Plan.of(OPTIONS["uniform 1.5"].shaping, 8, whole.stds), whole.sample(12, rng())
+    plan, batches = BatchPlan.of(OPTIONS["uniform 1.5"].shaping, 8, whole.stds), whole.sample(12, rng())
     divided = forecast(plan, batches, replace(engine, replicas=servers))
     assert forecast(plan, batches, engine.scaled(1 / servers)).seconds == pytest.approx(divided.seconds, rel=0.05)
 

@@ -10,7 +10,7 @@ import pytest
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import simulate
 
@@ -73,10 +73,10 @@ def test_a_batch_fits_together(changes: dict[str, Any], message: str) -> None:
 )
 def test_a_plan_fits_together(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(Plan(8, [12, 8], Shaping()), **changes)
+        replace(BatchPlan(8, [12, 8], Shaping()), **changes)
 
 
 @pytest.mark.parametrize("candidates", [[2], [2, 4]])
 def test_a_batch_has_the_plans_prompts_and_candidates(candidates: list[int]) -> None:
     with pytest.raises(ValueError, match="the batch must have the plan's prompts"):
-        simulate(BATCH, Plan(2, candidates, Shaping()), Machine(TIMES))
+        simulate(BATCH, BatchPlan(2, candidates, Shaping()), Machine(TIMES))

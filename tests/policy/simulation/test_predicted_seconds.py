@@ -10,7 +10,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping
-from darts_server.policy.simulation.batch import Plan
+from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.policy.simulation.forecast import Expectation, forecast, predict_seconds
 from darts_server.policy.simulation.machine import Machine, StepTime
 
@@ -58,7 +58,7 @@ def test_a_batch_is_predicted_with_any_mean_that_is_wanted() -> None:
     expectation, machine = prompts(32, WIDE), Machine(StepTime(GPU), **UNLIMITED)
     batches = expectation.sample(HIGH, rng())
     for wanted, used in ((11.5, 11.5), (1, SIZE), (99, HIGH)):
-        plan = Plan.of(policy(), SIZE, expectation.stds, used)
+        plan = BatchPlan.of(policy(), SIZE, expectation.stds, used)
         assert predicted(policy(), wanted) == forecast(plan, batches, machine).seconds
 
 
@@ -66,7 +66,7 @@ def test_a_batch_is_predicted_with_any_mean_that_is_wanted() -> None:
 def test_a_large_batch_takes_as_long_as_all_of_it(places: int) -> None:
     """Of 2,000 prompts 256 are simulated: a place stands for 8 sequences, so that 64 are 8, and 300 not 38."""
     expectation, machine = prompts(2000, NARROW), Machine(StepTime(GPU), max_num_seqs=places)
-    plan = Plan.of(policy(longest=1), SIZE, expectation.stds, 12)
+    plan = BatchPlan.of(policy(longest=1), SIZE, expectation.stds, 12)
     whole = forecast(plan, expectation.sample(12, rng(), 1), machine)
     found = predict_seconds(12, policy(longest=1), SIZE, expectation, machine, rng())
     assert found == pytest.approx(whole.seconds, rel=0.03)

@@ -9,7 +9,7 @@ import pytest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping, build_policies
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.engines import place_groups
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import Rollout, simulate
@@ -133,7 +133,7 @@ def test_there_is_no_deadline_where_all_groups_are_truncated(policy: str) -> Non
 
 def test_a_step_costs_what_runs_what_it_reads_and_what_is_prefilled() -> None:
     times = StepTime(LatencyCurve((1.0, 2.0), (1.0, 3.0)), per_context_token=0.1, per_prefill_token=0.01)
-    found = simulate(batch([[2, 4]], prompt=20), Plan(2, [2]), Machine(times))
+    found = simulate(batch([[2, 4]], prompt=20), BatchPlan(2, [2]), Machine(times))
     # Step 1 prefills 20 tokens, and the 4 of the second candidate that are not in a full block of the first's.
     first = 3.0 + 0.1 * 40 + 0.01 * 24
     _, ended_at = found.times()
@@ -145,7 +145,7 @@ def test_a_step_costs_what_runs_what_it_reads_and_what_is_prefilled() -> None:
 
 def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_start=0.5)
-    found = simulate(batch([[5, 2], [3, 4]]), Plan(2, [2, 2]), Machine(times, max_num_seqs=2))
+    found = simulate(batch([[5, 2], [3, 4]]), BatchPlan(2, [2, 2]), Machine(times, max_num_seqs=2))
     # Two start at once, the third when the second ends after two steps, the fourth when the others end after five.
     started_at, _ = found.times()
     assert started_at.tolist() == [[0, 0], [2 + 1.0, 5 + 1.5]]
@@ -153,7 +153,7 @@ def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() ->
 
 
 def test_candidates_beyond_the_places_wait_in_order() -> None:
-    found = simulate(batch([[5, 2], [3, 4]]), Plan(2, [2, 2]), Machine(SECOND, max_num_seqs=2))
+    found = simulate(batch([[5, 2], [3, 4]]), BatchPlan(2, [2, 2]), Machine(SECOND, max_num_seqs=2))
     assert found.times()[0].tolist() == [[0, 0], [2, 5]]
     assert found.completed_at.tolist() == [5, 9]
     assert (found.seconds, found.clocks.placed.tolist()) == (9, [0, 0])
@@ -163,26 +163,26 @@ def test_the_last_admitted_is_preempted_and_prefilled_again() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
     # Two prompts of 3 tokens: after 2 steps there are 10 tokens, and the third step makes 12.
     machine = Machine(times, kv_blocks=10, block_size=1)
-    found = simulate(batch([[6], [6]], prompt=3), Plan(1, [1, 1]), machine)
+    found = simulate(batch([[6], [6]], prompt=3), BatchPlan(1, [1, 1]), machine)
     # Both prefill in step 1. After 3 tokens the second gives way; the first goes on alone to its 6th; then the second
     # prefills 3 + 3 tokens, and needs 3 more steps.
     assert found.completed_at.tolist() == pytest.approx([3 + 6, 9 + 3 + 3])
 
 
 def test_one_that_is_too_large_for_the_kv_cache_runs_alone() -> None:
-    found = simulate(batch([[30], [2]], prompt=10), Plan(1, [1, 1]), Machine(SECOND, kv_blocks=2, block_size=1))
+    found = simulate(batch([[30], [2]], prompt=10), BatchPlan(1, [1, 1]), Machine(SECOND, kv_blocks=2, block_size=1))
     assert found.completed_at.tolist() == [30, 32]
 
 
 def test_a_long_prompt_is_in_the_kv_cache_once_for_all_its_candidates() -> None:
     machine = Machine(SECOND, kv_blocks=500, block_size=1)
-    assert simulate(batch([[9] * 4], prompt=400), Plan(4, [4]), machine).seconds == 9
-    assert simulate(batch([[9]] * 4, prompt=400), Plan(1, [1] * 4), machine).seconds == 36
+    assert simulate(batch([[9] * 4], prompt=400), BatchPlan(4, [4]), machine).seconds == 9
+    assert simulate(batch([[9]] * 4, prompt=400), BatchPlan(1, [1] * 4), machine).seconds == 36
 
 
 def test_completion_lengths_are_those_of_complete_groups_in_order_and_0_for_one_that_was_cut_without() -> None:
     lengths = [[9, 9], [7, 7], *[[8, 8]] * 7, [900, 900], [900, 900]]
-    plan = Plan(2, [2] * 11, NAMED["cap"])
+    plan = BatchPlan(2, [2] * 11, NAMED["cap"])
     found = simulate(batch(lengths), plan, Machine(SECOND))
     assert (found.deadline, found.completion_lengths) == (9, (7, *[8] * 7, 9, 0, 0))
     found = simulate(batch(lengths), replace(plan, enough=2), Machine(SECOND))
@@ -190,7 +190,7 @@ def test_completion_lengths_are_those_of_complete_groups_in_order_and_0_for_one_
 
 
 def test_a_rollout_with_enough_groups_stops_the_others() -> None:
-    found = simulate(batch([[5, 2], [30, 4], [6, 1]]), Plan(2, [2, 2, 2], enough=2), Machine(SECOND))
+    found = simulate(batch([[5, 2], [30, 4], [6, 1]]), BatchPlan(2, [2, 2, 2], enough=2), Machine(SECOND))
     assert (found.seconds, found.generated.tolist()) == (6, [[5, 2], [6, 4], [6, 1]])
     assert found.completed_at.tolist() == [5, float("inf"), 6]
     assert returned(found) == [(0, 0, 5, False), (0, 1, 2, False), (2, 0, 6, False), (2, 1, 1, False)]
@@ -199,7 +199,7 @@ def test_a_rollout_with_enough_groups_stops_the_others() -> None:
 def test_candidates_of_earlier_rollouts_go_on_where_they_were() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
     going_on = replace(batch([[5, 20]], prompt=2), done=np.asarray([[4, 0]]))
-    found = simulate(going_on, Plan(2, [2]), Machine(times))
+    found = simulate(going_on, BatchPlan(2, [2]), Machine(times))
     assert found.generated.tolist() == [[1, 20]]
     assert found.lengths.tolist() == [5, 20]
     assert found.seconds == 20 + 0.5 * (2 + 4 + 2)
@@ -208,7 +208,7 @@ def test_candidates_of_earlier_rollouts_go_on_where_they_were() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_candidates_that_earlier_rollouts_finished_need_no_engine(replicas: int) -> None:
     first = replace(batch([[5, 9], [4, 4]], prompt=2), done=np.asarray([[5, 0], [4, 4]]))
-    found = simulate(first, Plan(2, [2, 2]), Machine(SECOND, replicas=replicas))
+    found = simulate(first, BatchPlan(2, [2, 2]), Machine(SECOND, replicas=replicas))
     assert found.generated.tolist() == [[0, 9], [0, 0]]
     assert found.completed_at.tolist() == [9, 0]
     assert found.returned.tolist() == [[5, 9], [4, 4]]
@@ -221,7 +221,7 @@ def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
     done[3, 1] = done[7, 1] = 6
     first = replace(batch(lengths), done=done)
     cap = build_policies(Shaping(redundancy=2.0), Deadline(exploration=0.0))["cap"]
-    found = simulate(first, Plan(2, [2] * 8, cap), Machine(SECOND))
+    found = simulate(first, BatchPlan(2, [2] * 8, cap), Machine(SECOND))
     assert found.returned[3, 1] == found.deadline == 4
     assert found.generated[3, 1] <= 4, "until the deadline is known"
     assert found.truncated[3, 1]

@@ -10,7 +10,7 @@ from darts_server.policy.events import Complete, Cut, DeadlineSet, Event, Finish
 from darts_server.policy.group import Group
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping, Tail, build_policies
-from darts_server.policy.simulation.batch import Batch, Plan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.types import FinishReason
 
@@ -37,7 +37,7 @@ WHOLE = ("off", "longest", "none", "uniform", "darts")
 @dataclass
 class World:
     batch: Batch
-    plan: Plan
+    plan: BatchPlan
     machine: Machine
 
 
@@ -62,7 +62,7 @@ def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None,
         lengths[runs_away & (rng.random(lengths.shape) < rng.uniform(0.3, 1))] = limit
     return World(
         Batch(prompts, lengths, rng.random(lengths.shape), limit),
-        Plan(size, counts, shaping, saturated, None if rng.random() < 0.7 else int(rng.integers(1, groups + 1))),
+        BatchPlan(size, counts, shaping, saturated, None if rng.random() < 0.7 else int(rng.integers(1, groups + 1))),
         machine(rng, replicas or int(rng.integers(1, 4)), room, limit + 40),
     )
 

@@ -7,9 +7,9 @@ from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.learned.documents import Scalar
+from darts_server.rollout.learned.statistics import MIN_COHORT
 from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, new_allocator
 

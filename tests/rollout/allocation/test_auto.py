@@ -18,7 +18,6 @@ from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, applied_policy
-from darts_server.rollout.allocation.allocator import CohortChoice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.spec import GroupSpec
@@ -72,6 +71,16 @@ async def allocate(made: Harness, name: str) -> list[Allocation]:
     return await asyncio.gather(*(made.rollouts.allocator.allocate(plan, f"{name}-{i}") for i in range(GROUPS)))
 
 
+async def choose_for(made: Harness, keys: list[str]) -> Choice:
+    auto = made.plan(SIZE, AUTO).auto
+    assert auto is not None
+    return await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * len(keys), None)
+
+
+def learned(made: Harness, size: int = SIZE) -> AutoState:
+    return made.rollouts.allocator.auto.state(size)
+
+
 def option(record: CohortRecord) -> str:
     assert record.chosen is not None
     return record.chosen.option
@@ -91,16 +100,15 @@ async def test_it_begins_as_off_and_then_does_not_wait_for_the_tail() -> None:
 async def test_the_first_cohort_is_forecast_once_another_begins_and_counts_as_measured() -> None:
     made = harness()
     await cohort(made, "step0")
-    auto = made.rollouts.allocator.auto
-    assert auto.state(SIZE).measured == ()
+    assert learned(made).measured == ()
     await cohort(made, "few", groups=3)
-    assert auto.state(SIZE).measured == ()
+    assert learned(made).measured == ()
     await cohort(made, "step1")
-    [off, _] = auto.state(SIZE).measured
+    [off, _] = learned(made).measured
     assert (off.name, off.batch) == ("off", 1)
     assert 0 < abs(off.error) < 0.5
     assert abs(off.length_error) < 0.1, "by the lengths that it had"
-    assert len(auto.state(SIZE).means) == 2 * GROUPS, "each counts once"
+    assert len(learned(made).means) == 2 * GROUPS, "each counts once"
 
 
 async def test_what_was_not_forecast_before_a_restore_teaches_nothing() -> None:
@@ -109,7 +117,7 @@ async def test_what_was_not_forecast_before_a_restore_teaches_nothing() -> None:
     made.store.restore(dict(made.store.kept))
     record = await cohort(made, "step1")
     assert option(record) == "off"
-    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [2]
+    assert [one.batch for one in learned(made).measured] == [2]
 
 
 async def test_what_is_forecast_while_state_is_restored_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +130,7 @@ async def test_what_is_forecast_while_state_is_restored_teaches_nothing(monkeypa
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.hindsight", restored)
     await cohort(made, "step1")
-    assert made.rollouts.allocator.auto.state(SIZE).measured == ()
+    assert learned(made).measured == ()
 
 
 async def test_what_it_has_learned_survives_a_restart() -> None:
@@ -130,10 +138,10 @@ async def test_what_it_has_learned_survives_a_restart() -> None:
     made = harness(store)
     for step in range(MIN_OFF + 2):
         last = await cohort(made, f"step{step}")
-    before = made.rollouts.allocator.auto.state(SIZE)
+    before = learned(made)
     assert before.count("off") == MIN_OFF
     again = harness(store)
-    assert again.rollouts.allocator.auto.state(SIZE) == before
+    assert learned(again) == before
     assert option(last) != "off"
     assert option(await cohort(again, "later")) != "off"
 
@@ -143,7 +151,7 @@ async def test_a_few_groups_alone_are_not_shaped_and_are_no_batch() -> None:
     for step in range(MIN_OFF + 3):
         record = await cohort(made, f"step{step}", groups=3)
         assert option(record) == "off"
-    assert made.rollouts.allocator.auto.state(SIZE).batches == 0
+    assert learned(made).batches == 0
 
 
 async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +167,7 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         return choose(*arguments)
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
-    auto = made.plan(SIZE, AUTO).auto
-    assert auto is not None
-    keys = [f"p{number}" for number in range(GROUPS)]
-    await asyncio.gather(
-        *(made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * GROUPS, None) for _ in range(4))
-    )
+    await asyncio.gather(*(choose_for(made, [f"p{number}" for number in range(GROUPS)]) for _ in range(4)))
     assert most == 1
 
 
@@ -181,12 +184,8 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
         return choose(*arguments)
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
-    auto = made.plan(SIZE, AUTO).auto
-    assert auto is not None
-    keys = [f"step0-{number}" for number in range(GROUPS)]
     for share in (0.004, 0.004, 0.1, 0.1, 0.0001, 0.0001, 0.0001):
-        choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * GROUPS, None)
-        assert choice.off_seconds is not None
+        choice = await choose_for(made, [f"step0-{number}" for number in range(GROUPS)])
         seconds_a_sample = share * choice.off_seconds
     assert used == [8, 8, 2, 2, 1, 1, 8]
 
@@ -208,7 +207,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
     plan, names = made.plan(SIZE, AUTO), [f"p{number}" for number in range(GROUPS)]
     assert plan.auto is not None
     [uniform] = [option for option in plan.auto.options if option.name == "uniform 1.5"]
-    choice = CohortChoice(Choice(uniform, "for the test"))
+    choice = Choice(uniform, "for the test")
     allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
     runs = [
         made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, allocation)
@@ -232,18 +231,14 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
         assert record.counted == left
     assert made.recorder.cohorts[-1].candidates == left * GROUPS
     assert made.recorder.cohorts[-1].reduced == (left < 6)
-    assert made.rollouts.allocator.auto.state(SIZE).count("uniform 1.5") == 0
+    assert learned(made).count("uniform 1.5") == 0
     assert made.engine.unfinished == 0
 
 
 async def test_statistics_of_prompts_are_not_read_for_a_batch_of_too_many_candidates() -> None:
     made = harness()
-    auto = made.plan(SIZE, AUTO).auto
-    assert auto is not None
-    keys = ["p"] * MOST_CANDIDATES
     made.store.get = None  # type: ignore[method-assign,assignment]  # a read fails
-    choice = await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * len(keys), None)
-    assert "more than" in choice.reason
+    assert "more than" in (await choose_for(made, ["p"] * MOST_CANDIDATES)).reason
 
 
 async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None:
@@ -252,7 +247,7 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
     for step in range(2):
         record = await cohort(made, f"step{step}")
         assert (record.returned, record.truncated, record.cut) == (GROUPS * SIZE, GROUPS, 0)
-    state = made.rollouts.allocator.auto.state(SIZE)
+    state = learned(made)
     assert state.truncated == 1 / SIZE
     [off, *_] = state.measured
     assert off.more_truncated == pytest.approx(1 / SIZE - 1), "by their lengths all would have"
@@ -273,11 +268,10 @@ async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
     for run in runs:
         run.cancel()
     await settle()
-    state = made.rollouts.allocator.auto.state(SIZE)
-    assert state.batches == 2
-    assert [one.name for one in state.measured] == ["off"]
+    assert learned(made).batches == 2
+    assert [one.name for one in learned(made).measured] == ["off"]
     await cohort(made, "step1")
-    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1, 3]
+    assert [one.batch for one in learned(made).measured] == [1, 3]
 
 
 async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_from_the_start() -> None:
@@ -334,9 +328,9 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
     await made.engine.run()
     await asyncio.gather(*waiting)
     gate.open()
-    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1]
+    assert [one.batch for one in learned(made).measured] == [1]
     await cohort(made, "step1")
-    assert [one.batch for one in made.rollouts.allocator.auto.state(SIZE).measured] == [1, 3]
+    assert [one.batch for one in learned(made).measured] == [1, 3]
 
 
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
@@ -346,7 +340,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
     allocations = await allocate(made, "fewer")
     assert allocations[0].candidates > SIZE
-    before = made.rollouts.allocator.auto.state(SIZE)
+    before = learned(made)
     runs = [
         made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, replace(allocation, candidates=SIZE))
         for name, allocation in zip(names, allocations, strict=True)
@@ -355,7 +349,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     await settle()
     await made.engine.run()
     await asyncio.gather(*waiting)
-    assert made.rollouts.allocator.auto.state(SIZE).measured == before.measured
+    assert learned(made).measured == before.measured
 
 
 async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivered(
@@ -384,12 +378,12 @@ async def test_what_is_no_batch_of_that_size_does_not_change_the_time_between_ba
     between = made.engine.now
     made.engine.now += 7
     await cohort(made, "step1")
-    state = made.rollouts.allocator.auto.state(SIZE)
+    state = learned(made)
     [(tokens, seconds)] = state.training
     assert tokens == made.recorder.cohorts[0].returned_tokens
     assert seconds == pytest.approx(between + 7 - made.recorder.cohorts[0].measured_seconds)
     assert state.batches == 2
-    assert made.rollouts.allocator.auto.state(3).training == ()
+    assert learned(made, 3).training == ()
 
 
 async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> None:
@@ -400,7 +394,7 @@ async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> No
         run.cancel()
     made.engine.now += 1
     await cohort(made, "step1")
-    [(_, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
+    [(_, seconds)] = learned(made).training
     assert seconds == pytest.approx(7.0)
 
 
@@ -413,10 +407,10 @@ async def test_the_time_before_a_restore_is_no_training() -> None:
     made.store.restore(saved)
     made.engine.now += 100
     await cohort(made, "step1")
-    assert made.rollouts.allocator.auto.state(SIZE).training == ()
+    assert learned(made).training == ()
     made.engine.now += 7
     await cohort(made, "step2")
-    [(tokens, seconds)] = made.rollouts.allocator.auto.state(SIZE).training
+    [(tokens, seconds)] = learned(made).training
     assert seconds == pytest.approx(7.0)
     assert tokens == made.recorder.cohorts[2].returned_tokens
 
@@ -430,14 +424,13 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
     made.store.restore({})
     await made.engine.run()
     await asyncio.gather(*waiting)
-    auto = made.rollouts.allocator.auto
-    assert auto.state(SIZE) == AutoState()
+    assert learned(made) == AutoState()
     made.engine.now += 7
     for step in range(2):  # and those after it do not count as running beside it
         await cohort(made, f"step{step + 1}")
         made.engine.now += 7
-    assert auto.state(SIZE).batches == 2
-    assert len(auto.state(SIZE).training) == 1
+    assert learned(made).batches == 2
+    assert len(learned(made).training) == 1
 
 
 async def test_it_is_known_by_name_where_it_is_configured() -> None:

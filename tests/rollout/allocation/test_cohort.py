@@ -59,16 +59,6 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-# --- how long a group needs -----------------------------------------------------
-
-
-@pytest.mark.parametrize(("candidates", "place"), [(8, 6), (9, 6), (10, 7), (11, 8), (12, 8), (13, 8), (16, 8)])
-def test_a_group_with_few_candidates_reports_the_same_share_of_them_and_at_most_its_size(
-    candidates: int, place: int
-) -> None:
-    assert CohortTerms("cut", 16, 12.0).place(8, candidates) == place
-
-
 # --- how long it takes ----------------------------------------------------------
 
 
@@ -110,23 +100,6 @@ async def test_the_deadline_is_set_when_the_group_of_the_quantiles_rank_has_repo
     harness.cohort.report_need(harness.members[-1], 1)
     await turn()
     assert harness.deadlines == [[10 * rank]] * groups, "set once"
-
-
-async def test_the_deadline_does_not_depend_on_the_order_of_reports() -> None:
-    harness = CohortHarness(4, Deadline(0.75, exploration=0.0))
-    harness.join(4)
-    harness.need(50, 30, 40)
-    await turn()
-    assert harness.deadlines == [[50]] * 4
-
-
-@pytest.mark.parametrize(("floor", "ceiling", "expected"), [(1, None, 30), (40, None, 40), (1, 20, 20)])
-async def test_the_deadline_is_between_floor_and_ceiling(floor: int, ceiling: int | None, expected: int) -> None:
-    harness = CohortHarness(1, Deadline(floor=floor, ceiling=ceiling))
-    harness.join()
-    harness.need(30)
-    await turn()
-    assert harness.deadlines == [[expected]]
 
 
 async def test_groups_that_end_without_a_report_do_not_delay_the_deadline() -> None:

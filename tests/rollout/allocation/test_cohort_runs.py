@@ -13,8 +13,8 @@ from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.budgets import MIN_COHORT
 from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
+from darts_server.rollout.learned.statistics import MIN_COHORT
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason
