@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, Shortest
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors
 from darts_server.types import SelectedAs
 
 
@@ -26,7 +26,7 @@ class Fate:
 
 
 Fates = Mapping[int, Fate]
-Rule = InOrder | Shortest | LongestTail | SampledTail | CutTail | AllSurvivors | SampledSurvivors
+Rule = InOrder | DualEnd | SampledTail | CutTail | AllSurvivors | SampledSurvivors
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
@@ -39,9 +39,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
         case SampledSurvivors(size):
             lowest = [i for i, f in fates.items() if sum(o.tail_draw < f.tail_draw for o in fates.values()) < size]
             return dict.fromkeys(lowest, SelectedAs.SURVIVOR)
-        case Shortest(size):
-            return _valid_first(fates, short=size, size=size)
-        case LongestTail(short, longest):
+        case DualEnd(short, longest):
             return _both_ends(fates, short, longest)
         case SampledTail(short, longest):
             truncated = SelectedAs.FILL if _valid(fates) < short else SelectedAs.LONG_TRUNCATED

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import LongestTail
+from darts_server.policy.selection import DualEnd
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -152,7 +152,7 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     return possible(case.rule, tuple(ended), tuple(open_ones), world.limit, world.bound)
 
 
-@given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
+@given(cases(WITHOUT_FAILURES, of=st.builds(DualEnd, st.integers(0, 3), st.integers(1, 2)), max_length=20))
 def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
     assert not case.world().run().stopped
 
