@@ -65,7 +65,7 @@ def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase)
 
 
 @thoroughly
-@given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
+@given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True)))
 def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
     world = case.world().run()
     assert_exact(case.case, world, left(world))
@@ -74,7 +74,7 @@ def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(c
     event("cut" if world.cuts else "not cut")
 
 
-@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_spare=6), refill=True))
+@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6), refill=True))
 def test_all_survivors_are_returned_and_one_is_always_left(case: ScoredCase) -> None:
     world = case.world().run()
     if world.selection is not None:
@@ -104,7 +104,7 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
 @thoroughly
 @given(
     scored(
-        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_spare=6, cut=True),
+        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_replacements=6, cut=True),
         refill=True,
     )
 )
@@ -121,13 +121,13 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
         assert world.delivered.keys() <= world.selection.keys()
         assert world.cuts.keys() <= world.selection.keys()
         assert not world.pruned & world.selection.keys()
-    elif len(world.runs) <= world.in_all + case.case.spare and not world.pruned:
+    elif len(world.runs) <= world.in_all + case.case.replacements and not world.pruned:
         assert_given_up(case.case, world)
-    event("refilled" if len(world.runs) > world.in_all + case.case.spare else "not refilled")
+    event("refilled" if len(world.runs) > world.in_all + case.case.replacements else "not refilled")
     event(str(world.group.outcome))
 
 
-@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_spare=6, cut=True), refill=True))
+@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=6, cut=True), refill=True))
 def test_the_same_seeds_and_events_make_the_same_decisions(case: ScoredCase) -> None:
     here, there = case.world().run(), case.world().run()
     assert (sights(here), here.kept) == (sights(there), there.kept)

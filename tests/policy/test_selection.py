@@ -316,12 +316,12 @@ def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
 
 
 @cheap
-@given(cases(WITH_FAILURES, most=40, max_length=20, max_spare=6, cut=True))
+@given(cases(WITH_FAILURES, most=40, max_length=20, max_replacements=6, cut=True))
 def test_a_selector_kept_up_to_date_equals_a_new_one(case: Case) -> None:
     assert_kept(case.world(), case.early)
 
 
-@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_spare=3), refill=True))
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=3), refill=True))
 def test_also_of_candidates_that_are_pruned_and_replaced(case: ScoredCase) -> None:
     assert_kept(case.world(), case.case.early)
 
