@@ -420,6 +420,13 @@ def test_a_candidate_that_may_be_cut_is_not_delivered() -> None:
     assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
 
 
+def test_only_the_first_deadline_counts() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
+    group.handle(DeadlineSet(6), stop(0, 2), stop(1, 3))
+    assert group.handle(DeadlineSet(4), Progress(2, 5)) == []
+    assert (group.deadline, group.check_at) == (6, {2: 6})
+
+
 def test_without_enough_valid_ones_none_is_cut() -> None:
     group = opened(CutTail(1, 2), 3, draws=(0.9, 0.5, 0.1))
     assert group.handle(DeadlineSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []

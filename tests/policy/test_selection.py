@@ -160,6 +160,9 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
     verdict = assess(DualEnd(2), [running(0, 6), running(3, 6), running(4, 5)], done)
     assert verdict.stops == {3: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.check_at == {0: 7, 4: 6}
+    assert assess(DualEnd(2), [running(0, 6), running(4, 1)], done).check_at == {0: 7, 4: 6}
+    early = assess(DualEnd(2), [running(0, 6), running(4, 1)], done, early=True)
+    assert early.check_at == {0: 7, 4: 4}, "then also where it falls behind the first"
 
 
 def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
