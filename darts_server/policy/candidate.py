@@ -95,23 +95,18 @@ class Candidate:
         if following is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
         if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
-            self._record(event)
+            match event:
+                case Progress(tokens=tokens):
+                    self.tokens = max(self.tokens, tokens)
+                case Finished(tokens=tokens, reason=reason):
+                    self.tokens = tokens
+                    self.finish_reason = reason
+                case Scored(quality=quality):
+                    self.quality = quality
         self.state = following
         if isinstance(event, Failed | Lost) and self.reason is None:
             by_caller = isinstance(event, Lost) and event.by_caller
             self.reason = DiscardReason.ABORTED if by_caller else DiscardReason.FAILED
-
-    def _record(self, event: CandidateEvent) -> None:
-        match event:
-            case Progress(tokens=tokens):
-                self.tokens = max(self.tokens, tokens)
-            case Finished(tokens=tokens, reason=reason):
-                self.tokens = tokens
-                self.finish_reason = reason
-            case Scored(quality=quality):
-                self.quality = quality
-            case _:  # started
-                pass
 
     def sample_survival(self, survival: float) -> bool:
         """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.

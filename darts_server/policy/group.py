@@ -3,17 +3,17 @@
 Usage::
 
     group = Group(rng=rng)
-    act_on(group.open(Shortest(8), candidates=12))
+    act_on(group.open(DualEnd(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
-An event costs O(log n): the rule's `Assessment` keeps the candidates in order, so nothing looks at all of them before
+An event costs O(log n): the rule's `Selector` keeps the candidates in order, so nothing looks at all of them before
 the group is complete.
 
 A group that is assembled from single requests starts with `Group.add_candidate`, before its size is known.
 
 Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
 And decisions are final: a stopped candidate never returns, a delivered one stays in the group. So a rule may only
-settle what no future event can change.
+decide what no future event can change.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.pruning.survival import weight_factor
-from darts_server.policy.selection import Assessment, SelectionRule, Standings
+from darts_server.policy.selection import AllSurvivors, SelectionRule, Standings
 from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
@@ -50,6 +50,8 @@ class UniformGenerator(Protocol):
     def random(self) -> float: ...
 
 
+UNOPENED = AllSurvivors(0)
+"""Follows the candidates of a group that is not open yet: this rule stops none."""
 MAX_LOSSES = 3
 """How often a group may lose all that it returns with its engine."""
 
@@ -84,7 +86,7 @@ class Group:
         self.restarted_from = 0
         """Index of the first candidate since the last restart."""
         self._rule: SelectionRule | None = None
-        self._assessment = Assessment()  # of the rule, once the group is open
+        self._selector = UNOPENED.selector(deliver_early)  # of the rule, once the group is open
         self._check_at: dict[int, int] | None = None  # as long as nothing changed
         self._rng = rng
         self._survival_rng = survival_rng
@@ -102,7 +104,7 @@ class Group:
         self._owed: int | None = None  # candidates to start on `resume`; None while the group is not paused
         self._last_error: Exception | None = None
         self._delivered: set[int] = set()
-        self._needs_assessment = True  # an event came that may change what is certain
+        self._needs_decision = True  # an event came that may change what is certain
 
     @property
     def rule(self) -> SelectionRule:
@@ -132,7 +134,7 @@ class Group:
     @property
     def standings(self) -> Standings:
         """Its candidates in the order of lengths, without discarded ones and those before a restart."""
-        return self._assessment.standings
+        return self._selector
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -140,7 +142,7 @@ class Group:
         if self.outcome is not None:
             return {}
         if self._check_at is None:
-            self._check_at = self._assessment.check_at()
+            self._check_at = self._selector.check_at()
         return self._check_at
 
     def add_candidate(self) -> list[Decision]:
@@ -206,7 +208,7 @@ class Group:
         if not all(c.running and c.tokens == 0 for c in alive):
             return []
         self._allocated = kept
-        self._needs_assessment = True
+        self._needs_decision = True
         return [self._stop(candidate.index, DiscardReason.LOAD) for candidate in alive[kept:]]
 
     def carry(self) -> list[Decision]:
@@ -258,19 +260,20 @@ class Group:
         owed, self._owed = self._owed, None
         if self.outcome is not None or not owed:
             return []
-        self._needs_assessment = True
+        self._needs_decision = True
         return [self._start(owed), *self.handle()]
 
     # --- events -------------------------------------------------------------
 
     def _apply(self, event: Event) -> None:
         if not isinstance(event, Started | Scored):  # these two cannot change what is certain
-            self._needs_assessment = True
+            self._needs_decision = True
         if isinstance(event, DeadlineSet):
             # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
             if self.deadline is None:
                 self.deadline, self.bound = event.tokens, event.bound
-                self._set_deadline()
+                self._selector.deadline, self._selector.bound = event.tokens, event.bound
+                self._check_at = None
             return
         if not 0 <= event.index < len(self.candidates):
             raise IllegalMove(f"no candidate {event.index} was started: {event}")
@@ -280,8 +283,11 @@ class Group:
         match event:
             case Scored() if was_running:
                 self._pending_scores.append(event)
-            case Finished() if was_running:
-                self._cut_late(candidate)
+            case Finished() if was_running and self._selector.has_deadline:
+                # One that finished beyond the bound is cut, so that it does not matter how often progress is reported.
+                if self.bound is not None and candidate.tokens > self.bound:
+                    candidate.cut_at(self.bound)
+                    self._finished_late.append(candidate.index)
             case Failed(error=error, retryable=retryable):
                 self._last_error = error
                 if not retryable:
@@ -298,23 +304,14 @@ class Group:
             self._update(candidate)
 
     def _update(self, candidate: Candidate) -> None:
-        self._assessment.update(candidate)
-        self._check_at = None
-
-    def _cut_late(self, candidate: Candidate) -> None:
-        """Cut a candidate that finished beyond the bound, so that it does not matter how often progress is reported."""
-        if self._assessment.has_deadline and self.bound is not None and candidate.tokens > self.bound:
-            candidate.cut_at(self.bound)
-            self._finished_late.append(candidate.index)
-
-    def _set_deadline(self) -> None:
-        self._assessment.deadline, self._assessment.bound = self.deadline, self.bound
+        self._selector.update(candidate)
         self._check_at = None
 
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
-        self._assessment = Assessment() if self._rule is None else self._rule.begin(self._deliver_early)
-        self._set_deadline()
+        self._selector = (self._rule or UNOPENED).selector(self._deliver_early)
+        self._selector.deadline, self._selector.bound = self.deadline, self.bound
+        self._check_at = None
         for candidate in self.candidates[self.restarted_from :]:
             self._update(candidate)
 
@@ -328,49 +325,60 @@ class Group:
         """
         scores, self._pending_scores = self._pending_scores, []
         for score in scores:
-            candidate = self.candidates[score.index]
+            candidate, standings = self.candidates[score.index], self.standings
             if not candidate.running:
                 continue
-            survival = score.survival if self._can_prune_one() else 1.0
+            # Truncated ones do not count as left: a valid one is worth more than any of them.
+            left = len(standings.running) + len(standings.valid)
+            can_prune = self._survival_rng is not None and left > self.rule.fewest
+            survival = score.survival if can_prune else 1.0
             if candidate.sample_survival(survival):
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1
-                self._needs_assessment = True
+                self._needs_decision = True
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
-    def _can_prune_one(self) -> bool:
-        """Whether enough others remain. Truncated ones do not count: a valid one is worth more than any of them."""
-        standings = self.standings
-        return self._survival_rng is not None and len(standings.running) + len(standings.valid) > self.rule.fewest
-
     def _decide(self) -> Iterator[Decision]:
-        if not self._needs_assessment:
+        if not self._needs_decision:
             return
-        self._needs_assessment = False
-        standings = self.standings
-        missing = self.rule.fewest - len(standings)
+        self._needs_decision = False
+        selector = self._selector
+        missing = self.rule.fewest - len(selector)
         if missing > self._replacements_left:
             yield from self._give_up()
             return
         if missing > 0:  # all remaining candidates are in the group now, so delivered and cut ones stay in it
             yield self._start(missing)
             self._replacements_left -= missing
-        hopeless = self._assessment.hopeless()
-        if refill := self._refill(is_complete=len(hopeless) == len(standings.running)):
-            yield refill
-            hopeless = self._assessment.hopeless()
-        for index in sorted(hopeless):
-            yield self._stop(index, hopeless[index])
-        yield from self._cut_at_bound()
-        yield from self._cut()
-        if not standings.running:
-            yield from self._complete()
-        elif self._deliver_early:
-            yield from self._deliver()
 
-    def _finished(self) -> list[Candidate]:
-        return [c for c in self.candidates if c.alive and not c.running]
+        # Pruned candidates are replaced while new ones cannot contradict an earlier decision.
+        stops = selector.stops()
+        refill, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
+        is_bound = self._delivered or self._has_cuts or len(stops) == len(selector.running)
+        if refill > 0 and not is_bound:
+            yield self._start(refill)
+            stops = selector.stops()
+        for index in sorted(stops):
+            yield self._stop(index, stops[index])
+
+        # One that is cut at the bound counts as truncated from then on, and may turn out not to be selected. At the
+        # group's deadline those are cut too that finished beyond it before it was known.
+        late, self._finished_late = self._finished_late, []
+        for index in sorted([*late, *selector.at_bound()]):
+            assert self.bound is not None
+            yield self._cut(index, self.bound)
+        for index, tokens in sorted(selector.cuts().items()):
+            if index not in self._delivered:
+                yield self._cut(index, tokens)
+
+        if not selector.running:
+            yield self._complete()
+        elif self._deliver_early:
+            for index in sorted(selector.deliveries()):
+                if index not in self._delivered:
+                    self._delivered.add(index)
+                    yield Deliver(index)
 
     def _start(self, count: int) -> Start:
         # All random numbers of a candidate are drawn before it runs: results then depend on seeds and lengths alone,
@@ -382,53 +390,28 @@ class Group:
             self._update(self.candidates[index])
         return Start(tuple(indices))
 
-    def _refill(self, is_complete: bool) -> Start | None:
-        """Start new candidates in place of pruned ones, while that cannot contradict an earlier decision."""
-        count, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
-        is_bound = self._delivered or self._has_cuts or is_complete
-        return None if count <= 0 or is_bound else self._start(count)
-
     def _stop(self, index: int, reason: DiscardReason) -> Stop:
         self.candidates[index].discard(reason)
         self._update(self.candidates[index])
         return Stop(index, reason)
 
-    def _cut_at_bound(self) -> Iterator[Cut]:
-        """Cut whoever has reached the bound. It then counts as truncated, and may turn out not to be selected."""
-        late, self._finished_late = self._finished_late, []
-        for index in sorted([*late, *self._assessment.at_bound()]):
-            assert self.bound is not None
-            yield self._cut_one(index, self.bound)
-
-    def _cut(self) -> Iterator[Cut]:
-        """Cut candidates at their deadline, also those that finished beyond it before it was known."""
-        for index, tokens in sorted(self._assessment.cuts().items()):
-            if index not in self._delivered:
-                yield self._cut_one(index, tokens)
-
-    def _cut_one(self, index: int, tokens: int) -> Cut:
+    def _cut(self, index: int, tokens: int) -> Cut:
         self.candidates[index].cut_at(tokens)
         self._update(self.candidates[index])
         self._has_cuts = True
         return Cut(index, tokens)
 
-    def _deliver(self) -> Iterator[Decision]:
-        for index in sorted(self._assessment.newly_settled()):
-            if index not in self._delivered:
-                self._delivered.add(index)
-                yield Deliver(index)
-
     # --- outcomes -----------------------------------------------------------
 
-    def _complete(self) -> Iterator[Decision]:
-        selection = self.rule.select(self._finished(), self.deadline)
+    def _complete(self) -> Complete:
+        selection = self._selector.select()
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])
             elif candidate.alive:
                 candidate.discard(self.rule.discard_reason(candidate))
         self.outcome = Outcome.COMPLETED
-        yield Complete(dict(sorted(selection.items())))
+        return Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
         error = self._last_error or GroupFailed("too few candidates could finish")
@@ -437,7 +420,7 @@ class Group:
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End without a complete group. Trajectories that were delivered stay selected: the caller has them."""
-        selection = self.rule.select(self._finished(), self.deadline) if self._delivered else {}
+        selection = self._selector.select() if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)

@@ -8,7 +8,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, LongestTail, SampledSurvivors, SelectionRule, Shortest
+from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
 
 
 class Tail(StrEnum):
@@ -120,31 +120,28 @@ class Shaping:
         """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.
 
         Raises:
-            InvalidRequest: K + L is not the group size, or pruning has no candidate to spare.
+            InvalidRequest: K + L is not the group size, or no candidate can be pruned.
         """
-        self._check_room_to_prune(size)
+        self._check_pruning(size)
         if self.return_survivors:
             return AllSurvivors(size)
         if self.sample_survivors:
             return SampledSurvivors(size)
-        return self._length_rule(size, saturated)
-
-    def _length_rule(self, size: int, saturated: bool) -> SelectionRule:
         if self.completion_share is not None:
             place = self.completion_place(size)
             return CutTail(place, size - place, place)
         shortest = self._num_shortest(size)
         if self.num_longest == 0:
-            return Shortest(size)
+            return DualEnd(size)
         if self.deadline is not None:
             return CutTail(shortest, self.num_longest)
         if saturated:
             # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
             # With a deadline this is not needed, since the wait for any tail is bounded.
-            return Shortest(size)
-        return (SampledTail if self.tail is Tail.SAMPLED else LongestTail)(shortest, self.num_longest)
+            return DualEnd(size)
+        return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, self.num_longest)
 
-    def _check_room_to_prune(self, size: int) -> None:
+    def _check_pruning(self, size: int) -> None:
         """Check that a group gets more candidates than it returns. A keep ratio of 1 scores without pruning."""
         if self.pruning is None or self.pruning.keep_ratio == 1:
             return

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.group import Group
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import InOrder, LongestTail, Shortest
+from darts_server.policy.selection import DualEnd, InOrder
 from tests.policy.oracle import Rule
 from tests.policy.world import Ending, Peek, Truth, World
 
@@ -30,7 +30,7 @@ class Case:
     seed: int
     order: int
     peek: Peek = Peek.CHECKS
-    spare: int = 0
+    replacements: int = 0
     at_once: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
     slack: int | None = None
@@ -39,7 +39,9 @@ class Case:
 
     def world(self) -> World:
         return World(
-            group=Group(rng=np.random.default_rng(self.seed), max_replacements=self.spare, deliver_early=self.early),
+            group=Group(
+                rng=np.random.default_rng(self.seed), max_replacements=self.replacements, deliver_early=self.early
+            ),
             rule=self.rule,
             candidates=self.candidates,
             truths=self.truths,
@@ -55,10 +57,10 @@ class Case:
 
 PLACES = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
 SAMPLED_TAILS = st.sampled_from(PLACES).map(lambda places: SampledTail(*places))
-LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: LongestTail(*places))
+LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: DualEnd(*places))
 CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places: CutTail(*places))
 CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, last_needed=p[0]))
-WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(Shortest, st.integers(1, 4))
+WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(DualEnd, st.integers(1, 4))
 WITH_DEADLINE = CUT_TAILS | CAPS
 WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS
 RULES = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
@@ -81,21 +83,21 @@ def cases(
     *,
     of: st.SearchStrategy[Rule] = RULES,
     most: int = 9,
-    room: int = 0,
+    surplus: int = 0,
     max_length: int = 8,
-    max_spare: int = 0,
+    max_replacements: int = 0,
     cut: bool = False,
 ) -> Case:
-    """``most``: the greatest number of candidates at first; ``room``: at least so many more than the size.
+    """``most``: the greatest number of candidates at first; ``surplus``: at least so many more than the size.
 
     ``cut``: set limits on the way.
     """
     rule = draw(of)
-    candidates = draw(st.integers(rule.size + room, max(rule.size + room, most)))
-    spare = draw(st.integers(0, max_spare))
+    candidates = draw(st.integers(rule.size + surplus, max(rule.size + surplus, most)))
+    replacements = draw(st.integers(0, max_replacements))
     opening = draw(st.just(0) | st.integers(1, 5))
     additions = draw(st.lists(st.integers(0, opening), max_size=candidates)) if opening else []
-    in_all = candidates + len(additions) + spare
+    in_all = candidates + len(additions) + replacements
     if Ending.LENGTH in endings and draw(st.booleans()):
         endings = [*endings, *MANY_TRUNCATED]
     limits = st.dictionaries(st.integers(0, 6), st.integers(1, max_length), min_size=1, max_size=3)
@@ -107,7 +109,7 @@ def cases(
         seed=draw(st.integers(0, 10_000)),
         order=draw(st.integers(0, 10_000)),
         peek=draw(st.sampled_from(Peek)),
-        spare=spare,
+        replacements=replacements,
         limits=draw(limits) if cut else {},
         slack=draw(st.none() | st.integers(0, max_length)) if cut else None,
         additions=additions,

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, Shortest
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors
 from darts_server.types import SelectedAs
 
 
@@ -26,7 +26,7 @@ class Fate:
 
 
 Fates = Mapping[int, Fate]
-Rule = InOrder | Shortest | LongestTail | SampledTail | CutTail | AllSurvivors | SampledSurvivors
+Rule = InOrder | DualEnd | SampledTail | CutTail | AllSurvivors | SampledSurvivors
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
@@ -39,9 +39,7 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
         case SampledSurvivors(size):
             lowest = [i for i, f in fates.items() if sum(o.tail_draw < f.tail_draw for o in fates.values()) < size]
             return dict.fromkeys(lowest, SelectedAs.SURVIVOR)
-        case Shortest(size):
-            return _valid_first(fates, short=size, size=size)
-        case LongestTail(short, longest):
+        case DualEnd(short, longest):
             return _both_ends(fates, short, longest)
         case SampledTail(short, longest):
             truncated = SelectedAs.FILL if _valid(fates) < short else SelectedAs.LONG_TRUNCATED
@@ -140,7 +138,7 @@ Open = tuple[tuple[int, int, float], ...]
 
 @cache
 def possible(
-    rule: Rule, known: Known, open_ones: Open, limit: int | None = None, bound: int | None = None
+    rule: Rule, known: Known, running: Open, limit: int | None = None, bound: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Who is in the group in some future, and who in all of them.
 
@@ -148,10 +146,10 @@ def possible(
     drop out instead: lengths do not matter to that rule, so its surplus candidates only run as cover for the others.
     """
     some: set[int] = set()
-    everyone = frozenset(i for i, _ in known) | {i for i, _, _ in open_ones}
+    everyone = frozenset(i for i, _ in known) | {i for i, _, _ in running}
     every = everyone
     kept = {i for i, _ in known}
-    for fates in (bounded(rule, fates, bound, kept) for fates in futures(rule, known, open_ones, limit)):
+    for fates in (bounded(rule, fates, bound, kept) for fates in futures(rule, known, running, limit)):
         group = chosen(rule, fates, limit).keys()
         some |= group
         every &= group
@@ -160,17 +158,17 @@ def possible(
     return frozenset(some), every
 
 
-def futures(rule: Rule, known: Known, open_ones: Open, limit: int | None = None) -> Iterator[Fates]:
-    lengths = [fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in open_ones]
+def futures(rule: Rule, known: Known, running: Open, limit: int | None = None) -> Iterator[Fates]:
+    lengths = [fate.length for _, fate in known] + [tokens + 1 for _, tokens, _ in running]
     beyond = max([*lengths, limit or 0]) + 2
     ways: list[list[int | None]] = [
         [None, tokens + 1] if isinstance(rule, InOrder) else list(range(tokens + 1, beyond + 1))
-        for _, tokens, _ in open_ones
+        for _, tokens, _ in running
     ]
     for ends in product(*ways):
         ended = {
             i: Fate(length, valid=True, tail_draw=draw)
-            for (i, _, draw), length in zip(open_ones, ends, strict=True)
+            for (i, _, draw), length in zip(running, ends, strict=True)
             if length is not None
         }
         yield dict(known) | ended

@@ -42,8 +42,8 @@ class ScoredWorld(World):
     def pruned(self) -> set[int]:
         return {i for i, stop in self.stopped.items() if stop.reason is DiscardReason.PRUNED}
 
-    def _note(self, event: Event) -> None:
-        World._note(self, event)
+    def _record(self, event: Event) -> None:
+        World._record(self, event)
         if not isinstance(event, Scored) or self.group.outcome is not None:
             return
         if event.index in self.known or event.index in self.finished:
@@ -92,7 +92,7 @@ class ScoredCase:
         return ScoredWorld(
             group=Group(
                 rng=np.random.default_rng(case.seed),
-                max_replacements=case.spare,
+                max_replacements=case.replacements,
                 deliver_early=case.early,
                 survival_rng=chances,
             ),
@@ -116,5 +116,5 @@ def scored(draw: st.DrawFn, of: st.SearchStrategy[Case], refill: bool = False) -
     score = st.builds(Score, st.integers(1, 6), QUALITIES, SURVIVALS)
     count = len(case.truths)
     scores = draw(st.lists(st.lists(score, max_size=2), min_size=count, max_size=count))
-    most = draw(st.integers(0, count - case.spare)) if refill else 0
+    most = draw(st.integers(0, count - case.replacements)) if refill else 0
     return ScoredCase(case, scores, most, draw(st.integers(0, 1000)))

@@ -123,29 +123,6 @@ def test_a_group_may_be_nothing_but_truncated_ones(policy: str) -> None:
     assert replay(POLICIES[policy].selection_rule(SIZE), candidates, 600, 1200).generated == 1200 * len(candidates)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_few_prompts_with_runaways_do_not_delay_a_step(seed: int) -> None:
-    """5 % of all candidates run away, on 8 of 64 prompts."""
-    groups = cohort([0.4] * 8 + [0.0] * 56, seed)
-    off, cut = unshaped(groups), run("darts_cut", groups)
-    assert off.steps == CAP
-    assert cut.steps < 0.2 * off.steps
-    assert cut.tokens < 0.85 * off.tokens
-    capped = run("cap", groups)
-    assert capped.steps < 0.25 * off.steps
-    assert capped.tokens < cut.tokens
-
-
-@pytest.mark.parametrize("policy", BOUNDED)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_deadline_is_known_although_many_groups_have_too_few_valid_ones(policy: str, seed: int) -> None:
-    """19 % of the prompts have fewer than 8 valid ones of 12."""
-    groups = cohort([0.75] * 12 + [0.05] * 52, seed)
-    step = run(policy, groups)
-    assert step.steps < 0.25 * CAP
-    assert step.tokens < unshaped(groups).tokens
-
-
 @pytest.mark.parametrize(
     ("runaways", "policy", "steps", "tokens"),
     [

@@ -79,31 +79,20 @@ def test_late_events_of_a_cut_candidate_change_nothing(selected: bool, event: Ca
     assert repr(c) == before
 
 
-def test_progress_never_goes_back() -> None:
+def test_progress_never_goes_back_and_a_finish_sets_length_and_reason() -> None:
     c = candidate(tokens=3)
     c.apply(Progress(0, 7))
     c.apply(Progress(0, 5))
     assert c.tokens == 7
-
-
-def test_a_finish_sets_length_and_reason() -> None:
-    c = candidate()
     c.apply(Finished(0, 9, FinishReason.LENGTH))
-    assert (c.tokens, c.finish_reason, c.valid) == (9, FinishReason.LENGTH, False)
-    assert c.alive
-    assert not c.running
+    assert (c.tokens, c.finish_reason, c.valid, c.alive, c.running) == (9, FinishReason.LENGTH, False, True, False)
 
 
-def test_a_score_is_recorded() -> None:
-    c = candidate()
-    c.apply(Scored(0, 0.25))
-    assert c.quality == 0.25
-
-
-def test_a_score_after_the_finish_is_recorded_while_selection_is_open() -> None:
-    c = candidate(State.FINISHED)
+@pytest.mark.parametrize("state", [State.RUNNING, State.FINISHED])
+def test_a_score_is_recorded_while_selection_is_open(state: State) -> None:
+    c = candidate(state)
     c.apply(Scored(0, 0.25, survival=0.1))
-    assert (c.state, c.quality, c.survival) == (State.FINISHED, 0.25, 1.0)
+    assert (c.state, c.quality, c.survival) == (state, 0.25, 1.0)
 
 
 def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
@@ -116,20 +105,20 @@ def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
 
 
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
-@pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0)])
-def test_a_failed_candidate_is_discarded_as_failed(state: State, event: CandidateEvent) -> None:
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (Failed(0, RuntimeError()), DiscardReason.FAILED),
+        (Lost(0), DiscardReason.FAILED),
+        (Lost(0, by_caller=True), DiscardReason.ABORTED),
+    ],
+)
+def test_a_failed_candidate_is_discarded_as_failed_or_aborted(
+    state: State, event: Failed | Lost, reason: DiscardReason
+) -> None:
     c = candidate(state)
     c.apply(event)
-    assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.FAILED)
-    assert not c.alive
-    assert not c.running
-
-
-@pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
-def test_one_that_its_caller_aborted_is_discarded_as_aborted(state: State) -> None:
-    c = candidate(state)
-    c.apply(Lost(0, by_caller=True))
-    assert (c.state, c.reason) == (State.DISCARDED, DiscardReason.ABORTED)
+    assert (c.state, c.reason, c.alive, c.running) == (State.DISCARDED, reason, False, False)
 
 
 def test_a_running_candidate_sorts_with_one_token_more() -> None:

@@ -22,7 +22,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, selection_weights
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import InOrder, LongestTail, SelectionRule, Shortest
+from darts_server.policy.selection import DualEnd, InOrder, SelectionRule
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 
@@ -36,25 +36,27 @@ class Draws:
         return next(self._draws)
 
 
-def unopened(*, draws: tuple[float, ...] = (), spare: int | None = 0, early: bool = False) -> Group:
-    return Group(rng=Draws(*draws) if draws else np.random.default_rng(0), max_replacements=spare, deliver_early=early)
+def unopened(*, draws: tuple[float, ...] = (), replacements: int | None = 0, early: bool = False) -> Group:
+    return Group(
+        rng=Draws(*draws) if draws else np.random.default_rng(0), max_replacements=replacements, deliver_early=early
+    )
 
 
 def opened(
-    rule: SelectionRule, candidates: int, *, draws: tuple[float, ...] = (), spare: int = 0, early: bool = False
+    rule: SelectionRule, candidates: int, *, draws: tuple[float, ...] = (), replacements: int = 0, early: bool = False
 ) -> Group:
     """A group all of whose first candidates run."""
-    group = unopened(draws=draws, spare=spare, early=early)
+    group = unopened(draws=draws, replacements=replacements, early=early)
     assert group.open(rule, candidates) == [Start(tuple(range(candidates)))]
     group.handle(*(Started(i) for i in range(candidates)))
     return group
 
 
 def unopened_with(
-    candidates: int, *, draws: tuple[float, ...] = (), spare: int | None = 0, early: bool = False
+    candidates: int, *, draws: tuple[float, ...] = (), replacements: int | None = 0, early: bool = False
 ) -> Group:
     """A group that is not open yet, with so many that run."""
-    group = unopened(draws=draws, spare=spare, early=early)
+    group = unopened(draws=draws, replacements=replacements, early=early)
     for i in range(candidates):
         assert group.add_candidate() == [Start((i,))]
         assert group.handle(Started(i)) == []
@@ -79,15 +81,15 @@ def reasons(group: Group) -> list[DiscardReason | None]:
 def test_fewer_candidates_than_the_size_are_refused() -> None:
     group = unopened()
     with pytest.raises(ValueError, match="at least the group size 3, got 2"):
-        group.open(Shortest(3), 2)
+        group.open(DualEnd(3), 2)
     assert not group.is_open
-    assert group.open(Shortest(3), 3) == [Start((0, 1, 2))]
+    assert group.open(DualEnd(3), 3) == [Start((0, 1, 2))]
 
 
 def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
-    group = opened(Shortest(1), 1)
+    group = opened(DualEnd(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
-        group.open(Shortest(1), 1)
+        group.open(DualEnd(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
         group.add_candidate()
 
@@ -98,15 +100,15 @@ def test_a_group_has_no_size_before_it_is_open() -> None:
     for unknown in ("rule", "size", "completion_length"):
         with pytest.raises(IllegalMove, match="not open yet"):
             getattr(group, unknown)
-    group.open(Shortest(2), 2)
-    assert (group.is_open, group.rule, group.size, group.completion_length) == (True, Shortest(2), 2, None)
+    group.open(DualEnd(2), 2)
+    assert (group.is_open, group.rule, group.size, group.completion_length) == (True, DualEnd(2), 2, None)
 
 
 def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
     group = unopened()
     assert group.cancel() == []
     assert group.outcome is Outcome.CANCELLED
-    assert group.open(Shortest(1), 1) == []
+    assert group.open(DualEnd(1), 1) == []
     assert group.add_candidate() == []
     assert not group.candidates
 
@@ -122,9 +124,9 @@ def test_a_deadline_may_be_set_before_the_group_opens() -> None:
 
 def test_tail_draws_come_from_the_given_generator() -> None:
     draws = list(np.random.default_rng(0).random(3))
-    assert [c.tail_draw for c in opened(Shortest(1), 3).candidates] == draws
+    assert [c.tail_draw for c in opened(DualEnd(1), 3).candidates] == draws
     group = unopened_with(2)
-    group.open(Shortest(1), 3)
+    group.open(DualEnd(1), 3)
     assert [c.tail_draw for c in group.candidates] == draws
 
 
@@ -136,12 +138,12 @@ def test_nothing_is_decided_before_a_group_is_open() -> None:
     assert group.handle(stop(0, 2), truncated(1, 9), Progress(2, 5)) == []
     assert group.handle(DeadlineSet(1)) == []
     assert group.check_at == {}
-    assert group.open(Shortest(1), 3) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED), Complete({0: SelectedAs.SHORT})]
+    assert group.open(DualEnd(1), 3) == [Stop(2, DiscardReason.LONGER_THAN_NEEDED), Complete({0: SelectedAs.SHORT})]
 
 
 def test_opening_starts_the_missing_candidates() -> None:
     group = unopened_with(2)
-    assert group.open(Shortest(2), 4) == [Start((2, 3))]
+    assert group.open(DualEnd(2), 4) == [Start((2, 3))]
     assert group.check_at == {}
     group.handle(stop(0, 2), stop(1, 6))
     assert group.check_at == {2: 5, 3: 5}
@@ -149,37 +151,14 @@ def test_opening_starts_the_missing_candidates() -> None:
 
 def test_opening_with_too_many_candidates_starts_and_stops_none() -> None:
     group = unopened_with(4)
-    assert group.open(Shortest(2), 3) == []
+    assert group.open(DualEnd(2), 3) == []
     assert len(group.candidates) == 4
 
 
-def test_candidates_that_finished_before_the_opening_count() -> None:
-    group = unopened_with(2)
-    group.handle(stop(0, 2), stop(1, 4))
-    assert group.open(Shortest(3), 3) == [Start((2,))]
-    assert group.check_at == {}
-    assert group.handle(Started(2), stop(2, 3)) == [
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT, 2: SelectedAs.SHORT})
-    ]
-
-
-def test_a_group_may_be_complete_when_it_opens() -> None:
-    group = unopened_with(2)
-    group.handle(stop(0, 2), stop(1, 4))
-    assert group.open(InOrder(2), 2) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
-    assert group.outcome is Outcome.COMPLETED
-
-
-def test_settled_candidates_are_delivered_at_the_opening() -> None:
-    group = unopened_with(2, early=True)
-    group.handle(stop(0, 2), Progress(1, 2))
-    assert group.open(Shortest(2), 2) == [Deliver(0)]
-
-
 def test_failures_before_the_opening_do_not_count_as_replacements() -> None:
-    group = unopened_with(3, spare=1)
+    group = unopened_with(3, replacements=1)
     assert group.handle(Lost(0), Failed(2, RuntimeError())) == []
-    assert group.open(Shortest(3), 3) == [Start((3, 4))]
+    assert group.open(DualEnd(3), 3) == [Start((3, 4))]
     assert group.handle(Lost(3)) == [Start((5,))]
     stopped = [Stop(i, DiscardReason.CANCELLED) for i in (1, 5)]
     assert group.handle(Lost(4))[:-1] == stopped
@@ -191,41 +170,25 @@ def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None
     assert group.outcome is Outcome.FAILED
     assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
     assert group.add_candidate() == []
-    assert group.open(Shortest(2), 2) == []
+    assert group.open(DualEnd(2), 2) == []
 
 
 def test_a_group_may_lose_all_that_it_returns_three_times_by_default() -> None:
-    group = unopened_with(1, spare=None)
-    assert group.open(Shortest(2), 2) == [Start((1,))]
+    group = unopened_with(1, replacements=None)
+    assert group.open(DualEnd(2), 2) == [Start((1,))]
     for first in (0, 2, 4):
         assert group.handle(Lost(first), Lost(first + 1)) == [Start((first + 2, first + 3))]
     assert isinstance(group.handle(Lost(6))[-1], GiveUp)
 
 
-def test_an_unopened_group_that_is_cancelled_stops_its_candidates() -> None:
-    group = unopened_with(3)
-    group.handle(stop(0, 2))
-    assert group.cancel() == [Stop(1, DiscardReason.CANCELLED), Stop(2, DiscardReason.CANCELLED)]
-    assert reasons(group) == [DiscardReason.CANCELLED] * 3
-    assert group.add_candidate() == []
-    assert group.open(Shortest(2), 2) == []
-    assert group.handle(stop(1, 4), Failed(2, RuntimeError(), retryable=False)) == []
-
-
 def test_a_candidate_that_its_caller_aborts_is_replaced_if_the_group_needs_it_and_does_not_count() -> None:
-    group = opened(Shortest(2), 3, spare=1)
+    group = opened(DualEnd(2), 3, replacements=1)
     assert group.handle(Lost(0, by_caller=True)) == []
     assert group.handle(Lost(1, by_caller=True)) == [Start((3,))]
     group.handle(Started(3), stop(2, 4), stop(3, 5))
     assert group.outcome is Outcome.COMPLETED
     assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.ABORTED, None, None]
     assert selection_weights(group) == {2: 1.0, 3: 1.0}
-
-
-def test_a_group_of_which_too_many_are_aborted_names_the_caller() -> None:
-    [gave_up] = opened(Shortest(1), 1).handle(Lost(0, by_caller=True))
-    assert isinstance(gave_up, GiveUp)
-    assert str(gave_up.error) == "the caller aborted candidate 0, and too few others are left"
 
 
 def test_a_decided_group_is_what_was_delivered() -> None:
@@ -238,7 +201,7 @@ def test_a_decided_group_is_what_was_delivered() -> None:
 
 
 def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_failed_candidates() -> None:
-    group = opened(Shortest(1), 4, spare=4)
+    group = opened(DualEnd(1), 4, replacements=4)
     group.handle(Failed(0, RuntimeError(), retryable=True), Progress(1, 9))
     group.restart()
     group.resume()
@@ -250,31 +213,17 @@ def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_fa
     assert group.carry() == []
 
 
-def test_a_candidate_that_was_aborted_is_not_carried_over() -> None:
-    group = opened(Shortest(1), 2)
-    group.handle(Lost(0, by_caller=True))
-    group.carry()
-    assert reasons(group) == [DiscardReason.ABORTED, DiscardReason.CARRIED]
-
-
 # --- refusing ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_an_event_of_an_unknown_candidate_is_refused(index: int) -> None:
     with pytest.raises(IllegalMove, match=f"no candidate {index} was started"):
-        opened(Shortest(1), 2).handle(Started(index))
-
-
-def test_a_second_finish_is_refused() -> None:
-    group = opened(Shortest(2), 2)
-    group.handle(stop(0, 4))
-    with pytest.raises(IllegalMove):
-        group.handle(stop(0, 4))
+        opened(DualEnd(1), 2).handle(Started(index))
 
 
 def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
-    group, error = opened(Shortest(2), 2), RuntimeError()
+    group, error = opened(DualEnd(2), 2), RuntimeError()
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
     assert group.handle() == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
@@ -284,7 +233,7 @@ def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
 
 
 def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
-    group = opened(Shortest(2), 4)
+    group = opened(DualEnd(2), 4)
     assert group.handle(stop(3, 2)) == []
     assert group.handle(stop(1, 5)) == []
     assert group.check_at == {0: 5, 2: 4}
@@ -300,30 +249,22 @@ def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
 
 
 def test_candidates_not_selected_are_discarded_with_the_rules_reason() -> None:
-    group = opened(LongestTail(1, 1), 4)
+    group = opened(DualEnd(1, 1), 4)
     group.handle(stop(0, 2), stop(1, 3), truncated(2, 9))
     assert group.handle(stop(3, 5)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
     assert reasons(group) == [None, DiscardReason.MIDDLE, DiscardReason.TRUNCATED, None]
 
 
-def test_a_longest_tail_without_tail_places_stops_longer_candidates() -> None:
-    group = opened(LongestTail(1, 0), 2)
-    assert group.handle(stop(0, 2), Progress(1, 2)) == [
-        Stop(1, DiscardReason.LONGER_THAN_NEEDED),
-        Complete({0: SelectedAs.SHORT}),
-    ]
-
-
 def test_a_completed_group_ignores_events() -> None:
-    group = opened(Shortest(1), 2)
+    group = opened(DualEnd(1), 2)
     group.handle(stop(0, 1), Progress(1, 3))
     assert group.handle(stop(1, 4)) == []
     assert group.cancel() == []
     assert group.outcome is Outcome.COMPLETED
 
 
-def test_a_settled_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
-    group = opened(Shortest(2), 2, early=True)
+def test_a_certain_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
+    group = opened(DualEnd(2), 2, early=True)
     assert group.handle(stop(1, 4))[-1] == Deliver(1)
     assert group.handle(Progress(0, 5)) == []
     assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
@@ -343,7 +284,7 @@ def test_one_that_finishes_before_a_certain_one_is_certain_too() -> None:
 
 
 def test_of_a_longest_tail_the_shortest_and_the_longest_are_delivered_before_those_between() -> None:
-    group = opened(LongestTail(1, 2), 4, early=True)
+    group = opened(DualEnd(1, 2), 4, early=True)
     assert group.handle(*(Progress(i, 3) for i in (1, 2, 3)), stop(0, 2)) == [Deliver(0)]
     assert group.handle(stop(2, 9)) == []
     assert group.handle(stop(1, 5)) == [Deliver(2)]
@@ -361,11 +302,11 @@ def test_the_next_in_order_takes_the_place_of_a_failed_one() -> None:
 
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError("no memory")), Lost(0)])
 def test_a_failure_with_enough_other_candidates_starts_none(event: Event) -> None:
-    assert opened(Shortest(1), 2, spare=1).handle(event) == []
+    assert opened(DualEnd(1), 2, replacements=1).handle(event) == []
 
 
 def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
-    group = opened(Shortest(2), 2, spare=2)
+    group = opened(DualEnd(2), 2, replacements=2)
     assert group.handle(Lost(0)) == [Start((2,))]
     assert group.handle(Failed(2, RuntimeError())) == [Start((3,))]
     error = RuntimeError("no memory")
@@ -373,12 +314,6 @@ def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
     assert group.outcome is Outcome.FAILED
     failed = DiscardReason.FAILED
     assert reasons(group) == [failed, DiscardReason.CANCELLED, failed, failed]
-
-
-def test_giving_up_reports_the_last_failure() -> None:
-    first, last = RuntimeError("first"), RuntimeError("last")
-    group = opened(Shortest(2), 3)
-    assert group.handle(Failed(0, first), Failed(1, last), Progress(2, 4))[-1] == GiveUp(last)
 
 
 def test_giving_up_does_not_report_a_candidate_that_the_group_stopped() -> None:
@@ -389,36 +324,27 @@ def test_giving_up_does_not_report_a_candidate_that_the_group_stopped() -> None:
 
 def test_no_candidate_is_started_after_a_failure_that_is_not_retryable() -> None:
     error = RuntimeError("the engine is dead")
-    group = opened(Shortest(1), 1, spare=5)
+    group = opened(DualEnd(1), 1, replacements=5)
     assert group.handle(Failed(0, error, retryable=False)) == [GiveUp(error)]
 
 
-def test_giving_up_after_an_abort_names_the_aborted_candidate() -> None:
-    [gave_up] = opened(Shortest(1), 1).handle(Lost(0))
+@pytest.mark.parametrize(("by_caller", "who"), [(True, "caller"), (False, "engine")])
+def test_giving_up_after_an_abort_names_who_aborted_which_candidate(by_caller: bool, who: str) -> None:
+    [gave_up] = opened(DualEnd(1), 1).handle(Lost(0, by_caller))
     assert isinstance(gave_up, GiveUp)
     assert isinstance(gave_up.error, GroupAborted)  # a 503: nothing is wrong with the request
-    assert str(gave_up.error) == "the engine aborted candidate 0, and too few others are left"
+    assert str(gave_up.error) == f"the {who} aborted candidate 0, and too few others are left"
 
 
 def test_a_replacement_takes_no_place_from_a_delivered_candidate() -> None:
-    group = opened(Shortest(2), 2, spare=1, early=True)
+    group = opened(DualEnd(2), 2, replacements=1, early=True)
     assert group.handle(stop(1, 4), Progress(0, 4)) == [Deliver(1)]
     assert group.handle(Lost(0)) == [Start((2,))]
     assert group.handle(Started(2), stop(2, 1)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.SHORT})]
 
 
-def test_a_second_replacement_keeps_the_places_of_delivered_candidates() -> None:
-    group = opened(Shortest(3), 3, spare=2, early=True)
-    assert group.handle(stop(0, 4), Progress(1, 4), Progress(2, 4)) == [Deliver(0)]
-    assert group.handle(Lost(1)) == [Start((3,))]
-    assert group.handle(stop(2, 9), Lost(3)) == [Start((4,)), Deliver(2)]
-    assert group.handle(Started(4), stop(4, 1)) == [
-        Complete({0: SelectedAs.SHORT, 2: SelectedAs.SHORT, 4: SelectedAs.SHORT})
-    ]
-
-
 def test_a_replacement_leaves_shortest_and_tail_places_unchanged() -> None:
-    group = opened(SampledTail(1, 2), 3, draws=(0.7, 0.1, 0.6, 0.2), spare=1, early=True)
+    group = opened(SampledTail(1, 2), 3, draws=(0.7, 0.1, 0.6, 0.2), replacements=1, early=True)
     assert group.handle(stop(0, 5), truncated(1, 9)) == [Deliver(1)]
     assert group.handle(Lost(2)) == [Start((3,))]
     assert group.handle(Started(3), stop(3, 7)) == [
@@ -477,19 +403,6 @@ def test_the_others_are_stopped_when_it_is_certain_that_none_is_cut() -> None:
     ]
 
 
-def test_a_tail_that_finished_before_there_was_a_deadline_is_cut_afterwards() -> None:
-    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
-    assert group.handle(stop(1, 9), stop(0, 2)) == []
-    assert group.handle(DeadlineSet(5), stop(2, 4)) == [Cut(1, 5), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
-
-
-def test_a_group_that_is_complete_before_there_is_a_deadline_keeps_its_tail_whole() -> None:
-    group = opened(CutTail(1, 1), 2)
-    assert group.handle(stop(0, 2), stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
-    assert group.handle(DeadlineSet(5)) == []
-    assert group.candidates[1].tokens == 9
-
-
 def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     group = opened(CutTail(1, 2), 5, draws=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
@@ -522,39 +435,11 @@ def test_without_enough_valid_ones_none_is_cut() -> None:
     ]
 
 
-def test_a_replacement_takes_no_place_from_a_tail_that_may_be_cut() -> None:
-    group = opened(CutTail(1, 1), 2, draws=(0.9, 0.5, 0.0), spare=1)
-    assert group.handle(DeadlineSet(4), stop(0, 2), Lost(1)) == [Start((2,))]
-    assert group.handle(Started(2), Progress(2, 9)) == []
-    assert group.handle(stop(2, 10)) == [Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
-
-
-def test_late_events_of_a_cut_candidate_do_not_change_the_group() -> None:
-    group = opened(CutTail(1, 2), 4, draws=(0.9, 0.8, 0.2, 0.1))
-    assert group.handle(DeadlineSet(4), stop(0, 2), stop(1, 3), Progress(2, 3), Progress(3, 4)) == []
-    assert group.handle(stop(2, 4)) == [
-        Cut(3, 4),
-        Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG, 3: SelectedAs.LONG}),
-    ]
-    assert group.handle(truncated(3, 5)) == []
-    assert group.candidates[3].tokens == 4
-
-
-def test_the_completion_length_falls_as_shorter_candidates_finish() -> None:
-    group = opened(LongestTail(1, 1), 4)
-    group.handle(stop(0, 9), truncated(1, 1))
-    assert group.completion_length is None
-    group.handle(stop(2, 5))
-    assert group.completion_length == 9
-    group.handle(stop(3, 4))
-    assert group.completion_length == 5
-
-
 # --- cancelling -------------------------------------------------------------
 
 
 def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
-    group = opened(Shortest(2), 3)
+    group = opened(DualEnd(2), 3)
     group.handle(stop(0, 2), Lost(1))
     assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]
     assert reasons(group) == [DiscardReason.CANCELLED, DiscardReason.FAILED, DiscardReason.CANCELLED]
@@ -572,7 +457,7 @@ def test_delivered_candidates_stay_selected_when_the_group_is_cancelled() -> Non
 
 
 def test_delivered_candidates_stay_selected_when_the_group_gives_up() -> None:
-    group = opened(Shortest(2), 2, early=True)
+    group = opened(DualEnd(2), 2, early=True)
     group.handle(stop(0, 2), Progress(1, 2))
     error = RuntimeError("no memory")
     assert group.handle(Failed(1, error)) == [GiveUp(error)]

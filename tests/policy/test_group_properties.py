@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import LongestTail
+from darts_server.policy.selection import DualEnd
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -45,7 +45,7 @@ def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) ->
 
 
 @thoroughly
-@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True))
+@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True))
 def test_with_a_deadline_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert_exact(case, world, world.fates())
@@ -60,7 +60,7 @@ def test_the_group_does_not_depend_on_timing(case: Case, other: Case) -> None:
 
 
 @thoroughly
-@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2), cases(WITHOUT_FAILURES, most=12), st.integers(1, 4))
+@given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2), cases(WITHOUT_FAILURES, most=12), st.integers(1, 4))
 def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
     case: Case, other: Case, limit: int
 ) -> None:
@@ -72,10 +72,10 @@ def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
 
 def at_another_time(case: Case, other: Case) -> Case:
     """The same truths, started, run and reported as in ``other``."""
-    lives = zip(case.truths, [*other.truths, *case.truths], strict=False)
+    truths = zip(case.truths, [*other.truths, *case.truths], strict=False)
     return replace(
         case,
-        truths=[replace(ours, delay=theirs.delay, speed=theirs.speed) for ours, theirs in lives],
+        truths=[replace(ours, delay=theirs.delay, speed=theirs.speed) for ours, theirs in truths],
         order=other.order,
         peek=other.peek,
         at_once=other.early,
@@ -86,7 +86,7 @@ def at_another_time(case: Case, other: Case) -> Case:
 
 
 @thoroughly
-@given(cases(WITH_FAILURES, max_spare=6, most=6, cut=True))
+@given(cases(WITH_FAILURES, max_replacements=6, most=6, cut=True))
 def test_with_failures_the_rule_selects_from_the_remaining_candidates(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
@@ -147,18 +147,18 @@ def test_a_trajectory_is_delivered_when_every_future_selects_it_and_not_before(c
 
 def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     tokens = world.known | {i: stopped.known for i, stopped in world.stopped.items()}
-    open_ones = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
+    running = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
     ended = ((i, fate) for i, fate in sorted(world.finished.items(), key=lambda f: f[0]))
-    return possible(case.rule, tuple(ended), tuple(open_ones), world.limit, world.bound)
+    return possible(case.rule, tuple(ended), tuple(running), world.limit, world.bound)
 
 
-@given(cases(WITHOUT_FAILURES, of=st.builds(LongestTail, st.integers(0, 3), st.integers(1, 2)), max_length=20))
+@given(cases(WITHOUT_FAILURES, of=st.builds(DualEnd, st.integers(0, 3), st.integers(1, 2)), max_length=20))
 def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
     assert not case.world().run().stopped
 
 
 @thoroughly
-@given(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_spare=3), st.booleans())
+@given(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=3), st.booleans())
 def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
     case = replace(case, at_once=True, limits={2: 4} if cut else {})
     checked = replace(case, peek=Peek.CHECKS).world().run()
@@ -176,13 +176,13 @@ def sights(world: World) -> object:
 # --- delivering -------------------------------------------------------------
 
 
-@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6, cut=True))
+@given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=6, cut=True))
 def test_delivered_trajectories_stay_in_the_group(case: Case) -> None:
     world = replace(case, early=True).world().run()
     assert world.selection is None or world.delivered.keys() <= world.selection.keys()
 
 
-@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6, cut=True))
+@given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=6, cut=True))
 def test_nothing_is_delivered_early_unless_requested(case: Case) -> None:
     assert not replace(case, early=False).world().run().delivered
 
@@ -191,7 +191,7 @@ def test_nothing_is_delivered_early_unless_requested(case: Case) -> None:
 
 
 @thoroughly
-@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=6), st.booleans())
+@given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=6), st.booleans())
 def test_every_group_ends_and_every_candidate_ends_once(case: Case, cut: bool) -> None:
     world = replace(case, limits={1: 6} if cut else {}).world().run()
     assert_ended_well(case, world)
@@ -200,7 +200,7 @@ def test_every_group_ends_and_every_candidate_ends_once(case: Case, cut: bool) -
 
 def assert_ended_well(case: Case, world: World) -> None:
     group = world.group
-    assert len(group.candidates) == len(world.runs) <= world.in_all + case.spare
+    assert len(group.candidates) == len(world.runs) <= world.in_all + case.replacements
     assert not world.known
     assert not group.check_at
     assert (world.selection is None) != (world.gave_up is None)
@@ -233,7 +233,7 @@ def assert_completed(case: Case, world: World) -> None:
 def assert_given_up(case: Case, world: World) -> None:
     assert world.group.outcome is Outcome.FAILED
     left = len(world.runs) - len(world.gone)
-    unused = world.in_all + case.spare - len(world.runs)
+    unused = world.in_all + case.replacements - len(world.runs)
     if world.group.is_open:
         assert case.rule.size - left > unused or world.broken
         assert case.rule.size > left
@@ -248,7 +248,7 @@ def assert_delivered_stay(case: Case, world: World) -> None:
     assert selected == {i: ends[i] for i in world.delivered}
 
 
-@given(cases(WITH_FAILURES, max_spare=6, cut=True), st.integers(0, 12))
+@given(cases(WITH_FAILURES, max_replacements=6, cut=True), st.integers(0, 12))
 def test_a_cancelled_group_stops_everything_and_ignores_events(case: Case, moment: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
@@ -265,10 +265,10 @@ def test_a_cancelled_group_stops_everything_and_ignores_events(case: Case, momen
     for i in reasons.keys() - stopped - failed:
         assert reasons[i] is (None if i in world.delivered else DiscardReason.CANCELLED)
     assert_delivered_stay(case, world)
-    assert_late_words_change_nothing(world, sorted(running))
+    assert_late_events_change_nothing(world, sorted(running))
 
 
-def assert_late_words_change_nothing(world: World, running: list[int]) -> None:
+def assert_late_events_change_nothing(world: World, running: list[int]) -> None:
     before = [repr(c) for c in world.group.candidates]
     outcome = world.group.outcome
     for i in running:
@@ -286,7 +286,7 @@ def assert_late_words_change_nothing(world: World, running: list[int]) -> None:
 
 
 @thoroughly
-@given(cases(WITH_FAILURES, of=CUT_TAILS, cut=True, max_spare=6))
+@given(cases(WITH_FAILURES, of=CUT_TAILS, cut=True, max_replacements=6))
 def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> None:
     world = case.world().run()
     for i, tokens in world.cuts.items() if world.selection is not None else ():
@@ -300,7 +300,7 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
 
 
 @thoroughly
-@given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_spare=6), st.integers(1, 6), st.integers(0, 4))
+@given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_replacements=6), st.integers(1, 6), st.integers(0, 4))
 def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
     assume(is_bounded(case.rule))
     world = replace(case, peek=Peek.CHECKS, limits={0: limit}, slack=slack).world().run()
@@ -314,7 +314,7 @@ def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: in
     event("nothing but truncated ones" if everyone and not any(c.valid for c in everyone) else "with valid ones")
 
 
-@given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_spare=6), st.integers(0, 20), st.integers(1, 8))
+@given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_replacements=6), st.integers(0, 20), st.integers(1, 8))
 def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, limit: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
@@ -323,7 +323,11 @@ def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, 
     assert sights(world) == sights(case.world().run())
 
 
-@given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_spare=6), st.integers(1, 8), st.lists(st.integers(1, 8), max_size=3))
+@given(
+    cases(WITH_FAILURES, of=WITH_DEADLINE, max_replacements=6),
+    st.integers(1, 8),
+    st.lists(st.integers(1, 8), max_size=3),
+)
 def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int]) -> None:
     world, same = case.world(), case.world()
     for limit in (first, *others):
@@ -332,7 +336,7 @@ def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int
     assert sights(world.run()) == sights(same.run())
 
 
-@given(cases(WITH_THE_END_OF_THE_ENGINE, max_spare=3, cut=True))
+@given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=3, cut=True))
 def test_the_completion_length_is_that_of_the_last_of_the_shortest_so_far(case: Case) -> None:
     world = case.world()
     for _ in world.moments():

@@ -12,7 +12,6 @@ from darts_server.policy.events import (
     Complete,
     Decision,
     Deliver,
-    Failed,
     Finished,
     Keep,
     Progress,
@@ -23,7 +22,7 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import SelectionRule, Shortest
+from darts_server.policy.selection import DualEnd, SelectionRule
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -66,7 +65,7 @@ def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase)
 
 
 @thoroughly
-@given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, room=2, cut=True)))
+@given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True)))
 def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
     world = case.world().run()
     assert_exact(case.case, world, left(world))
@@ -75,7 +74,7 @@ def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(c
     event("cut" if world.cuts else "not cut")
 
 
-@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_spare=6), refill=True))
+@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6), refill=True))
 def test_all_survivors_are_returned_and_one_is_always_left(case: ScoredCase) -> None:
     world = case.world().run()
     if world.selection is not None:
@@ -105,7 +104,7 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
 @thoroughly
 @given(
     scored(
-        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_spare=6, cut=True),
+        cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_replacements=6, cut=True),
         refill=True,
     )
 )
@@ -122,13 +121,13 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
         assert world.delivered.keys() <= world.selection.keys()
         assert world.cuts.keys() <= world.selection.keys()
         assert not world.pruned & world.selection.keys()
-    elif len(world.runs) <= world.in_all + case.case.spare and not world.pruned:
+    elif len(world.runs) <= world.in_all + case.case.replacements and not world.pruned:
         assert_given_up(case.case, world)
-    event("refilled" if len(world.runs) > world.in_all + case.case.spare else "not refilled")
+    event("refilled" if len(world.runs) > world.in_all + case.case.replacements else "not refilled")
     event(str(world.group.outcome))
 
 
-@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_spare=6, cut=True), refill=True))
+@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=6, cut=True), refill=True))
 def test_the_same_seeds_and_events_make_the_same_decisions(case: ScoredCase) -> None:
     here, there = case.world().run(), case.world().run()
     assert (sights(here), here.kept) == (sights(there), there.kept)
@@ -152,11 +151,11 @@ def test_without_pruning_scores_do_not_change_the_group(case: ScoredCase, draws:
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_can_be_spared(
+def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_leave_the_size(
     survivals: list[float], size: int, seed: int, at_once: bool
 ) -> None:
     size = min(size, len(survivals))
-    group = opened(Shortest(size), len(survivals), np.random.default_rng(seed))
+    group = opened(DualEnd(size), len(survivals), np.random.default_rng(seed))
     scores = [Scored(i, 0.5, p) for i, p in enumerate(survivals)]
     decisions = group.handle(*scores) if at_once else [d for score in scores for d in group.handle(score)]
     assert [d for d in decisions if not isinstance(d, Deliver)] == kept_or_pruned(survivals, size, seed)
@@ -164,34 +163,26 @@ def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_can_be_sp
 
 def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decision]:
     """Decide about each candidate in turn: no more are pruned than leave ``size``, and the rest is kept for certain."""
-    spare, decisions = len(survivals) - size, list[Decision]()
+    surplus, decisions = len(survivals) - size, list[Decision]()
     for i, (survival, draw) in enumerate(
         zip(survivals, np.random.default_rng(seed).random(len(survivals)), strict=True)
     ):
-        probability = survival if spare else 1.0
+        probability = survival if surplus else 1.0
         is_kept = draw < probability
         decisions.append(Keep(i, probability) if is_kept else Stop(i, DiscardReason.PRUNED))
-        spare -= not is_kept
+        surplus -= not is_kept
     return decisions
 
 
 @pytest.mark.untraced
-def test_inverse_propensity_weights_stay_unbiased_when_the_group_can_spare_no_more() -> None:
+def test_inverse_propensity_weights_stay_unbiased_when_the_group_needs_all_that_are_left() -> None:
     """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on average."""
     rng = np.random.default_rng(11)
     sums = []
     for _ in range(10_000):
-        decisions = opened(Shortest(3), 4, rng).handle(*(Scored(i, 0.5, 0.5) for i in range(4)))
+        decisions = opened(DualEnd(3), 4, rng).handle(*(Scored(i, 0.5, 0.5) for i in range(4)))
         sums.append(sum((d.index + 1) / d.survival for d in decisions if isinstance(d, Keep)))
     assert np.mean(sums) == pytest.approx(10, abs=0.15)  # more than four standard errors
-
-
-def test_survival_at_two_points_is_the_product_of_both() -> None:
-    rng, kept = np.random.default_rng(0), 0
-    for _ in range(4000):
-        group = opened(Shortest(1), 2, rng)
-        kept += len(group.handle(Scored(0, 0.5, 0.7), Scored(0, 0.5, 0.4))) == 2 and group.candidates[0].running
-    assert kept / 4000 == pytest.approx(0.28, abs=0.03)  # four standard errors
 
 
 # --- one by one -------------------------------------------------------------
@@ -219,25 +210,20 @@ def finish(group: Group, **lengths: int) -> list[Decision]:
 
 
 def test_a_candidate_that_the_group_needs_is_kept_for_certain() -> None:
-    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
+    group = opened(DualEnd(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Keep(1, 1.0)]
     assert group.candidates[1].survival == 1.0
 
 
 def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:
-    group = opened(Shortest(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
+    group = opened(DualEnd(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
     group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
     assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]
 
 
-def test_a_failed_candidate_does_not_count_as_returnable() -> None:
-    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
-    assert group.handle(Scored(1, 0.2, 0.5), Failed(0, RuntimeError())) == [Keep(1, 1.0)]
-
-
 def test_a_candidate_that_finished_with_its_score_is_not_pruned() -> None:
-    group = opened(Shortest(2), 3, Draws(0.9, 0.9, 0.9))
+    group = opened(DualEnd(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.0), Finished(0, 4, STOP)) == []
     assert (group.candidates[0].quality, group.candidates[0].survival) == (0.2, 1.0)
 
@@ -246,24 +232,16 @@ def test_scores_before_the_opening_are_decided_at_the_opening() -> None:
     group = Group(rng=np.random.default_rng(0), survival_rng=Draws(0.9, 0.9, 0.9))
     group.add_candidate()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
-    assert group.open(Shortest(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
+    assert group.open(DualEnd(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
 
 
-def test_pruning_the_last_contender_completes_the_group() -> None:
-    group = opened(Shortest(2), 3, Draws(0.0, 0.0, 0.9))
+def test_pruning_the_last_that_is_waited_for_completes_the_group() -> None:
+    group = opened(DualEnd(2), 3, Draws(0.0, 0.0, 0.9))
     assert finish(group, c0=5, c1=7) == []
     assert group.handle(Scored(2, 0.2, 0.5)) == [
         Stop(2, DiscardReason.PRUNED),
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT}),
     ]
-
-
-def test_a_pruned_candidate_has_no_check() -> None:
-    group = opened(Shortest(1), 3, Draws(0.0, 0.9, 0.0))
-    finish(group, c0=5)
-    assert set(group.check_at) == {1, 2}
-    group.handle(Scored(1, 0.2, 0.5))
-    assert set(group.check_at) == {2}
 
 
 def test_the_tail_goes_to_the_next_draw_when_its_winner_is_pruned() -> None:
@@ -281,27 +259,21 @@ def test_the_tail_goes_to_the_next_draw_when_its_winner_is_pruned() -> None:
 
 
 def test_pruned_candidates_are_replaced_up_to_the_maximum() -> None:
-    group = opened(Shortest(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
+    group = opened(DualEnd(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
 
 
 def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
-    group = opened(Shortest(1), 2, Draws(0.0, 0.9), most=9)
+    group = opened(DualEnd(1), 2, Draws(0.0, 0.9), most=9)
     finish(group, c0=5)
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
 
-    group = opened(Shortest(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
+    group = opened(DualEnd(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
     group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
     assert finish(group, c0=5) == [Deliver(0)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
     assert len(group.candidates) == 4
-
-
-def test_a_replacement_is_scored_and_pruned_like_any_other() -> None:
-    group = opened(Shortest(1), 2, Draws(0.9, 0.0, 0.9), most=3)
-    group.handle(Scored(0, 0.2, 0.5))
-    assert group.handle(Started(2), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED)]
 
 
 def test_one_that_was_certain_may_lose_its_place_to_a_replacement() -> None:

@@ -20,11 +20,11 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, selection_weights
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import InOrder, LongestTail, SelectionRule, Shortest
+from darts_server.policy.selection import DualEnd, InOrder, SelectionRule
 from darts_server.types import DiscardReason, FinishReason, Outcome
 
 LOAD = DiscardReason.LOAD
-RULES: list[SelectionRule] = [Shortest(3), SampledTail(3, 1), LongestTail(3, 1), CutTail(3, 1), InOrder(3)]
+RULES: list[SelectionRule] = [DualEnd(3), SampledTail(3, 1), DualEnd(3, 1), CutTail(3, 1), InOrder(3)]
 
 
 def opened(rule: SelectionRule, candidates: int, *, prunes: bool = False, early: bool = False) -> Group:
@@ -75,7 +75,7 @@ def test_a_reduced_group_is_as_if_it_had_been_opened_with_fewer(
 
 
 def test_a_group_can_be_reduced_again_but_not_enlarged() -> None:
-    group = opened(Shortest(2), 8)
+    group = opened(DualEnd(2), 8)
     assert [stop.index for stop in group.reduce(6) if isinstance(stop, Stop)] == [6, 7]
     assert group.reduce(7) == []
     assert [stop.index for stop in group.reduce(0) if isinstance(stop, Stop)] == [2, 3, 4, 5]
@@ -84,7 +84,7 @@ def test_a_group_can_be_reduced_again_but_not_enlarged() -> None:
 
 def test_nothing_is_given_up_once_a_length_is_known_in_part() -> None:
     for event in (Progress(0, 1), Finished(0, 5, FinishReason.STOP)):
-        group = opened(Shortest(2), 8)
+        group = opened(DualEnd(2), 8)
         group.handle(Started(0), event)
         assert group.reduce(2) == []
         assert all(c.alive for c in group.candidates)
@@ -92,14 +92,14 @@ def test_nothing_is_given_up_once_a_length_is_known_in_part() -> None:
 
 @pytest.mark.parametrize("event", [Failed(0, RuntimeError()), Lost(0), Lost(0, by_caller=True)])
 def test_a_group_that_lost_a_candidate_keeps_the_others(event: Failed | Lost) -> None:
-    group = opened(Shortest(2), 8)
+    group = opened(DualEnd(2), 8)
     group.handle(Started(0), event)
     assert group.reduce(2) == []
 
 
 def test_a_group_that_prunes_has_ended_or_is_paused_is_not_reduced() -> None:
-    assert opened(Shortest(2), 8, prunes=True).reduce(2) == []
-    cancelled, paused = opened(Shortest(2), 8), opened(Shortest(2), 8)
+    assert opened(DualEnd(2), 8, prunes=True).reduce(2) == []
+    cancelled, paused = opened(DualEnd(2), 8), opened(DualEnd(2), 8)
     cancelled.cancel()
     paused.restart()
     assert cancelled.reduce(2) == paused.reduce(2) == []
@@ -108,7 +108,7 @@ def test_a_group_that_prunes_has_ended_or_is_paused_is_not_reduced() -> None:
 
 
 def test_a_reduced_group_starts_as_many_again_after_a_restart_and_may_be_reduced_further() -> None:
-    group = opened(Shortest(2), 8)
+    group = opened(DualEnd(2), 8)
     group.reduce(5)
     group.restart()
     [start] = group.resume()
@@ -117,14 +117,14 @@ def test_a_reduced_group_starts_as_many_again_after_a_restart_and_may_be_reduced
 
 
 def test_what_was_given_up_is_not_carried_over() -> None:
-    group = opened(Shortest(2), 4)
+    group = opened(DualEnd(2), 4)
     group.reduce(3)
     group.carry()
     assert [c.reason for c in group.candidates] == [DiscardReason.CARRIED] * 3 + [LOAD]
 
 
 def test_a_replacement_comes_for_one_that_fails_after_the_reduction() -> None:
-    group = opened(Shortest(2), 4)
+    group = opened(DualEnd(2), 4)
     group.reduce(2)
     group.handle(Started(0), Started(1))
     assert group.handle(Lost(0)) == [Start((4,))]

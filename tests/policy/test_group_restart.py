@@ -6,13 +6,13 @@ import pytest
 from darts_server.exceptions import IllegalMove
 from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, Finished, Scored, Start, Started, Stop
 from darts_server.policy.group import Group
-from darts_server.policy.selection import InOrder, Shortest
+from darts_server.policy.selection import DualEnd, InOrder
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 STOP = FinishReason.STOP
 
 
-def running(rule: Shortest, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
+def running(rule: DualEnd, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
     chances = np.random.default_rng(0) if prunes else None
     group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates, most)
@@ -21,7 +21,7 @@ def running(rule: Shortest, candidates: int, *, early: bool = False, most: int =
 
 
 def test_all_are_discarded_and_as_many_as_were_allocated_are_started() -> None:
-    group = running(Shortest(2), 4)
+    group = running(DualEnd(2), 4)
     group.handle(Finished(3, 5, STOP))
     assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
     assert group.restart() == [Stop(1, DiscardReason.RESTARTED), Stop(2, DiscardReason.RESTARTED)]
@@ -37,7 +37,7 @@ def test_all_are_discarded_and_as_many_as_were_allocated_are_started() -> None:
 
 
 def test_candidates_before_a_restart_do_not_count() -> None:
-    group = running(Shortest(2), 3)
+    group = running(DualEnd(2), 3)
     group.handle(Finished(0, 5, STOP))
     group.restart()
     assert group.handle(Finished(1, 6, STOP), DeadlineSet(9)) == []
@@ -50,7 +50,7 @@ def test_candidates_before_a_restart_do_not_count() -> None:
 
 
 def test_a_group_that_has_delivered_cannot_be_restarted() -> None:
-    group = running(Shortest(2), 2, early=True)
+    group = running(DualEnd(2), 2, early=True)
     assert group.can_restart
     assert Deliver(0) in group.handle(Finished(0, 5, STOP))
     assert not group.can_restart
@@ -59,7 +59,7 @@ def test_a_group_that_has_delivered_cannot_be_restarted() -> None:
 
 
 def test_a_paused_group_cannot_be_restarted_again() -> None:
-    group = running(Shortest(1), 1)
+    group = running(DualEnd(1), 1)
     group.restart()
     assert not group.can_restart
     with pytest.raises(IllegalMove):
@@ -96,7 +96,7 @@ def test_a_group_without_candidates_restarts_none() -> None:
 
 
 def test_a_group_that_is_cancelled_while_paused_stays_cancelled() -> None:
-    group = running(Shortest(1), 2)
+    group = running(DualEnd(1), 2)
     group.restart()
     assert group.cancel() == []
     assert group.resume() == []
@@ -105,7 +105,7 @@ def test_a_group_that_is_cancelled_while_paused_stays_cancelled() -> None:
 
 def test_places_of_pruned_candidates_are_refilled_after_a_restart() -> None:
     """As many candidates may be started in place of pruned ones as before."""
-    group = running(Shortest(1), 3, most=4, prunes=True)
+    group = running(DualEnd(1), 3, most=4, prunes=True)
     for first in (0, 3 + 1, 3 + 1 + 4):
         assert group.handle(Scored(first, 0.0, survival=0.0)) == [
             Stop(first, DiscardReason.PRUNED),

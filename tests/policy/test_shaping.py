@@ -9,7 +9,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, LongestTail, SampledSurvivors, SelectionRule, Shortest
+from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
 from darts_server.settings.fields import Policy
 
@@ -24,11 +24,11 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
     ("shaping", "rule"),
     [
         (Shaping(), SampledTail(7, 1)),
-        (Shaping(num_longest=2, tail=Tail.LONGEST), LongestTail(6, 2)),
-        (Shaping(num_longest=0, tail=Tail.LONGEST), Shortest(8)),
+        (Shaping(num_longest=2, tail=Tail.LONGEST), DualEnd(6, 2)),
+        (Shaping(num_longest=0, tail=Tail.LONGEST), DualEnd(8)),
         (Shaping(num_shortest=5, num_longest=3), SampledTail(5, 3)),
         (Shaping(deadline=Deadline()), CutTail(7, 1)),
-        (Shaping(deadline=Deadline(), num_longest=0), Shortest(8)),
+        (Shaping(deadline=Deadline(), num_longest=0), DualEnd(8)),
     ],
 )
 def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:
@@ -42,8 +42,8 @@ ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
 @pytest.mark.parametrize(
     ("shaping", "rule"),
     [
-        (ADAPTIVE, Shortest(8)),
-        (replace(ADAPTIVE, tail=Tail.LONGEST), Shortest(8)),
+        (ADAPTIVE, DualEnd(8)),
+        (replace(ADAPTIVE, tail=Tail.LONGEST), DualEnd(8)),
         (replace(ADAPTIVE, deadline=Deadline()), CutTail(7, 1)),
     ],
 )
@@ -121,11 +121,11 @@ def test_without_pruning_no_policy_prunes() -> None:
     ("name", "rule", "saturated"),
     [
         ("uniform", SampledTail(7, 1), SampledTail(7, 1)),
-        ("darts", SampledTail(7, 1), Shortest(8)),
+        ("darts", SampledTail(7, 1), DualEnd(8)),
         ("darts_cut", CutTail(7, 1), CutTail(7, 1)),
         ("cap", CutTail(6, 2, 6), CutTail(6, 2, 6)),
         ("arrol", SampledSurvivors(8), SampledSurvivors(8)),
-        ("darts+arrol", SampledTail(7, 1), Shortest(8)),
+        ("darts+arrol", SampledTail(7, 1), DualEnd(8)),
     ],
 )
 def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Scored, Started
 from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, InOrder, LongestTail, SampledSurvivors, SelectionRule, Shortest
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
 
@@ -87,7 +87,7 @@ def test_weights_do_not_depend_on_timing(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [Shortest(2), LongestTail(1, 1)],
+    [DualEnd(2), DualEnd(1, 1)],
     ids=lambda rule: type(rule).__name__,
 )
 def test_rules_that_never_select_some_candidates_have_no_weights(rule: SelectionRule) -> None:
@@ -123,7 +123,7 @@ def test_an_incomplete_group_has_no_weights() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "share"),
-    [(SampledTail(1, 1), 0.5), (SampledTail(1, 2), 1.0), (LongestTail(1, 1), 1.0), (SampledTail(2, 0), 1.0)],
+    [(SampledTail(1, 1), 0.5), (SampledTail(1, 2), 1.0), (DualEnd(1, 1), 1.0), (SampledTail(2, 0), 1.0)],
     ids=str,
 )
 def test_the_share_of_the_tail_is_what_was_sampled_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:

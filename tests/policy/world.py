@@ -30,7 +30,7 @@ from darts_server.policy.group import Group
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.oracle import Fate, Rule, bounded
 
-PATIENCE = 400
+MAX_STEPS = 400
 """Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
 
 
@@ -56,7 +56,7 @@ class Peek(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A candidate's life: ``delay`` steps until it starts, ``speed`` tokens a step, the end at ``length`` tokens."""
+    """How a candidate runs: ``delay`` steps until it starts, ``speed`` tokens a step, the end at ``length`` tokens."""
 
     length: int
     ending: Ending = Ending.STOP
@@ -135,7 +135,7 @@ class World:
     selection: Mapping[int, SelectedAs] | None = None
     gave_up: Exception | None = None
 
-    # --- living -------------------------------------------------------------
+    # --- running -------------------------------------------------------------
 
     def run(self) -> Self:
         for _ in self.moments():
@@ -143,18 +143,18 @@ class World:
         return self
 
     def moments(self) -> Iterator[None]:
-        """Live until the group has ended, with a halt after each time it decided."""
+        """Run until the group has ended, with a halt after each time it decided."""
         if 0 in self.limits:
             self.report(self._limit(self.limits[0]))
-        yield from self._let_in()
+        yield from self._open()
         while self.group.outcome is None:
             self.step += 1
-            assert self.step < PATIENCE, "the group waits for ever"
-            yield from self._tell(self._step())
-            yield from self._let_in()
+            assert self.step < MAX_STEPS, "the group waits for ever"
+            yield from self._report_in_parts(self._step())
+            yield from self._open()
             yield from self._report()
 
-    def _let_in(self) -> Iterator[None]:
+    def _open(self) -> Iterator[None]:
         for _ in range(self.additions.count(self.step)):
             self.act(self.group.add_candidate())
             self.in_all = len(self.runs)
@@ -168,7 +168,7 @@ class World:
     def _limit(self, tokens: int) -> DeadlineSet:
         return DeadlineSet(tokens, None if self.slack is None else tokens + self.slack)
 
-    def _tell(self, events: Sequence[Event]) -> Iterator[None]:
+    def _report_in_parts(self, events: Sequence[Event]) -> Iterator[None]:
         while events:
             count = len(events) if self.at_once else self.order.randint(1, len(events))
             self.report(*events[:count])
@@ -178,13 +178,13 @@ class World:
     def report(self, *events: Event) -> None:
         ended_before = self.group.outcome is not None
         for event in events:
-            self._note(event)
+            self._record(event)
         decisions = self.group.handle(*events)
         assert not (ended_before and decisions), "a group that has ended decides nothing"
         assert self.group.is_open or self.broken or not decisions, "decided before it was open"
         self.act(decisions)
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         """Keep book of what the group knows. Of one that it has stopped only a failure of the engine is news."""
         self.broken |= isinstance(event, Failed) and not event.retryable
         if isinstance(event, DeadlineSet):
@@ -221,7 +221,7 @@ class World:
 
     def _advance(self, i: int, run: Run) -> list[Event]:
         if i not in self.known:
-            return self._last_words(i, run)
+            return self._late_events(i, run)
         if self.step < run.born + run.truth.delay:
             return []
         if run.truth.ending is Ending.REFUSED:
@@ -240,7 +240,7 @@ class World:
                 events.append(Progress(i, run.tokens))
         return events
 
-    def _last_words(self, i: int, run: Run) -> list[Event]:
+    def _late_events(self, i: int, run: Run) -> list[Event]:
         """The engine may or may not say how one ended that the group has stopped."""
         run.over = True
         started: list[Event] = [] if run.started else [Started(i)]
@@ -262,10 +262,10 @@ class World:
 
     def _report(self) -> Iterator[None]:
         if self.peek is Peek.EVERYTHING:
-            yield from self._tell(self._progress(list(self.known)))
+            yield from self._report_in_parts(self._progress(list(self.known)))
         elif self.peek is Peek.CHECKS or self.order.random() < 0.5:
-            while due := self._progress(self._ringing()):
-                yield from self._tell(due)
+            while due := self._progress(self._due()):
+                yield from self._report_in_parts(due)
                 silent = all(self.group.check_at.get(event.index, event.tokens + 1) > event.tokens for event in due)
                 assert silent, "a check that was made is still due"
 
@@ -273,7 +273,7 @@ class World:
         self.order.shuffle(indices)
         return [Progress(i, self.runs[i].tokens) for i in indices if self.runs[i].started and not self.runs[i].over]
 
-    def _ringing(self) -> list[int]:
+    def _due(self) -> list[int]:
         return [i for i, tokens in self.group.check_at.items() if self.runs[i].tokens >= tokens]
 
     # --- doing what the group wants -----------------------------------------

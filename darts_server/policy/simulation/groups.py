@@ -3,6 +3,8 @@
 Candidates of a group start together, and each gets a token in every step. So a length is also the step of its end, and
 which candidates are stopped, and when, follows from the order of their lengths. Those of earlier rollouts go on from
 what they have: then the order is that of all their tokens, and the steps are those that are left.
+
+The rules are here once more, for arrays: 64 groups of 12 take 0.25 ms, and 40 ms as `Group`s that get events.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from darts_server.policy.deadline import place_of_need
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import InOrder, LongestTail, SelectionRule
+from darts_server.policy.selection import DualEnd, InOrder, SelectionRule
 from darts_server.policy.simulation.batch import Batch, BatchPlan
 
 Floats = NDArray[np.float64]
@@ -123,8 +125,8 @@ class Groups:
                 return order.cut_tail(shortest, longest, self.rule.completion_place, self.draws, known, late)
             case SampledTail(num_shortest=shortest, num_longest=longest):
                 return order.sampled_tail(shortest, longest, self.draws)
-            case LongestTail(num_shortest=shortest, num_longest=longest):
-                return order.longest_tail(shortest, longest)
+            case DualEnd(num_shortest=shortest, num_longest=longest) if longest:
+                return order.dual_end(shortest, longest)
         return order.shortest(self.rule.size)
 
 
@@ -176,7 +178,7 @@ class Order:
         others = np.minimum(self.lengths, self.nth(shortest))
         return self.whole(np.where(winners, self.lengths, others), short | winners)
 
-    def longest_tail(self, shortest: int, longest: int) -> Ends:
+    def dual_end(self, shortest: int, longest: int) -> Ends:
         tail = (self.rank >= np.maximum(self.count - longest, shortest)) & (self.rank < self.count)
         size = shortest + longest
         fill = (self.count < size) & (self.rank < size) & np.isfinite(self.lengths)
