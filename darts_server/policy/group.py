@@ -172,6 +172,7 @@ class Group:
         self._losses_left = (MAX_LOSSES - 1) * rule.size if self._max_replacements is None else 0
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
+            self._begin()  # by the rule, which no candidate was followed by so far
             return []
         missing = candidates - len(self.standings)
         self._begin()

@@ -1,6 +1,7 @@
 """Our metrics, from the code."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,9 +40,12 @@ def ours() -> list[Metric]:
     registry = _Registry()
     for maker in _makers():
         given: dict[str, Any] = {"model_name": "m", "registry": registry}
-        if (sources := inspect.signature(maker).parameters.get("sources")) is not None:
-            kind = get_args(sources.annotation)[0]
+        parameters = inspect.signature(maker).parameters
+        if "sources" in parameters:
+            kind = get_args(parameters["sources"].annotation)[0]
             given["sources"] = kind(**dict.fromkeys((field.name for field in fields(kind)), _zero))
+        if "reads" in parameters:
+            given["reads"] = defaultdict(lambda: _zero)
         maker(**given)
     return [metric for collector in registry.made for metric in _described(collector)]
 
@@ -62,8 +66,9 @@ def _zero(*_: object) -> Any:
 
 def _makers() -> Iterator[Any]:
     for name in metrics.__all__:
-        if "registry" in inspect.signature(getattr(metrics, name)).parameters:
-            yield getattr(metrics, name)
+        made = getattr(metrics, name)
+        if inspect.isclass(made) and "registry" in inspect.signature(made).parameters:
+            yield made
 
 
 def _described(collector: Any) -> Iterator[Metric]:

@@ -78,6 +78,16 @@ def test_an_unopened_group_restarts_its_candidates_and_those_added_meanwhile() -
     assert group.open(InOrder(4), 5) == [Start((6,))]
 
 
+def test_a_group_that_opens_while_it_is_paused_selects_by_its_rule() -> None:
+    group = Group(rng=np.random.default_rng(0))
+    group.restart()
+    assert group.open(DualEnd(2), 3) == []
+    assert group.resume() == [Start((0, 1, 2))]
+    group.handle(Started(0), Started(1), Started(2))
+    decisions = group.handle(*(Finished(i, 5, STOP) for i in range(3)))
+    assert decisions == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
+
+
 @pytest.mark.parametrize(("added", "granted", "started"), [(2, 4, 4), (4, 2, 4)])
 def test_a_group_may_be_opened_while_it_is_paused(added: int, granted: int, started: int) -> None:
     group = Group(rng=np.random.default_rng(0))
