@@ -4,6 +4,8 @@ import multiprocessing
 import os
 from multiprocessing.queues import Queue
 
+import pytest
+
 from darts_server.demo.server import bind
 
 
@@ -32,6 +34,7 @@ def run(rank: int, port: int, results: "Queue[tuple[int, str, str]]") -> None:
         results.put((rank, str(got), f"{type(error).__name__}: {error}"))
 
 
+@pytest.mark.nightly
 def test_a_result_and_an_error_of_the_main_process_reach_all() -> None:
     spawn = multiprocessing.get_context("spawn")
     results: Queue[tuple[int, str, str]] = spawn.Queue()

@@ -233,7 +233,7 @@ STREAMS = [
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("target", [8, 8.3, 15.5])
+@pytest.mark.parametrize("target", [8.3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 15.5))])
 def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:
     price = ShadowPrice(target, LOW, HIGH)
     counts = [price.candidates(std) for std in stream]

@@ -161,7 +161,14 @@ def test_options_that_return_shorter_ones_than_forecast_are_left_out() -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("factor", "least", "most"), [(1.02, 1.0, 1.0), (0.98, 0.5, 0.99), (0.8, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("factor", "least", "most"),
+    [
+        pytest.param(1.02, 1.0, 1.0, marks=pytest.mark.nightly),
+        (0.98, 0.5, 0.99),
+        pytest.param(0.8, 0.0, 0.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_an_option_at_the_edge_of_a_limit_is_chosen_as_often_as_the_average_allows(
     factor: float, least: float, most: float
 ) -> None:
@@ -238,7 +245,7 @@ CUT = "cut 2.0 at 0.8"
 
 @pytest.mark.nightly
 @pytest.mark.untraced
-@pytest.mark.parametrize("ratio", [1.1, 1.3])
+@pytest.mark.parametrize("ratio", [1.1, pytest.param(1.3, marks=pytest.mark.nightly)])
 def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     """``ratio``: the limit over the option's true share of lost trajectories, which is as forecast."""
     forecast = forecast_of(CUT)
@@ -329,7 +336,7 @@ def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("slower", "most"), [(10.0, 5), (2.0, 10)])
+@pytest.mark.parametrize(("slower", "most"), [(10.0, 5), pytest.param(2.0, 10, marks=pytest.mark.nightly)])
 def test_a_choice_that_loses_is_given_up(slower: float, most: int) -> None:
     """Each of three options must be measured, and what is forecast to be half as slow as ``off`` some more times."""
     choices, _ = run(MIN_OFF + 40, lambda name: 1.0 if name == "off" else slower, replace(ALL, allow=("uniform",)))

@@ -38,6 +38,7 @@ def assert_same(found: Rollout, expected: Outcome) -> None:
         assert row[: len(tokens)] == tokens
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_all_candidates_start_together_it_is_the_same_as_token_by_token(policy: str, nightly: bool) -> None:
     deadlines = 0
@@ -65,9 +66,10 @@ def test_where_no_candidate_is_stopped_it_is_the_same_with_any_queue_and_full_kv
     assert preemptions > 20
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", ["off", "uniform", "darts", "longest", "none"])
-def test_a_rollout_with_enough_groups_has_the_first(policy: str) -> None:
-    for seed in range(20):
+def test_a_rollout_with_enough_groups_has_the_first(policy: str, nightly: bool) -> None:
+    for seed in range(20 if nightly else 6):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
         case.plan = replace(case.plan, enough=9)
         found = simulate(case.batch, case.plan, case.machine)
@@ -96,12 +98,14 @@ def test_where_candidates_queue_it_is_close(policy: str) -> None:
     assert max(found) < 0.15
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("kv_blocks", "size", "prompt"), [(150, 16, 0), (3200, 1, 400), (200, 16, 400)])
 @pytest.mark.parametrize("policy", ["off", "uniform"])
 def test_where_the_kv_cache_is_full_it_is_close(policy: str, kv_blocks: int, size: int, prompt: int) -> None:
     assert median(errors(policy, 4, kv_blocks, size, prompt)) < 0.04
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", RECENT)
 def test_some_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_are_not(policy: str) -> None:
     bounded = []
