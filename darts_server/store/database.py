@@ -103,6 +103,7 @@ class Database:
         with translate_errors(self._path), self._writer:  # commits, or rolls back
             self._refuse_moved()
             self._writer.execute("BEGIN IMMEDIATE")
+            refuse_foreign(self._path, self._writer, APPLICATION_ID, VERSION)  # a newer server may have migrated it
             if replace:
                 self._writer.execute("DELETE FROM documents")
             self._writer.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from operator import itemgetter
 from pathlib import Path
 
-from darts_server.exceptions import StateDamaged, StateError
+from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store import archive
 from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
 from darts_server.store.database import Database
@@ -160,7 +160,7 @@ class Store(AbstractContextManager["Store"]):
             else:
                 try:
                     self._database.write(rows, replace=True)
-                except StateDamaged as error:  # of the state file: ``data`` was checked above
+                except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
                     raise StateError(str(error)) from error
             with self._lock:
                 self._pending, self._cache = restored, {}

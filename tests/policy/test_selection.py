@@ -188,6 +188,12 @@ def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     assert before.check_at[2] == 4
 
 
+def test_without_places_for_the_tail_only_the_shortest_are_certain() -> None:
+    done = [ended(0, 2), ended(1, 9)]
+    verdict = assess(SampledTail(1, 0), [running(2, 3)], done, early=True)
+    assert (verdict.certain, set(verdict.stops)) == ({0}, {2})
+
+
 def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)

@@ -167,3 +167,18 @@ def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
     with Store(tmp_path / "copy") as store:
         assert store.get("prompt", "a") == {"n": 1}
+
+
+def test_a_file_that_a_newer_version_has_migrated_is_not_written(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+            other.execute("PRAGMA user_version = 2")
+        store.put("prompt", "a", {"n": 1})
+        with pytest.raises(StateError, match="newer darts-server"):
+            store.flush()
+        with pytest.raises(StateError, match="newer darts-server"):
+            store.restore(Store().export())
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+            other.execute("PRAGMA user_version = 1")
+        store.flush()
+        assert store.fault is None

@@ -58,6 +58,10 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
 # --- the formulas -----------------------------------------------------------
 
 
+def test_the_published_form_has_none_of_our_additions() -> None:
+    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
+
+
 @given(LABELS, CHANCES, st.sampled_from([1, 7, 128]), st.sampled_from([0.5, 1.0]))
 def test_the_plain_form_is_the_papers(labels: list[Label], score: float, bins: int, alpha: float) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]

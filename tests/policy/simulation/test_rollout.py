@@ -105,7 +105,6 @@ def test_where_the_kv_cache_is_full_it_is_close(policy: str, kv_blocks: int, siz
     assert median(errors(policy, 4, kv_blocks, size, prompt)) < 0.04
 
 
-@pytest.mark.untraced
 @pytest.mark.parametrize("policy", RECENT)
 def test_some_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_are_not(policy: str) -> None:
     bounded = []
