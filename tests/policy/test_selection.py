@@ -190,8 +190,10 @@ def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
 
 def test_without_places_for_the_tail_only_the_shortest_are_certain() -> None:
     done = [ended(0, 2), ended(1, 9)]
+    verdict = assess(SampledTail(1, 0), [running(2, 0)], done, early=True)
+    assert (verdict.certain, verdict.stops) == (frozenset(), {})
     verdict = assess(SampledTail(1, 0), [running(2, 3)], done, early=True)
-    assert (verdict.certain, set(verdict.stops)) == ({0}, {2})
+    assert (verdict.certain, verdict.stops) == (frozenset({0}), {2: DiscardReason.TAIL_PRUNED})
 
 
 def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
