@@ -114,7 +114,7 @@ def test_sigusr1_writes_the_stacks_of_all_threads_and_is_survived(server: Server
 
 def test_all_processes_end_when_the_server_is_killed(server: Server, caller: httpx.Client) -> None:
     vote = {"prompt": "7a-5b*4>", "n": 2, "sampling": {"max_tokens": 5}, "pattern": "([0-9])"}
-    assert caller.post("/darts/v1/vote", json=vote).status_code == 200  # starts the process that finds answers
+    assert caller.post("/darts/v1/vote", json=vote).status_code == 200
     processes = psutil.Process(server.process.pid).children(recursive=True)
     assert len(engine(server)) >= 2, "an engine core and a worker"
     os.kill(server.process.pid, signal.SIGKILL)
