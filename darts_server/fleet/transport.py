@@ -194,7 +194,7 @@ async def connect(host: str, port: int, hello: Hello, receiver: Receiver) -> Con
     """Connect an engine's host to the coordinator.
 
     Raises:
-        EngineDead: nobody listens there.
+        EngineDead: no server listens there.
     """
     loop = asyncio.get_running_loop()
     try:

@@ -107,7 +107,7 @@ class Placed:
             logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
             if failures == MAX_FAILURES and not self.given_up.done():
                 self.given_up.set_exception(InvalidSetting(f"engine {rank} does not start: {reason}"))
-                self.given_up.exception()  # nobody may wait for it any more
+                self.given_up.exception()  # maybe without a reader, about which asyncio would complain
             await asyncio.sleep(pause)
 
     def restart(self, rank: int) -> None:

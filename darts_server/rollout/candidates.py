@@ -114,8 +114,8 @@ class CandidateRun(Generic[RequestT, OutputT]):
         """Tokens that it has generated, as far as recorded; constant after its end."""
         return max(self.state.tokens, self.stopped_tokens)
 
-    def mark_started(self, now: float, weight_version: int) -> None:
-        spans = self.carried.version_spans
+    def mark_started(self, now: float, weight_version: int, spans: VersionSpans) -> None:
+        """``spans``: of what it goes on from. Not ``carried``, which a restart while it started has emptied."""
         self.started_at, self.version_start, self.earlier_spans = now, spans[0][0] if spans else weight_version, spans
         self.resumed = sum(tokens for _, tokens in spans)
 
@@ -213,6 +213,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 carried = self._left_behind.pop()
             elif index < len(self.carried):
                 carried = self.carried[index]
+            assert index == len(self.candidates), "decisions to start are carried out in their order"
             has_own = bool(self._own_requests)
             request = self._own_requests.popleft() if has_own else self._request
             candidate = CandidateRun(self._group.candidates[index], request, has_own, carried, loop.create_future())
@@ -386,7 +387,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self.running[index] = running
                 if self._cohort is not None:
                     self._cohort.running += 1
-                candidate.mark_started(self._clock(), self._engine.weight_version)
+                candidate.mark_started(self._clock(), self._engine.weight_version, carried.version_spans)
                 if state.running:
                     events: list[Event] = [Started(index)]
                     if carried.tokens:
@@ -444,7 +445,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         assert result is not None
         self._ticket.mark_started(1)
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
-        candidate.mark_started(self._clock(), version)
+        candidate.mark_started(self._clock(), version, carried.version_spans)
         if state.running:
             self._on_events(Started(state.index))
         self._handle_result(candidate, result, version)
@@ -482,7 +483,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Return an aborted candidate that has generated nothing, but for what it had before."""
         if candidate.aborted:
             if candidate.carried.last_version is not None:
-                candidate.mark_started(self._clock(), candidate.carried.last_version)
+                candidate.mark_started(self._clock(), candidate.carried.last_version, candidate.carried.version_spans)
             candidate.output.set_result(self._engine.aborted_output(candidate.request, candidate.carried.prefix))
 
     def _fail_output(self, candidate: CandidateRun[RequestT, OutputT], error: Exception) -> None:

@@ -325,7 +325,7 @@ def for_engine(config: VllmConfig, rank: int, method: str, timeout: Any, args: A
 
 
 def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
-    """Return the request that goes on with what was received of another, or begins it anew; ``None`` if neither can be.
+    """Return a request that goes on from what was received of another, or restarts it; ``None`` if neither can be.
 
     Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
     """

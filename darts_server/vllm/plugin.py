@@ -1,6 +1,6 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
-It lets the engine hold what nobody reads yet (:mod:`darts_server.vllm.held`), and lets these processes share cores, and
+It lets the engine hold what is not read yet (:mod:`darts_server.vllm.held`), and lets these processes share cores, and
 end with the server's, however that ended. vLLM stops its engine when its API
 process stops in order. After SIGKILL, as from the kernel when memory runs out, the engine would run on for good with
 the device's memory. So each process of the engine waits for the end of the one that started it: the engine core for
