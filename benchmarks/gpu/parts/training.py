@@ -54,8 +54,8 @@ METHODS = {
     "resume": Method(OFF, 1.5, Carry.RESUME),
     "auto, resume": Method(AUTO, 1.5, Carry.RESUME),
     "cap, resume": Method("cap", 1.5, Carry.RESUME),
-    "tail batching": Method(OFF, 1.5, Carry.RESTART),
     "uniform": Method("uniform"),
+    "tail batching": Method(OFF, 1.5, Carry.RESTART),
 }
 
 
