@@ -123,6 +123,7 @@ def test_a_broken_stream_is_resumed_where_it_broke(server: Server) -> None:
     assert (late.status_code, late.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
+@pytest.mark.nightly
 def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server: Server) -> None:
     body = BODY | {"sampling": {"max_tokens": 250, "ignore_eos": True, "logprobs": True}, "chunk_tokens": 1}
     with httpx.stream("POST", url(server), json=body, timeout=240) as answer:

@@ -366,7 +366,7 @@ async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> 
         save_file(perturbed(seed), path)
     assert post(server, old.name).status_code == 200
     old.unlink()
-    body = {"prompts": [{"text": PROMPT}] * 20, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+    body = {"prompts": [{"text": PROMPT}] * 8, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
     before = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         group = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))
