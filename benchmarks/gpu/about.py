@@ -19,7 +19,6 @@ def about(card: Card) -> dict[str, object]:
         "card": card.name,
         "memory": f"{card.memory / 2**30:.0f} GiB",
         "copy bandwidth": f"{card.bandwidth / 1e12:.3f} TB/s (read and written bytes)",
-        "driver": card.driver,
         "CUDA": card.cuda,
         "torch": card.torch,
         "vLLM": vllm_version(),

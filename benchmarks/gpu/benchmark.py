@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
 
@@ -14,11 +13,8 @@ from benchmarks.gpu.child import GRACE_SECONDS, run_child
 from benchmarks.gpu.cli import Options, arguments
 from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.one_model import Findings, Spec
-from benchmarks.gpu.outlook import Outlook
 from benchmarks.gpu.pictures import draw
 from benchmarks.gpu.report import markdown
-from benchmarks.gpu.traces import load_or_sample
-from darts_server.policy.latency import LatencyCurve
 
 REPORT_SECONDS = 8.0
 """Time for pictures and report."""
@@ -45,20 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_progress(f"{card.name}: copies {card.bandwidth / 1e12:.2f} TB/s")
     weights = {name: 1 + time_weight(name) for name in options.models}
     shares = Budget(budget.remaining - REPORT_SECONDS).split(weights)
-    with ThreadPoolExecutor(1) as executor:  # this process is idle meanwhile
-        outlook = executor.submit(make_outlook, options)
-        found = [measure_model(name, options, card, share) for name, share in shares]
-        for model in found:
-            if model.curve is not None:
-                model.tables["outlook"] = outlook.result().table(LatencyCurve(**model.curve), model.capacity)
+    found = [measure_model(name, options, card, share) for name, share in shares]
     print(report(options, card, found))
     complete = not any(model.error or any(table.failed for table in model.tables.values()) for model in found)
     return 0 if complete else 1
-
-
-def make_outlook(options: Options) -> Outlook:
-    trace = load_or_sample([*map(str, options.traces)], options.seed)[0]
-    return Outlook.of(trace.first(max(options.prompts)) if options.dry else trace, options.policies)
 
 
 def time_weight(model: str) -> float:

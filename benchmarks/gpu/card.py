@@ -13,8 +13,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.gpu.nvml import driver
-
 GPU_COPY_BYTES, CPU_COPY_BYTES = 4 << 30, 128 << 20
 """Far larger than any cache."""
 COPIES = 20
@@ -27,7 +25,6 @@ class Card:
     """``memory``: bytes. ``bandwidth``: bytes read plus bytes written in a second while copying."""
 
     name: str
-    driver: str | None
     memory: int
     bandwidth: float
     torch: str
@@ -61,11 +58,11 @@ def measure() -> Card:
     if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         copied = copy_bandwidth(torch.empty(CPU_COPY_BYTES, dtype=torch.uint8), lambda: None)
-        return Card(f"no GPU ({platform.machine()})", None, memory, copied, torch.__version__, None)
+        return Card(f"no GPU ({platform.machine()})", memory, copied, torch.__version__, None)
     properties = torch.cuda.get_device_properties(0)
     size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     copied = copy_bandwidth(torch.empty(size, dtype=torch.uint8, device="cuda"), torch.cuda.synchronize)
-    return Card(properties.name, driver(), properties.total_memory, copied, torch.__version__, version)
+    return Card(properties.name, properties.total_memory, copied, torch.__version__, version)
 
 
 def copy_bandwidth(source: Any, wait: Any) -> float:

@@ -18,8 +18,8 @@ For each model it starts one engine (real architecture, random weights) and meas
   2. whole rollouts: the same prompts and lengths under plain vLLM and under each policy,
   3. the cost of our code: throughput with nothing shaped, CPU time per token, aborts and probes,
   4. weight updates, from a file and pushed, by phase.
-From the step times it predicts where shaping pays on this card. With few prompts the card waits for the longest
-trajectory; with many it is always busy. So rollouts of both kinds are measured, and the sizes between are predicted.
+With few prompts the card waits for the longest trajectory; with many it is always busy. So rollouts of both kinds are
+measured. `darts-server simulate` predicts where shaping pays between them.
 
 The length of each candidate comes from a trace, so it is the same under every policy; every token is really decoded.
 The trace is sampled with a seed, or read from a file. Lengths are divided by 2, 4, ... if there is not enough time, and

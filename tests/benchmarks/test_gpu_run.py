@@ -106,7 +106,7 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     (model,) = result["models"]
     assert model["error"] is None
     tables = model["tables"]
-    assert list(tables) == ["steps", "rollouts-8", "training", "costs", "weights", "outlook"]
+    assert list(tables) == ["steps", "rollouts-8", "training", "costs", "weights"]
     assert not any(table["failed"] for table in tables.values())
     assert all(row["step, ms"] > 0 and row["bound, ms"] > 0 for row in tables["steps"]["rows"])
     rows = {row["policy"]: row for row in tables["rollouts-8"]["rows"]}

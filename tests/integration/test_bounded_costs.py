@@ -152,6 +152,7 @@ def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_as_much_as_on
             time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_pattern_that_takes_too_long_ends_its_vote_alone(server: Server) -> None:
     vote: dict[str, Any] = {"prompt": EASY, "n": 2, "sampling": {"max_tokens": 250, "ignore_eos": True}}
     with served_meanwhile(server):
@@ -234,6 +235,7 @@ def test_what_the_engine_keeps_for_each_candidate_is_limited(server: Server, nam
     assert server.metric("darts_candidates_started_total") == before
 
 
+@pytest.mark.nightly
 def test_batches_that_are_kept_keep_no_more_of_their_sampling_parameters(server: Server) -> None:
     process = psutil.Process(server.process.pid)
 
@@ -265,6 +267,7 @@ def test_no_caller_can_take_log_probs_from_others(server: Server) -> None:
         assert "logprob_token_ids: vLLM applies it to all requests" in answer.json()["error"]["message"], route
 
 
+@pytest.mark.nightly
 def test_a_group_of_the_largest_size_does_not_hold_up_others(server: Server) -> None:
     body = {"prompt": "11+1=", "n": 1024, "max_tokens": 1}
     with served_meanwhile(server, LARGEST_STALL_SECONDS):

@@ -171,6 +171,7 @@ def test_layers_ranks_scales_and_precisions_may_differ(server: Server) -> None:
     check_lora(server, push(server, half), merged(half))
 
 
+@pytest.mark.nightly
 def test_adapters_are_served_beside_each_other(server: Server) -> None:
     """By default the engine has one slot, so each adapter is read from its files again when it is used."""
     check_lora(server, push(server, lora(6), "one"), merged(lora(6)), "one")
@@ -243,6 +244,7 @@ def test_a_trainer_brings_adapters_by_its_own_route_and_the_next_replaces_it(
     assert delete(server, dialect).status_code == 200
 
 
+@pytest.mark.nightly
 def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, tmp_path: Path) -> None:
     answer = put(server, perturbed(1))
     assert answer.status_code == 501

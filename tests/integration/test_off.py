@@ -19,7 +19,7 @@ def choices(server: Server, model: str, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3, 4))])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
     server: Server, plain: Server, prompt: str, seed: int

@@ -44,6 +44,7 @@ def texts(answer: httpx.Response) -> set[str]:
     return {trajectory["text"] for trajectory in answer.json()["groups"][0]["trajectories"]}
 
 
+@pytest.mark.nightly
 def test_our_routes_and_the_client_ignore_the_models_generation_config(processed: Server) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "n": 8, "max_tokens": 40}
     choices = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=240).json()["choices"]

@@ -43,7 +43,13 @@ def check(events: Events) -> list[dict[str, Any]]:
     return assemble_groups(events)
 
 
-@pytest.mark.parametrize(("policy", "logprobs"), [("uniform", True), ("darts", False), ("darts_cut", True)])
+@pytest.mark.parametrize(
+    ("policy", "logprobs"),
+    [
+        ("darts_cut", True),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("uniform", True), ("darts", False))),
+    ],
+)
 def test_events_add_up_to_whole_groups(server: Server, policy: str, logprobs: bool) -> None:
     sampling = {"max_tokens": 200, "logprobs": logprobs}
     groups = check(stream(server, BODY | {"sampling": sampling, "policy": {"name": policy}}, key()))
@@ -73,7 +79,7 @@ def _content(trajectory: dict[str, Any]) -> tuple[Any, ...]:
     return trajectory["token_ids"], logprobs, trajectory["text"], trajectory["finish_reason"]
 
 
-@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("included", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_stop_string_retracts_no_streamed_token(server: Server, included: bool) -> None:
     sampling = {"max_tokens": 200, "stop": ["#", "=0c"], "include_stop_str_in_output": included, "logprobs": True}
     groups = check(stream(server, BODY | {"sampling": sampling, "chunk_tokens": 1}))
@@ -117,6 +123,7 @@ def test_a_broken_stream_is_resumed_where_it_broke(server: Server) -> None:
     assert (late.status_code, late.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
+@pytest.mark.nightly
 def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server: Server) -> None:
     body = BODY | {"sampling": {"max_tokens": 250, "ignore_eos": True, "logprobs": True}, "chunk_tokens": 1}
     with httpx.stream("POST", url(server), json=body, timeout=240) as answer:

@@ -264,7 +264,14 @@ def abortable(form: str, prompt_ids: list[int]) -> list[tuple[str, dict[str, Any
 
 
 @pytest.mark.parametrize("route", [ABORTED[0], pytest.param(ABORTED[1], marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("form", ["one request", "single requests", "an incomplete group", "tokens"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "single requests",
+        "tokens",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("one request", "an incomplete group")),
+    ],
+)
 async def test_aborted_callers_get_what_was_generated_for_them(
     server: Server, trainer: Trainer, form: str, route: str
 ) -> None:
@@ -321,7 +328,9 @@ def texts(answer: httpx.Response) -> dict[int, str]:
     return {choice["index"]: choice["message"]["content"] or "" for choice in body["choices"]}
 
 
-@pytest.mark.parametrize("form", OTHERS)
+@pytest.mark.parametrize(
+    "form", ["chat", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS if each != "chat")]
+)
 async def test_what_aborted_callers_get_begins_the_seeded_answer_on_every_route(
     server: Server, trainer: Trainer, form: str
 ) -> None:

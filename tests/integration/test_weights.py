@@ -352,7 +352,9 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
     call = {"method": "darts_load_weights", "args": [plans]}
     error, *_ = httpx.post(f"{server.url}/collective_rpc", json=call, timeout=240).json()["results"]
     assert "nothing.safetensors" in error
-    assert len(sample(server)) == 4
+    # Without log-probs: those of half-loaded weights may be NaN.
+    alive = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 5}
+    httpx.post(f"{server.url}/v1/completions", json=alive, timeout=240).raise_for_status()
     check_served(server, put(server, ORIGINAL), ORIGINAL)
 
 
@@ -364,7 +366,7 @@ async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> 
         save_file(perturbed(seed), path)
     assert post(server, old.name).status_code == 200
     old.unlink()
-    body = {"prompts": [{"text": PROMPT}] * 20, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+    body = {"prompts": [{"text": PROMPT}] * 8, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
     before = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         group = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))

@@ -7,7 +7,6 @@ import numpy as np
 
 from benchmarks.gpu.bench import Bench, gather_within
 from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.nvml import Utilisation
 from benchmarks.gpu.plan import Plan, make_plan, order_policies
 from benchmarks.gpu.policies import AGAIN, MEANING, PLAIN, SIZE
 from benchmarks.gpu.rollout import Outcome, run_rollout
@@ -24,9 +23,8 @@ WARM_UP_TOKENS = 8
 MEASURED = (
     "Candidate i of a prompt has the same length and tail draw under every policy. The prompt statistics at the start "
     "of each rollout come from an earlier sample of the same trace. Ratios are to the faster run of plain. Idle: "
-    "share of the time in which fewer than a quarter of the initially running sequences ran. GPU busy: share of the "
-    "time in which any kernel ran, if NVML supports it. Predicted: from the step times above and the lengths alone, by "
-    "the paper's cost model."
+    "share of the time in which fewer than a quarter of the initially running sequences ran. Predicted: from the step "
+    "times above and the lengths alone, by the paper's cost model."
 )
 
 
@@ -42,7 +40,6 @@ def table(prompts: int) -> Table:
         "returned": ",d",
         "wasted": ",d",
         "idle": ".0%",
-        "GPU busy": ".0%",
         "mean length": ".1f",
         "p95": ",.0f",
         "CPU us a token": ".1f",
@@ -61,14 +58,13 @@ async def measure(
     result.note(describe(plan, trace))
     result.note(MEASURED)
     await warm_up(bench, plan.trace, budget)
-    with Utilisation() as busy:
-        for policy in (*must, *may):
-            outcome = await try_policy(bench, budget, result, plan, policy)
-            if outcome is None:
-                continue
-            result.rows.append(row(bench, outcome, plan.predicted[policy], busy))
-            fill_ratios(result.rows)
-            timelines[policy] = bench.log.between(outcome.start, outcome.end).timeline(outcome.start)
+    for policy in (*must, *may):
+        outcome = await try_policy(bench, budget, result, plan, policy)
+        if outcome is None:
+            continue
+        result.rows.append(row(bench, outcome, plan.predicted[policy]))
+        fill_ratios(result.rows)
+        timelines[policy] = bench.log.between(outcome.start, outcome.end).timeline(outcome.start)
 
 
 async def try_policy(bench: Bench, budget: Budget, result: Table, plan: Plan, policy: str) -> Outcome | None:
@@ -116,7 +112,7 @@ def fill_ratios(rows: Sequence[dict[str, Value]]) -> None:
         row["ratio to plain"] = times[str(row["policy"])] / plain if plain else None
 
 
-def row(bench: Bench, outcome: Outcome, predicted: float, busy: Utilisation) -> dict[str, Value]:
+def row(bench: Bench, outcome: Outcome, predicted: float) -> dict[str, Value]:
     returned, started = sum(outcome.returned), min(outcome.candidates, bench.sizes.capacity)
     return {
         "policy": outcome.policy,
@@ -129,7 +125,6 @@ def row(bench: Bench, outcome: Outcome, predicted: float, busy: Utilisation) -> 
         "returned": returned,
         "wasted": outcome.generated - returned,
         "idle": bench.log.idle_share(outcome.start, outcome.end, IDLE_BELOW * started),
-        "GPU busy": busy.mean(outcome.start, outcome.end),
         "mean length": float(np.mean(outcome.returned)),
         "p95": float(np.percentile(outcome.returned, 95)),
         "CPU us a token": 1e6 * outcome.cpu / outcome.generated,
