@@ -61,7 +61,7 @@ from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
-from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
+from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
@@ -82,13 +82,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with (
-        Store(settings.state_dir, check=check_document) as store,
-        CarriedFile(settings.state_dir) as carried_file,
-        Staging(settings.weights_staging) as staging,
-    ):
-        stores = Stores(store, carried_file)
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, stores, staging))
+    return server.run(args, lambda: _serve(settings, args, vllm_argv, access))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -119,17 +113,10 @@ def _access(settings: Settings, args: Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
-    """What is kept on the disk: ``learned`` state, and prompts that are ``carried`` over."""
-
-    learned: Store
-    carried: CarriedFile
-
-
-@dataclass(frozen=True, slots=True)
 class Rooms:
     """Everything above the engine."""
 
+    store: Store
     provenance: Provenance
     rollouts: VllmRollouts
     reward_matcher: RewardMatcher
@@ -151,29 +138,31 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     return start_fleet(args, Fleet(settings.replicas, argv, cluster.place, cluster.host, settings.engine_watchdog))
 
 
-async def _serve(
-    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, stores: Stores, staging: Staging
-) -> int:
+async def _serve(settings: Settings, args: Namespace, argv: Sequence[str], access: Access) -> int:
     exit_on_signals()
+    lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
-    supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
+        store = closing.enter_context(Store(settings.state_dir, check=check_document))
+        carried_file = closing.enter_context(CarriedFile(settings.state_dir))
+        staging = closing.enter_context(Staging(settings.weights_staging))
         async with _engines(settings, args, argv) as engine:
-            rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
+            rooms = make_rooms(settings, engine, access, store, carried_file, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
-            extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
+            extend(application, rooms, settings, access, lifecycle, engine.model_name)
             metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
             closing.enter_context(LoopLag(metrics.loop_lagged))
             rooms.batches.restore()
             try:
-                await server.serve(engine.llm, application, args, sock, [rooms.batches], supervision)
+                shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
+                await server.serve(application, args, sock, shutdown)
             finally:
                 lost = await rooms.batches.close()
-    return exit_code(engine.llm, supervision.lifecycle, lost)
+    return exit_code(engine.llm, lifecycle, lost)
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
@@ -185,14 +174,13 @@ def make_rooms(
     settings: Settings,
     engine: RunningEngine,
     access: Access,
-    stores: Stores,
+    store: Store,
+    carried_file: CarriedFile,
     staging: Staging,
-    traces: Sequence[server.Traces],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, store = Control(settings), stores.learned
-    port, gate = engine.port, engine.llm.gate
+    control, port, gate = Control(settings), engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
@@ -233,7 +221,6 @@ def make_rooms(
         monitor.group_ended,
         pruner.group_ended,
         log_group,
-        *(trace.group_ended for trace in traces),
     )
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
@@ -250,7 +237,7 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(stores.carried.open(), engine.fingerprint),
+        saved=SavedPrompts(carried_file.open(), engine.fingerprint),
         has_initial_weights=lambda: updates.are_initial,
         may_call=access.may_call,
     )
@@ -264,7 +251,9 @@ def make_rooms(
     update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_events, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
-    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
+    return Rooms(
+        store, provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls
+    )
 
 
 def extend(
@@ -272,7 +261,6 @@ def extend(
     rooms: Rooms,
     settings: Settings,
     access: Access,
-    store: Store,
     lifecycle: Lifecycle,
     model_name: str,
 ) -> None:
@@ -284,14 +272,14 @@ def extend(
         rooms.monitor,
         statistics.rewards,
         rooms.updates,
-        lambda: store.fault,
+        lambda: rooms.store.fault,
         stopping=lambda: server.stopping(application),
     )
     application.include_router(
         router(
             rooms.provenance,
             statistics,
-            store,
+            rooms.store,
             rooms.control,
             rooms.batches,
             rooms.votes,

@@ -5,9 +5,9 @@ cannot pass the same check. All routes use the same `Admission`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from types import TracebackType
 from typing import Self
@@ -28,8 +28,7 @@ class Caller:
 
     ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
     ``refused``: why the request is refused. ``answered``: the error of ours that a route has answered in a form of its
-    own. ``request_id``: the caller's own id of the request. ``trace``: trace
-    context headers. ``held``: candidates that this request holds.
+    own. ``request_id``: the caller's own id of the request. ``held``: candidates that this request holds.
     """
 
     name: str | None = None
@@ -37,7 +36,6 @@ class Caller:
     refused: DartsError | None = None
     answered: DartsError | None = None
     request_id: str | None = None
-    trace: Mapping[str, str] = field(default_factory=dict)
     held: int = 0
 
     def may_see(self, owner: str | None) -> bool:
