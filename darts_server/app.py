@@ -11,7 +11,6 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
@@ -21,6 +20,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics import (
     QUANTILES,
     AccessMetrics,

@@ -1,15 +1,22 @@
-"""Set up logging: vLLM's lines, the HTTP server's and ours, in every process of the server."""
+"""Set up logging in every process of the server, and write the lines of groups, cohorts and weight updates.
+
+None has prompt text, tokens or keys.
+"""
 
 import json
 import logging
 import logging.config
 import os
 import tempfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.records import CohortRecord, GroupRecord, UpdateRecord
 from darts_server.serving.admission import caller
+from darts_server.types import UpdateOutcome
+
+logger = logging.getLogger(__name__)
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
@@ -35,7 +42,10 @@ def set_up(form: str, level: str | None) -> None:
         if other := os.environ.get(CONFIG_VARIABLE):
             raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
         config = json_config(level)
-        os.environ[CONFIG_VARIABLE] = str(_write(config))
+        # Never deleted: processes may start at any time.
+        with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
+            json.dump(config, file)
+        os.environ[CONFIG_VARIABLE] = file.name
     else:
         config = console_config(level)
     logging.config.dictConfig(config)
@@ -87,8 +97,57 @@ def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> d
     }
 
 
-def _write(config: dict[str, Any]) -> Path:
-    """Write the configuration to a temporary file that is never deleted: processes may start at any time."""
-    with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
-        json.dump(config, file)
-    return Path(file.name)
+# --- lines ------------------------------------------------------------------------
+
+
+def log_group(record: GroupRecord) -> None:
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    fields = {
+        "group_id": record.group_id,
+        "prompt_key": record.prompt_key,
+        "policy": record.policy,
+        "outcome": str(record.outcome),
+        "candidates": len(record.candidates),
+        "returned": len(record.selected),
+        "generated_tokens": record.generated_tokens,
+        "returned_tokens": record.returned_tokens,
+        "seconds": round(record.ended_at - record.started_at, 3),
+        "deadline": record.deadline,
+    }
+    logger.debug("group %s", _join(fields), extra=fields)
+
+
+def log_cohort(record: CohortRecord) -> None:
+    fields = {
+        "policy": record.policy,
+        "prompts": record.groups,
+        "candidates": round(record.groups * record.mean_candidates),
+        "generated_tokens": record.generated_tokens,
+        "returned_tokens": record.returned_tokens,
+        "seconds": round(record.measured_seconds, 3),
+        "deadline": record.deadline,
+        "explored": record.explored,
+        "chosen": None if record.chosen is None else record.chosen.option,
+        "reason": None if record.chosen is None else record.chosen.reason,
+    }
+    logger.info("cohort %s", _join(fields), extra=fields)
+
+
+def log_announced_update(version: int) -> None:
+    logger.info("weight update announced version=%d", version, extra={"version": version})
+
+
+def log_update(record: UpdateRecord) -> None:
+    fields = {
+        "version": record.version,
+        "outcome": str(record.outcome),
+        "source": record.source,
+        "seconds": round(sum(record.seconds.values()), 3),
+    }
+    if record.outcome is UpdateOutcome.COMPLETED:  # failures are logged where they happen
+        logger.info("weight update %s", _join(fields), extra=fields)
+
+
+def _join(fields: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)

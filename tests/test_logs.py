@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from darts_server import logs
-from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
@@ -49,7 +49,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
     logging.getLogger("vllm.engine").info("two\nlines")
     ours, theirs = map(json.loads, output.getvalue().splitlines())
     assert ours["level"] == "DEBUG"
-    assert ours["logger"] == "darts_server.event_log"
+    assert ours["logger"] == "darts_server.logs"
     assert (ours["group_id"], ours["candidates"], ours["generated_tokens"]) == ("g", 3, 80)
     assert ours["request_id"] == "mine"
     assert theirs["message"] == "two\nlines"

@@ -175,11 +175,6 @@ class Admission:
         """Number of candidates beyond the engine's capacity."""
         return 0 if self._capacity is None else max(0, self._unfinished() + self.ahead - self._capacity)
 
-    @property
-    def free(self) -> float:
-        """How many more candidates would run at once; negative if some wait."""
-        return inf if self._capacity is None else self._capacity - self._unfinished() - self.ahead
-
     def admit(self, candidates: int, field: str = "n") -> Ticket:
         """Hold the candidates of a request, as many as it will start, until its ticket is released.
 

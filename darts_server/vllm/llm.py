@@ -120,7 +120,7 @@ class ShapingLLM(ControlledLLM):
         request, route = PromptRequest(prompt, sampling_params, request_id, options), current_route()
         check_request(self.vllm_config, request)
         shaping = self._merge_options(route.options, sampling_params.extra_args or {})
-        rollouts, n, search = self.rollouts, sampling_params.n, route.search
+        rollouts, n = self.rollouts, sampling_params.n
         turns, turn, plan, prompt_key, group_name = None, Turn(), None, "", None
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns, turn = rollouts.turns, make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
@@ -139,14 +139,14 @@ class ShapingLLM(ControlledLLM):
                 turn.group_size = plan.size
             else:
                 route.groups.append(request_id)
-        elif search is None:
+        elif not route.beams:
             ticket = self.admission.admit(n)
         else:
-            if search.ticket is None:
-                search.ticket = self.admission.admit(search.beams)
-                search.ticket.mark_started()
-            ticket = search.ticket.split(0)
-        answers_at_stop = shaping.on_stop == "answer" and search is None
+            if route.ticket is None:
+                route.ticket = self.admission.admit(route.beams)
+                route.ticket.mark_started()
+            ticket = route.ticket.split(0)
+        answers_at_stop = shaping.on_stop == "answer" and not route.beams
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
         outputs, loop = self._serve(generation), asyncio.get_running_loop()
 

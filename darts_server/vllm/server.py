@@ -29,7 +29,7 @@ from darts_server.vllm.compat.entrypoints import (
 )
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare, refuse_speculation
-from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
+from darts_server.vllm.requests import RAW_SUFFIX, Extension, ReadOptions, attach
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
 
@@ -73,7 +73,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.api_server_count = None
     refuse_speculation(args.speculative_config or args.spec_method or args.spec_model or args.spec_tokens)
     args.host = args.host or LOOPBACK
-    args.served_model_name = with_raw_names(args.served_model_name or [args.model])
+    served = args.served_model_name or [args.model]  # vLLM's answers name the first one
+    args.served_model_name = [*served, *(name + RAW_SUFFIX for name in served)]
     prepare(args)
     return args
 

@@ -6,17 +6,16 @@ the engine. What the engine keeps for each candidate is limited in size.
 """
 
 from copy import copy
-from functools import cache
 
 import msgspec
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.vllm.platform import reject_fatal_params
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import REFUSALS, split_place
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
@@ -29,6 +28,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CANDIDATES = 2**32
 """More than any group starts, restarts included. Candidate i is generated with ``seed`` + i."""
 PARAMS = "sampling_params"
+ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
 
 
 def check_request(config: VllmConfig, request: PromptRequest) -> None:
@@ -39,7 +39,8 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
     """
     params, prompt = request.params, request.prompt if isinstance(request.prompt, dict) else {}
-    reject_fatal_params(config, params)
+    if current_platform.is_cpu():
+        _reject_fatal_on_cpu(config, params)
     if params.logprob_token_ids is not None:
         raise InvalidRequest(
             "logprob_token_ids",
@@ -72,9 +73,8 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     for name in message.__struct_fields__:
         if name in request.options:
             setattr(message, name, request.options[name])
-    encoder, decoder = _codec()
     try:
-        decoder.decode(encoder.encode(message))
+        DECODER.decode(ENCODER.encode(message))
     except msgspec.ValidationError as error:
         # The message is an array: ``[3].seed`` is the seed of the sampling parameters.
         field, text = split_place(error)
@@ -85,7 +85,7 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
 
     def size_of(value: object) -> int:
-        return sum(map(len, encoder.encode(value)))
+        return sum(map(len, ENCODER.encode(value)))
 
     if (whole := size_of(params)) > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
@@ -139,11 +139,6 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
         )
 
 
-@cache
-def _codec() -> tuple[MsgpackEncoder, MsgpackDecoder]:
-    return MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
-
-
 def _unsendable(message: EngineCoreRequest) -> str:
     """Name the first field that cannot be sent."""
     fields = msgspec.structs.asdict(message)
@@ -154,3 +149,26 @@ def _unsendable(message: EngineCoreRequest) -> str:
         except (ValueError, TypeError, OverflowError, RecursionError):
             return name
     return "body"
+
+
+def _reject_fatal_on_cpu(config: VllmConfig, params: SamplingParams) -> None:
+    """Reject sampling parameters that kill vLLM's engine on CPU.
+
+    * A seed, if prompts may be split over steps (chunked prefill): any may be, even a short one, since other requests
+      use part of a step's token budget.
+    * Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a request with an adapter.
+    """
+    if params.prompt_logprobs is not None and config.lora_config is not None:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
+            "the server without that flag",
+        )
+    if params.seed is not None and config.scheduler_config.enable_chunked_prefill:
+        raise InvalidRequest(
+            "seed",
+            "vLLM on CPU cannot split a seeded prompt over several steps "
+            f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
+            "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of "
+            "at least the model's length",
+        )

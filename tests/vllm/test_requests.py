@@ -11,7 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_route, move_xargs, with_raw_names
+from darts_server.vllm.requests import attach, current_route, move_xargs
 
 
 class Serving:
@@ -49,10 +49,6 @@ async def test_a_malformed_header_never_reaches_the_handler() -> None:
     assert serving.seen == []
 
 
-def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_shaped_one() -> None:
-    assert with_raw_names(["a", "b"]) == ["a", "b", "a:raw", "b:raw"]
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
@@ -62,16 +58,15 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
 
     class Beams:
         async def create_completion(self, request: Any, raw_request: Any = None) -> int:
-            search = current_route().search
-            assert search is not None
-            search.ticket = admission.admit(search.beams)
+            call = current_route()
+            call.ticket = admission.admit(call.beams)
             return admission.ahead
 
     serving = Beams()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
     assert await serving.create_completion(request) == beams
-    assert (admission.ahead, admission.requests, current_route().search) == (0, 0, None)
+    assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
 
 
 @pytest.mark.anyio

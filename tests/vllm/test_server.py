@@ -14,6 +14,10 @@ from darts_server.vllm.server import MORE_HELP, parse
 # --- Flags of vLLM's that we refuse or explain
 
 
+def test_the_first_served_name_is_a_shaped_one() -> None:
+    assert parse(["some/model", "--served-model-name", "a", "b"]).served_model_name == ["a", "b", "a:raw", "b:raw"]
+
+
 def test_several_api_processes_are_refused() -> None:
     with pytest.raises(InvalidSetting, match="--api-server-count = 2"):
         parse(["some/model", "--api-server-count", "2"])
