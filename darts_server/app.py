@@ -50,7 +50,7 @@ from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
-from darts_server.serving.admission import Admission, Bounds, default_max_waiting
+from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Admission, Bounds
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import LoopLag
 from darts_server.settings import Settings
@@ -184,7 +184,9 @@ def make_rooms(
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
-    max_waiting = settings.max_queued_candidates or default_max_waiting(port.capacity)
+    max_waiting = settings.max_queued_candidates
+    if max_waiting is None and port.capacity is not None:
+        max_waiting = max(QUEUE_ROUNDS * port.capacity, MIN_QUEUE)
     bounds = Bounds(max_waiting, settings.max_candidates_per_key)
     rollouts: VllmRollouts = Rollouts(
         port,

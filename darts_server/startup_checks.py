@@ -19,6 +19,7 @@ from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http.security.access import Access, check_listening
 from darts_server.settings import Settings
 from darts_server.store import Store
+from darts_server.vllm.compat import version_warning, vllm_version
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
@@ -84,8 +85,9 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     """Check vLLM, its devices and, if the command line names one, the model."""
     from darts_server.vllm import checks
 
-    version, warning = checks.version()
-    yield ok("vLLM", version) if warning is None else warn("vLLM", warning)
+    version = vllm_version()
+    warning = version_warning(version)
+    yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
     devices, fault = checks.devices()
     yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
     if not has_model:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         StateDamaged, StateTooNew
     """
     options = parse_arguments(argv)
-    prompts, profile, max_tokens = _read_lengths(_download(options.url) if options.url else _read(options.state))
+    prompts, profile, max_tokens = _read_lengths(_read_state(options))
     ratios = None if profile is None else profile.quantiles(RATIOS)
     if ratios is None or not prompts:
         raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
@@ -105,15 +105,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidSetting(f"--state: {path} cannot be read: {error}") from error
-
-
-def _download(url: str) -> bytes:
-    key = os.environ.get(API_KEY)
+def _read_state(options: argparse.Namespace) -> bytes:
+    """Return a saved state, from its file or from a server."""
+    if options.state is not None:
+        try:
+            content: bytes = options.state.read_bytes()
+        except OSError as error:
+            raise InvalidSetting(f"--state: {options.state} cannot be read: {error}") from error
+        return content
+    url, key = options.url, os.environ.get(API_KEY)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/darts/v1/state", headers=headers, timeout=TIMEOUT_SECONDS)

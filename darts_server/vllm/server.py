@@ -36,11 +36,6 @@ from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
 logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MORE_HELP = {
-    "data_parallel_size": "darts-server: ranks of one engine, for models with experts: if one dies, all do. For more "
-    "GPUs --replicas N runs N engines.",
-    "api_server_count": "darts-server: only 1, as API processes share no groups.",
-}
 KEY_VARIABLE = "VLLM_API_KEY"
 
 
@@ -51,15 +46,11 @@ def parse(argv: Sequence[str]) -> Namespace:
         InvalidSetting: a mode of vLLM's in which groups could not be shaped.
     """
     cli_env_setup()
-    empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")
-    parser = make_arg_parser(empty)
+    parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
     parser.set_defaults(
         allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
         logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
     )
-    for action in parser._actions:
-        if (more := MORE_HELP.get(action.dest)) is not None:
-            action.help = f"{action.help or ''} {more}".strip()
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag

@@ -2,14 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.platforms import current_platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.demo.server import FLAGS, MODEL
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm import platform
-from darts_server.vllm.compat.entrypoints import make_arg_parser
 from darts_server.vllm.launch import start_engine
-from darts_server.vllm.server import MORE_HELP, parse
+from darts_server.vllm.server import parse
 
 # --- Flags of vLLM's that we refuse or explain
 
@@ -43,12 +41,3 @@ async def test_speculation_that_no_flag_asks_for_is_refused_on_a_cpu_before_the_
 def test_speculation_is_not_refused_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     platform.refuse_speculation({"method": "ngram"})
-
-
-def test_the_help_of_vllms_flags_names_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        parse(["--help=data-parallel-size"])
-    assert "--replicas N" in " ".join(capsys.readouterr().out.split())
-    parser = make_arg_parser(FlexibleArgumentParser())
-    names = {action.dest for action in parser._actions}
-    assert MORE_HELP.keys() <= names
