@@ -52,7 +52,7 @@ from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Admission, Bounds
 from darts_server.serving.lifecycle import Lifecycle
-from darts_server.serving.loop_lag import LoopLag
+from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
@@ -155,7 +155,7 @@ async def _serve(settings: Settings, args: Namespace, argv: Sequence[str], acces
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
             metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
-            closing.enter_context(LoopLag(metrics.loop_lagged))
+            closing.enter_context(watch_loop(metrics.loop_lagged))
             rooms.batches.restore()
             try:
                 shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)

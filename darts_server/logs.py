@@ -38,47 +38,30 @@ def set_up(form: str, level: str | None) -> None:
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or DEFAULT_LEVEL
     os.environ[LEVEL_VARIABLE] = level
+    config = config_for(form, level)
     if form == "json":
         if other := os.environ.get(CONFIG_VARIABLE):
             raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
-        config = json_config(level)
         # Never deleted: processes may start at any time.
         with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
             json.dump(config, file)
         os.environ[CONFIG_VARIABLE] = file.name
-    else:
-        config = console_config(level)
     logging.config.dictConfig(config)
 
 
-def console_config(level: str) -> dict[str, Any]:
-    """Return a logging configuration with our lines in the format of vLLM's."""
-    return _config({"format": CONSOLE, "datefmt": CONSOLE_TIME}, level, {OURS: level})
-
-
-def json_config(level: str) -> dict[str, Any]:
-    """Return a logging configuration with one JSON object per line, with our values as fields."""
-    formatter = {
-        "()": "pythonjsonlogger.json.JsonFormatter",
-        "fmt": FIELDS,
-        "rename_fields": NAMES,
-        "datefmt": "%Y-%m-%dT%H:%M:%S%z",
-    }
-    at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
-    levels = {OURS: level, "vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
-    return _config(formatter, level, levels)
-
-
-class RequestId(logging.Filter):
-    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if (request_id := caller.get().request_id) is not None:
-            record.request_id = request_id
-        return True
-
-
-def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> dict[str, Any]:
+def config_for(form: str, level: str) -> dict[str, Any]:
+    """Return a logging configuration: one JSON object per line, our values as fields; or our lines in vLLM's format."""
+    formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": CONSOLE_TIME}
+    levels = {OURS: level}
+    if form == "json":
+        formatter = {
+            "()": "pythonjsonlogger.json.JsonFormatter",
+            "fmt": FIELDS,
+            "rename_fields": NAMES,
+            "datefmt": "%Y-%m-%dT%H:%M:%S%z",
+        }
+        at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
+        levels |= {"vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -93,8 +76,17 @@ def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> d
                 "stream": STREAM,
             }
         },
-        "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in loggers.items()},
+        "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in levels.items()},
     }
+
+
+class RequestId(logging.Filter):
+    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (request_id := caller.get().request_id) is not None:
+            record.request_id = request_id
+        return True
 
 
 # --- lines ------------------------------------------------------------------------

@@ -41,15 +41,6 @@ async def test_a_handler_sees_what_its_own_request_sets() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_malformed_header_never_reaches_the_handler() -> None:
-    serving = Serving()
-    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest):
-        await serving.create_completion(SimpleNamespace(model="tiny"), SimpleNamespace(headers={"x-darts-foo": "1"}))
-    assert serving.seen == []
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
 )
@@ -69,20 +60,30 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
     assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
 
 
+UNPRINTABLE = ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"]
+BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("chosen", ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"])
-async def test_an_id_that_cannot_be_shown_is_refused_before_the_handler_sees_it(chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "headers", "message"),
+    [
+        ({}, {"x-darts-foo": "1"}, "unknown header"),
+        *(({"request_id": bad}, {}, "request_id: must be 1 to 256 printable characters") for bad in UNPRINTABLE),
+        *(({"request_id": "a"}, {"x-request-id": bad}, "X-Request-Id") for bad in UNPRINTABLE),
+        (BEAMS, {}, "'cap' cannot shape a beam search"),
+    ],
+)
+async def test_what_is_refused_never_reaches_the_handler(
+    sent: dict[str, Any], headers: dict[str, str], message: str
+) -> None:
     serving = Serving()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest, match="request_id: must be 1 to 256 printable characters"):
-        await serving.create_completion(SimpleNamespace(model="tiny", request_id=chosen))
-    with pytest.raises(InvalidRequest, match="X-Request-Id"):
-        await serving.create_completion(
-            SimpleNamespace(model="tiny", request_id="a"), SimpleNamespace(headers={"x-request-id": chosen})
-        )
+    with pytest.raises(InvalidRequest, match=message):
+        await serving.create_completion(SimpleNamespace(model="tiny", **sent), SimpleNamespace(headers=headers))
     assert serving.seen == []
-    await serving.create_completion(SimpleNamespace(model="tiny", request_id="日本/ä'\"<script>"))
-    await serving.create_completion(SimpleNamespace(model="tiny", request_id=""))
+    for name in ("日本/ä'\"<script>", ""):
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name))
     assert len(serving.seen) == 2
 
 
@@ -144,14 +145,3 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
 
 async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
     return [part async for part in stream]
-
-
-@pytest.mark.anyio
-async def test_a_policy_for_a_beam_search_is_refused() -> None:
-    serving = Serving()
-    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest, match="'cap' cannot shape a beam search"):
-        await serving.create_completion(
-            SimpleNamespace(model="tiny", use_beam_search=True, prompt="a", n=2, vllm_xargs={"darts_policy": "cap"})
-        )
-    assert serving.seen == []
