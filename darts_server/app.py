@@ -82,7 +82,12 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    return server.run(args, lambda: _serve(settings, args, vllm_argv, access))
+    with (  # closed after the event loop, whose last tasks may still write
+        Store(settings.state_dir, check=check_document) as store,
+        CarriedFile(settings.state_dir) as carried_file,
+        Staging(settings.weights_staging) as staging,
+    ):
+        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, carried_file, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -138,14 +143,19 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     return start_fleet(args, Fleet(settings.replicas, argv, cluster.place, cluster.host, settings.engine_watchdog))
 
 
-async def _serve(settings: Settings, args: Namespace, argv: Sequence[str], access: Access) -> int:
+async def _serve(
+    settings: Settings,
+    args: Namespace,
+    argv: Sequence[str],
+    access: Access,
+    store: Store,
+    carried_file: CarriedFile,
+    staging: Staging,
+) -> int:
     exit_on_signals()
     lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
     with server.bound_socket(args) as sock, ExitStack() as closing:
-        store = closing.enter_context(Store(settings.state_dir, check=check_document))
-        carried_file = closing.enter_context(CarriedFile(settings.state_dir))
-        staging = closing.enter_context(Staging(settings.weights_staging))
         async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, carried_file, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file

@@ -55,12 +55,6 @@ def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
     assert (uniform.redundancy, uniform.num_longest, room.planner.default_policy) == (3, 2, "off")
 
 
-def test_a_change_before_rollouts_exist_is_kept() -> None:
-    control = Control(load({}, None))
-    control.change({"policy": "off"})
-    assert control.planner.default_policy == "off"
-
-
 def test_pruning_follows_the_settings_and_their_changes() -> None:
     control = Control(load({"keep_ratio": "0.4", "refill": "true"}, None))
     arrol = shaping(control.planner, "arrol")
