@@ -36,6 +36,7 @@ def watch_loop(
     """
     loop, loop_thread, closed = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
     due = time.monotonic() + interval  # uvloop's own clock stands still within a turn
+    timer = loop.call_later(interval, lambda: measure())
 
     def measure() -> None:
         nonlocal due, timer
@@ -59,7 +60,6 @@ def watch_loop(
                 calls = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in stack)
                 logger.warning("the event loop is %.2f s late, in %s", now - awaited, calls, extra=extra)
 
-    timer = loop.call_later(interval, measure)
     thread = threading.Thread(target=watch, name="darts-loop-lag", daemon=True)
     thread.start()
     try:
