@@ -11,7 +11,6 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
@@ -21,6 +20,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics import (
     QUANTILES,
     AccessMetrics,
@@ -50,9 +50,9 @@ from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.saved_state import check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
-from darts_server.serving.admission import Admission, Bounds, default_max_waiting
+from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Admission, Bounds
 from darts_server.serving.lifecycle import Lifecycle
-from darts_server.serving.loop_lag import LoopLag
+from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
@@ -61,7 +61,7 @@ from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
-from darts_server.vllm.shutdown import Supervision, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
+from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
@@ -82,13 +82,12 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with (
+    with (  # closed after the event loop, whose last tasks may still write
         Store(settings.state_dir, check=check_document) as store,
         CarriedFile(settings.state_dir) as carried_file,
         Staging(settings.weights_staging) as staging,
     ):
-        stores = Stores(store, carried_file)
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, stores, staging))
+        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, carried_file, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -119,17 +118,10 @@ def _access(settings: Settings, args: Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
-    """What is kept on the disk: ``learned`` state, and prompts that are ``carried`` over."""
-
-    learned: Store
-    carried: CarriedFile
-
-
-@dataclass(frozen=True, slots=True)
 class Rooms:
     """Everything above the engine."""
 
+    store: Store
     provenance: Provenance
     rollouts: VllmRollouts
     reward_matcher: RewardMatcher
@@ -152,28 +144,35 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 
 async def _serve(
-    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, stores: Stores, staging: Staging
+    settings: Settings,
+    args: Namespace,
+    argv: Sequence[str],
+    access: Access,
+    store: Store,
+    carried_file: CarriedFile,
+    staging: Staging,
 ) -> int:
     exit_on_signals()
+    lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
-    supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with _engines(settings, args, argv) as engine:
-            rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
+            rooms = make_rooms(settings, engine, access, store, carried_file, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
-            extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
+            extend(application, rooms, settings, access, lifecycle, engine.model_name)
             metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
-            closing.enter_context(LoopLag(metrics.loop_lagged))
+            closing.enter_context(watch_loop(metrics.loop_lagged))
             rooms.batches.restore()
             try:
-                await server.serve(engine.llm, application, args, sock, [rooms.batches], supervision)
+                shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
+                await server.serve(application, args, sock, shutdown)
             finally:
                 lost = await rooms.batches.close()
-    return exit_code(engine.llm, supervision.lifecycle, lost)
+    return exit_code(engine.llm, lifecycle, lost)
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
@@ -185,18 +184,19 @@ def make_rooms(
     settings: Settings,
     engine: RunningEngine,
     access: Access,
-    stores: Stores,
+    store: Store,
+    carried_file: CarriedFile,
     staging: Staging,
-    traces: Sequence[server.Traces],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, store = Control(settings), stores.learned
-    port, gate = engine.port, engine.llm.gate
+    control, port, gate = Control(settings), engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
-    max_waiting = settings.max_queued_candidates or default_max_waiting(port.capacity)
+    max_waiting = settings.max_queued_candidates
+    if max_waiting is None and port.capacity is not None:
+        max_waiting = max(QUEUE_ROUNDS * port.capacity, MIN_QUEUE)
     bounds = Bounds(max_waiting, settings.max_candidates_per_key)
     rollouts: VllmRollouts = Rollouts(
         port,
@@ -233,7 +233,6 @@ def make_rooms(
         monitor.group_ended,
         pruner.group_ended,
         log_group,
-        *(trace.group_ended for trace in traces),
     )
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
@@ -250,7 +249,7 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(stores.carried.open(), engine.fingerprint),
+        saved=SavedPrompts(carried_file.open(), engine.fingerprint),
         has_initial_weights=lambda: updates.are_initial,
         may_call=access.may_call,
     )
@@ -264,7 +263,9 @@ def make_rooms(
     update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
     updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_events, rollouts)
     dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
-    return Rooms(provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls)
+    return Rooms(
+        store, provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls
+    )
 
 
 def extend(
@@ -272,7 +273,6 @@ def extend(
     rooms: Rooms,
     settings: Settings,
     access: Access,
-    store: Store,
     lifecycle: Lifecycle,
     model_name: str,
 ) -> None:
@@ -284,14 +284,14 @@ def extend(
         rooms.monitor,
         statistics.rewards,
         rooms.updates,
-        lambda: store.fault,
+        lambda: rooms.store.fault,
         stopping=lambda: server.stopping(application),
     )
     application.include_router(
         router(
             rooms.provenance,
             statistics,
-            store,
+            rooms.store,
             rooms.control,
             rooms.batches,
             rooms.votes,

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
@@ -122,22 +123,9 @@ def _print_findings(found: Iterable[startup_checks.Finding]) -> int:
     return int(failed)
 
 
-def _demo(argv: list[str]) -> int:
-    from darts_server.demo import command
-
-    return command.main(argv)
-
-
-def _simulate(argv: list[str]) -> int:
-    from darts_server.simulation import command
-
-    return command.main(argv)
-
-
-def _trace(argv: list[str]) -> int:
-    from darts_server import trace
-
-    return trace.main(argv)
+def _of(module: str) -> Callable[[list[str]], int]:
+    """Return a command that is imported when it runs."""
+    return lambda argv: import_module(module).main(argv)
 
 
 def _version(_: list[str]) -> int:
@@ -171,9 +159,11 @@ def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[se
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "demo": (_demo, "see what shaped groups save, on a tiny model"),
-    "simulate": (_simulate, "see what policies would bring on your workload, without an engine"),
-    "trace": (_trace, "write what a server has learned of lengths, for simulate"),
+    "demo": (_of("darts_server.demo.command"), "see what shaped groups save, on a tiny model"),
+    "simulate": (
+        _of("darts_server.simulation.command"),
+        "see what policies would bring on your workload, without an engine",
+    ),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import AutoLimits, build_auto
@@ -10,14 +10,10 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.settings import Settings, apply_patch, runtime_schema, runtime_values
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.settings import Settings, apply_patch
+from darts_server.settings.sources import RUNTIME_NAMES
 from darts_server.types import MaxLost
-
-
-class Planned(Protocol):
-    """The part of the rollout room that is used here."""
-
-    planner: Planner
 
 
 class Control:
@@ -26,9 +22,9 @@ class Control:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.planner = make_planner(settings)
-        self._rollouts: Planned | None = None
+        self._rollouts: Rollouts[Any, Any] | None = None
 
-    def apply_to(self, rollouts: Planned) -> None:
+    def apply_to(self, rollouts: Rollouts[Any, Any]) -> None:
         """Give these rollouts a new planner with every change."""
         self._rollouts = rollouts
 
@@ -39,10 +35,17 @@ class Control:
 
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may use."""
-        return {**runtime_values(self.settings), "policies": list(self.planner.names())}
+        in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
+        return {**in_force, "policies": list(self.planner.names())}
 
     def schema(self) -> dict[str, object]:
-        return runtime_schema()
+        """The JSON schema of an object with any of the settings that can change."""
+        properties = Settings.model_json_schema()["properties"]
+        return {
+            "type": "object",
+            "properties": {name: properties[name] for name in RUNTIME_NAMES},
+            "additionalProperties": False,
+        }
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Apply all of the patch to groups planned from now on, or nothing; the settings in force afterwards.

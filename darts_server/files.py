@@ -129,27 +129,19 @@ def _open_below(root: Path, parts: tuple[str, ...]) -> int:
     """Open the root and then each component in the one before it, so that nothing can be exchanged between them."""
     if ".." in parts:
         raise ValueError(f"must not have '..' in it: {parts}")
-    *folders, last = parts or (".",)
-    folder = os.open(root, _FOLDER)
-    try:
-        for name in folders:
-            below = _open_component(folder, name, _FOLDER)
+    names = parts or (".",)
+    opened = os.open(root, _FOLDER)
+    for number, name in enumerate(names, 1):
+        folder = opened
+        try:
+            opened = os.open(name, (_READ if number == len(names) else _FOLDER) | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            # ENOTDIR where a folder was expected
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and stat.S_ISLNK(
+                os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            ):
+                raise OSError(errno.ELOOP, f"{name} is a symbolic link; name what it points to") from error
+            raise
+        finally:
             os.close(folder)
-            folder = below
-        return _open_component(folder, last, _READ)
-    finally:
-        os.close(folder)
-
-
-def _open_component(folder: int, name: str, flags: int) -> int:
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        # ENOTDIR where a folder was expected
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(folder, name):
-            raise OSError(errno.ELOOP, f"{name} is a symbolic link; name what it points to") from error
-        raise
-
-
-def _is_link(folder: int, name: str) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    return opened

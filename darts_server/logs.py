@@ -1,15 +1,22 @@
-"""Set up logging: vLLM's lines, the HTTP server's and ours, in every process of the server."""
+"""Set up logging in every process of the server, and write the lines of groups, cohorts and weight updates.
+
+None has prompt text, tokens or keys.
+"""
 
 import json
 import logging
 import logging.config
 import os
 import tempfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.records import CohortRecord, GroupRecord, UpdateRecord
 from darts_server.serving.admission import caller
+from darts_server.types import UpdateOutcome
+
+logger = logging.getLogger(__name__)
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
@@ -31,44 +38,30 @@ def set_up(form: str, level: str | None) -> None:
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or DEFAULT_LEVEL
     os.environ[LEVEL_VARIABLE] = level
+    config = config_for(form, level)
     if form == "json":
         if other := os.environ.get(CONFIG_VARIABLE):
             raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
-        config = json_config(level)
-        os.environ[CONFIG_VARIABLE] = str(_write(config))
-    else:
-        config = console_config(level)
+        # Never deleted: processes may start at any time.
+        with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
+            json.dump(config, file)
+        os.environ[CONFIG_VARIABLE] = file.name
     logging.config.dictConfig(config)
 
 
-def console_config(level: str) -> dict[str, Any]:
-    """Return a logging configuration with our lines in the format of vLLM's."""
-    return _config({"format": CONSOLE, "datefmt": CONSOLE_TIME}, level, {OURS: level})
-
-
-def json_config(level: str) -> dict[str, Any]:
-    """Return a logging configuration with one JSON object per line, with our values as fields."""
-    formatter = {
-        "()": "pythonjsonlogger.json.JsonFormatter",
-        "fmt": FIELDS,
-        "rename_fields": NAMES,
-        "datefmt": "%Y-%m-%dT%H:%M:%S%z",
-    }
-    at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
-    levels = {OURS: level, "vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
-    return _config(formatter, level, levels)
-
-
-class RequestId(logging.Filter):
-    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if (request_id := caller.get().request_id) is not None:
-            record.request_id = request_id
-        return True
-
-
-def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> dict[str, Any]:
+def config_for(form: str, level: str) -> dict[str, Any]:
+    """Return a logging configuration: one JSON object per line, our values as fields; or our lines in vLLM's format."""
+    formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": CONSOLE_TIME}
+    levels = {OURS: level}
+    if form == "json":
+        formatter = {
+            "()": "pythonjsonlogger.json.JsonFormatter",
+            "fmt": FIELDS,
+            "rename_fields": NAMES,
+            "datefmt": "%Y-%m-%dT%H:%M:%S%z",
+        }
+        at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
+        levels |= {"vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -83,12 +76,70 @@ def _config(formatter: dict[str, Any], level: str, loggers: dict[str, str]) -> d
                 "stream": STREAM,
             }
         },
-        "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in loggers.items()},
+        "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in levels.items()},
     }
 
 
-def _write(config: dict[str, Any]) -> Path:
-    """Write the configuration to a temporary file that is never deleted: processes may start at any time."""
-    with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
-        json.dump(config, file)
-    return Path(file.name)
+class RequestId(logging.Filter):
+    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (request_id := caller.get().request_id) is not None:
+            record.request_id = request_id
+        return True
+
+
+# --- lines ------------------------------------------------------------------------
+
+
+def log_group(record: GroupRecord) -> None:
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    fields = {
+        "group_id": record.group_id,
+        "prompt_key": record.prompt_key,
+        "policy": record.policy,
+        "outcome": str(record.outcome),
+        "candidates": len(record.candidates),
+        "returned": len(record.selected),
+        "generated_tokens": record.generated_tokens,
+        "returned_tokens": record.returned_tokens,
+        "seconds": round(record.ended_at - record.started_at, 3),
+        "deadline": record.deadline,
+    }
+    logger.debug("group %s", _join(fields), extra=fields)
+
+
+def log_cohort(record: CohortRecord) -> None:
+    fields = {
+        "policy": record.policy,
+        "prompts": record.groups,
+        "candidates": round(record.groups * record.mean_candidates),
+        "generated_tokens": record.generated_tokens,
+        "returned_tokens": record.returned_tokens,
+        "seconds": round(record.measured_seconds, 3),
+        "deadline": record.deadline,
+        "explored": record.explored,
+        "chosen": None if record.chosen is None else record.chosen.option,
+        "reason": None if record.chosen is None else record.chosen.reason,
+    }
+    logger.info("cohort %s", _join(fields), extra=fields)
+
+
+def log_announced_update(version: int) -> None:
+    logger.info("weight update announced version=%d", version, extra={"version": version})
+
+
+def log_update(record: UpdateRecord) -> None:
+    fields = {
+        "version": record.version,
+        "outcome": str(record.outcome),
+        "source": record.source,
+        "seconds": round(sum(record.seconds.values()), 3),
+    }
+    if record.outcome is UpdateOutcome.COMPLETED:  # failures are logged where they happen
+        logger.info("weight update %s", _join(fields), extra=fields)
+
+
+def _join(fields: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)

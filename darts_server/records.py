@@ -1,7 +1,7 @@
 """What observers get: records of candidates, groups, cohorts, returned trajectories and weight updates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
@@ -103,8 +103,6 @@ class GroupRecord:
     """What `auto` did with its cohort, and why; ``None`` under other policies."""
     restarted_from: int = 0
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
-    trace: Mapping[str, str] = field(default_factory=dict)
-    """Trace context of the request that started it: ``traceparent`` and ``tracestate``."""
     owner: str | None = None
     """Name of the caller that started it; ``None`` for callers without a key."""
 

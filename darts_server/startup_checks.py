@@ -8,7 +8,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http.security.access import Access, check_listening
 from darts_server.settings import Settings
 from darts_server.store import Store
+from darts_server.vllm.compat import version_warning, vllm_version
 
-MIN_PYTHON = (3, 11)
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 30
 """An engine takes some hundred megabytes, and more with tensor parallelism."""
@@ -69,7 +68,7 @@ def fail(subject: str, message: str) -> Finding:
 
 def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
     """Run the checks that take no time and no network: those of every start."""
-    yield check_python()
+    yield ok("Python", f"{platform.python_version()} on {platform.platform()}")
     yield check_shared_memory()
     yield check_file_descriptors()
     if not args.uds:
@@ -86,8 +85,9 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     """Check vLLM, its devices and, if the command line names one, the model."""
     from darts_server.vllm import checks
 
-    version, warning = checks.version()
-    yield ok("vLLM", version) if warning is None else warn("vLLM", warning)
+    version = vllm_version()
+    warning = version_warning(version)
+    yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
     devices, fault = checks.devices()
     yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
     if not has_model:
@@ -95,13 +95,6 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
         return
     model, fault = checks.model(args)
     yield ok("model", model) if fault is None else fail("model", f"{model}: {fault}")
-
-
-def check_python(minimum: tuple[int, ...] = MIN_PYTHON) -> Finding:
-    message = f"{platform.python_version()} on {platform.platform()}"
-    if sys.version_info < minimum:
-        return fail("Python", f"{message}: at least {'.'.join(map(str, minimum))} is needed")
-    return ok("Python", message)
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:

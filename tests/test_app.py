@@ -53,9 +53,8 @@ def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -
         llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
     )
     carried_file = closing.enter_context(CarriedFile(folder))
-    stores = app.Stores(closing.enter_context(Store()), carried_file)
-    staging = closing.enter_context(Staging())
-    rooms = app.make_rooms(settings.load({}, None), engine, access or Access(), stores, staging, [], closing)
+    store, staging = closing.enter_context(Store()), closing.enter_context(Staging())
+    rooms = app.make_rooms(settings.load({}, None), engine, access or Access(), store, carried_file, staging, closing)
     return rooms, carried_file
 
 

@@ -27,6 +27,9 @@ def test_files_below_the_root_are_read_and_listed(root: Path) -> None:
     assert list_folder(root / "a" / "b", root) == ["file"]
     assert list_folder(root, root) == ["a"]
     assert list_folder(root / "a" / "b" / "file", root) is None
+    assert read_file(root / "a" / "b" / "file", 6) == b"inside"
+    with pytest.raises(OSError, match="has more than 5 bytes"):
+        read_file(root / "a" / "b" / "file", 5, root)
 
 
 def test_the_root_may_be_a_link_and_nothing_below_it(root: Path) -> None:
@@ -68,13 +71,6 @@ def test_only_regular_files_are_opened_and_nothing_waits(root: Path) -> None:
             open_file(root / "a", below)
     with pytest.raises(OSError, match="is not a regular file"):
         open_file(Path("/dev/zero"))
-
-
-def test_a_file_has_a_size_limit(root: Path) -> None:
-    file = root / "a" / "b" / "file"
-    assert read_file(file, 6) == b"inside"
-    with pytest.raises(OSError, match="has more than 5 bytes"):
-        read_file(file, 5, root)
 
 
 def test_a_file_is_opened_again_only_if_it_is_unchanged(root: Path) -> None:

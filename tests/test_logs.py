@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from darts_server import logs
-from darts_server.event_log import log_announced_update, log_cohort, log_group, log_update
 from darts_server.exceptions import InvalidSetting
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
@@ -40,7 +40,7 @@ def logging_to(config: dict[str, Any]) -> io.StringIO:
 
 
 def test_json_lines_have_their_values_as_fields() -> None:
-    output = logging_to(logs.json_config("DEBUG"))
+    output = logging_to(logs.config_for("json", "DEBUG"))
     token = caller.set(Caller(request_id="mine"))
     try:
         log_group(record())
@@ -49,7 +49,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
     logging.getLogger("vllm.engine").info("two\nlines")
     ours, theirs = map(json.loads, output.getvalue().splitlines())
     assert ours["level"] == "DEBUG"
-    assert ours["logger"] == "darts_server.event_log"
+    assert ours["logger"] == "darts_server.logs"
     assert (ours["group_id"], ours["candidates"], ours["generated_tokens"]) == ("g", 3, 80)
     assert ours["request_id"] == "mine"
     assert theirs["message"] == "two\nlines"
@@ -57,7 +57,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
 
 
 def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
-    output = logging_to(logs.console_config("INFO"))
+    output = logging_to(logs.config_for("console", "INFO"))
     log_group(record())
     log_cohort(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
     chosen = ChosenOption("cap at 0.9", "2 s a step, off 3 s")
@@ -81,7 +81,7 @@ def test_vllm_gets_the_same_configuration_in_its_own_variables() -> None:
     assert os.environ[logs.LEVEL_VARIABLE] == "WARNING"
     with open(os.environ[logs.CONFIG_VARIABLE]) as file:
         config = json.load(file)
-    assert config == logs.json_config("WARNING")
+    assert config == logs.config_for("json", "WARNING")
     assert set(NAMES) == set(config["loggers"])
     os.unlink(file.name)
     assert not logging.getLogger("vllm").isEnabledFor(logging.INFO)

@@ -125,8 +125,8 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
     fleet = launch.Fleet(engines, ARGV, places.place, "127.0.0.1", 0.0)
     with Store(None) as store, CarriedFile(None) as carried, Staging(None) as staging, ExitStack() as closing:
         async with launch.start_fleet(args, fleet) as engine:
-            access, stores = app._access(loaded, args), app.Stores(store, carried)
-            rooms = app.make_rooms(loaded, engine, access, stores, staging, [], closing)
+            access = app._access(loaded, args)
+            rooms = app.make_rooms(loaded, engine, access, store, carried, staging, closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             yield engine.llm
 

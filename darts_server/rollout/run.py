@@ -66,8 +66,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     ) -> None:
         self.spec = spec
         self.started_at = context.clock()
-        who = caller.get()  # the group may end in the context of another request
-        self.owner, self._trace = who.name, who.trace
+        self.owner = caller.get().name  # the group may end in the context of another request
         self.request_ids: tuple[str, ...] = ()
         """Of the requests that it answers, and other names that it can be looked up by."""
         self.record: GroupRecord | None = None
@@ -421,6 +420,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             request_ids=self.request_ids,
             chosen=None if cohort is None else cohort.terms.chosen,
             restarted_from=group.restarted_from,
-            trace=self._trace,
             owner=self.owner,
         )

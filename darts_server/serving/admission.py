@@ -5,9 +5,9 @@ cannot pass the same check. All routes use the same `Admission`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from types import TracebackType
 from typing import Self
@@ -28,8 +28,7 @@ class Caller:
 
     ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
     ``refused``: why the request is refused. ``answered``: the error of ours that a route has answered in a form of its
-    own. ``request_id``: the caller's own id of the request. ``trace``: trace
-    context headers. ``held``: candidates that this request holds.
+    own. ``request_id``: the caller's own id of the request. ``held``: candidates that this request holds.
     """
 
     name: str | None = None
@@ -37,7 +36,6 @@ class Caller:
     refused: DartsError | None = None
     answered: DartsError | None = None
     request_id: str | None = None
-    trace: Mapping[str, str] = field(default_factory=dict)
     held: int = 0
 
     def may_see(self, owner: str | None) -> bool:
@@ -57,11 +55,6 @@ class Bounds:
 
     max_waiting: int | None = None
     max_per_caller: int | None = None
-
-
-def default_max_waiting(capacity: int | None) -> int | None:
-    """Return how many candidates may wait for an engine with that capacity."""
-    return None if capacity is None else max(QUEUE_ROUNDS * capacity, MIN_QUEUE)
 
 
 class Ticket:
@@ -138,7 +131,11 @@ class Ticket:
         ahead = max(more, -self._ahead)
         self._add(more, ahead)
         self._admission.ahead += ahead
-        self._admission.add_to_caller(self._name, more)
+        if self._name is not None:
+            by_caller = self._admission.by_caller
+            by_caller[self._name] += more
+            if not by_caller[self._name]:
+                del by_caller[self._name]
 
     def _move(self, candidates: int, other: "Ticket") -> None:
         ahead = min(candidates, self._ahead)
@@ -166,7 +163,8 @@ class Admission:
         self._bounds = bounds = bounds or Bounds()
         # How many candidates may run and wait.
         self._most = None if capacity is None or bounds.max_waiting is None else capacity + bounds.max_waiting
-        self._by_caller: Counter[str] = Counter()
+        self.by_caller: Counter[str] = Counter()
+        """Candidates in flight."""
         self.requests = 0
         """Admitted requests that have not been answered."""
         self.ahead = 0
@@ -176,11 +174,6 @@ class Admission:
     def waiting(self) -> int:
         """Number of candidates beyond the engine's capacity."""
         return 0 if self._capacity is None else max(0, self._unfinished() + self.ahead - self._capacity)
-
-    @property
-    def free(self) -> float:
-        """How many more candidates would run at once; negative if some wait."""
-        return inf if self._capacity is None else self._capacity - self._unfinished() - self.ahead
 
     def admit(self, candidates: int, field: str = "n") -> Ticket:
         """Hold the candidates of a request, as many as it will start, until its ticket is released.
@@ -205,7 +198,7 @@ class Admission:
     def room(self, name: str | None) -> float:
         """How many more candidates there is room for; negative if there are too many, as when groups were restarted."""
         quota = self._bounds.max_per_caller
-        of_caller = inf if quota is None or name is None else quota - self._by_caller[name]
+        of_caller = inf if quota is None or name is None else quota - self.by_caller[name]
         return of_caller if self._most is None else min(of_caller, self._most - self._unfinished() - self.ahead)
 
     def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
@@ -222,9 +215,9 @@ class Admission:
                     f"needs {whole} candidates, and a key may have {quota} in flight (--max-candidates-per-key); "
                     "request fewer at a time",
                 )
-            if self._by_caller[name] + candidates > quota:
+            if self.by_caller[name] + candidates > quota:
                 raise QuotaReached(
-                    f"this key has {self._by_caller[name]} candidates in flight, and {candidates} more would exceed "
+                    f"this key has {self.by_caller[name]} candidates in flight, and {candidates} more would exceed "
                     f"its quota of {quota} (--max-candidates-per-key); retry when some have finished",
                     RETRY_SECONDS,
                 )
@@ -242,11 +235,3 @@ class Admission:
                 f"{self._bounds.max_waiting} (--max-queued-candidates); retry later",
                 RETRY_SECONDS,
             )
-
-    def add_to_caller(self, name: str | None, candidates: int) -> None:
-        """Add to the number of a caller's candidates in flight."""
-        if name is None:
-            return
-        self._by_caller[name] += candidates
-        if not self._by_caller[name]:
-            del self._by_caller[name]

@@ -10,7 +10,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._inside = 0
-        self._unshaped: set[object] = set()
+        self._unshaped = 0
         self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
         self._opened.set()
@@ -42,13 +42,11 @@ class Gate:
         while not (skip_wait or self._opened.is_set()):
             await self._opened.wait()
         self.let_in()
-        entry = object()
-        if unshaped:
-            self._unshaped.add(entry)
+        self._unshaped += unshaped
         try:
             yield
         finally:
-            self._unshaped.discard(entry)
+            self._unshaped -= unshaped
             self.leave()
 
     def let_in(self) -> None:

@@ -52,11 +52,9 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
             is set.
     """
     given = {name: value for name, value in flags.items() if value is not None}
+    gone = {f"{ENV_PREFIX}{name}".upper(): remedy for name, remedy in SETTINGS.items()}
     for variable, value in os.environ.items():
-        name = variable.upper().removeprefix(ENV_PREFIX).lower()
-        if not value or name in Settings.model_fields or not variable.upper().startswith(ENV_PREFIX):
-            continue
-        if (remedy := SETTINGS.get(name)) is not None:
+        if value and (remedy := gone.get(variable.upper())) is not None:
             raise InvalidSetting(f"{variable} is gone; {remedy}")
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
@@ -87,9 +85,9 @@ def refuse_removed_flags(argv: Iterable[str]) -> None:
     Raises:
         InvalidSetting: one was a flag of ours once; says what to use instead.
     """
-    flags = [flag for argument in argv if (flag := argument.partition("=")[0]).startswith("--")]
-    remedies = [(flag, SETTINGS.get(flag[2:].replace("-", "_"))) for flag in flags]
-    if gone := [f"{flag} is gone; {remedy}" for flag, remedy in remedies if remedy is not None]:
+    remedies = {flag_of(name): remedy for name, remedy in SETTINGS.items()}
+    flags = [argument.partition("=")[0] for argument in argv]
+    if gone := [f"{flag} is gone; {remedies[flag]}" for flag in flags if flag in remedies]:
         raise InvalidSetting("\n".join(gone))
 
 
@@ -116,21 +114,6 @@ def _message_of(error: Any) -> str:
 
 
 # --- while the server runs ------------------------------------------------------
-
-
-def runtime_values(settings: Settings) -> dict[str, Any]:
-    """Return the runtime settings as JSON values."""
-    return settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
-
-
-def runtime_schema() -> dict[str, Any]:
-    """Return the JSON schema of an object with any of the runtime settings."""
-    properties = Settings.model_json_schema()["properties"]
-    return {
-        "type": "object",
-        "properties": {name: properties[name] for name in RUNTIME_NAMES},
-        "additionalProperties": False,
-    }
 
 
 class _StrictSettings(Settings):

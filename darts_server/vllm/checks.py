@@ -10,18 +10,11 @@ from pathlib import Path
 import torch
 from vllm.platforms import current_platform
 
-from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.platform import NO_COMPILER, can_compile
 
 CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 CONTEXT_PARALLELISM = "prefill_context_parallel_size"
-
-
-def version() -> tuple[str, str | None]:
-    """Return vLLM's version, and a warning if it is not a tested one."""
-    installed = vllm_version()
-    return installed or "none", version_warning(installed)
 
 
 def devices() -> tuple[str, str | None]:

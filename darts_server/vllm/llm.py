@@ -58,30 +58,6 @@ class Generation:
     prompt_key: str = ""
     group_name: str | None = None
     answers_at_stop: bool = False
-    _tokens: dict[int, list[int]] = field(default_factory=dict)
-    _ends: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Length and finish reason of each choice that has ended, by its index."""
-
-    def record(self, output: RequestOutput) -> None:
-        """Record what an output has, and remember the answers that it ends."""
-        if self.turns is None:
-            return
-        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
-        for choice in output.outputs:
-            if choice.finish_reason is None and not is_delta:
-                continue
-            self._tokens.setdefault(choice.index, []).extend(choice.token_ids)
-            if (reason := choice.finish_reason) is not None:
-                tokens = self._tokens.pop(choice.index)
-                self._ends[choice.index] = len(tokens), reason
-                self.turns.add_answer(self.turn, tokens, aborted=reason == ABORTED)
-
-    def all_lengths(self) -> list[tuple[int, FinishReason]] | None:
-        """Return lengths and finish reasons of all trajectories; ``None`` if not all have finished, or by no key."""
-        reasons = {reason for _, reason in self._ends.values()}
-        if not self.prompt_key or len(self._ends) != self.request.params.n or not reasons <= set(FinishReason):
-            return None
-        return [(tokens, FinishReason(reason)) for _, (tokens, reason) in sorted(self._ends.items())]
 
 
 class ShapingLLM(ControlledLLM):
@@ -120,7 +96,7 @@ class ShapingLLM(ControlledLLM):
         request, route = PromptRequest(prompt, sampling_params, request_id, options), current_route()
         check_request(self.vllm_config, request)
         shaping = self._merge_options(route.options, sampling_params.extra_args or {})
-        rollouts, n, search = self.rollouts, sampling_params.n, route.search
+        rollouts, n = self.rollouts, sampling_params.n
         turns, turn, plan, prompt_key, group_name = None, Turn(), None, "", None
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns, turn = rollouts.turns, make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
@@ -139,14 +115,14 @@ class ShapingLLM(ControlledLLM):
                 turn.group_size = plan.size
             else:
                 route.groups.append(request_id)
-        elif search is None:
+        elif not route.beams:
             ticket = self.admission.admit(n)
         else:
-            if search.ticket is None:
-                search.ticket = self.admission.admit(search.beams)
-                search.ticket.mark_started()
-            ticket = search.ticket.split(0)
-        answers_at_stop = shaping.on_stop == "answer" and search is None
+            if route.ticket is None:
+                route.ticket = self.admission.admit(route.beams)
+                route.ticket.mark_started()
+            ticket = route.ticket.split(0)
+        answers_at_stop = shaping.on_stop == "answer" and not route.beams
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
         outputs, loop = self._serve(generation), asyncio.get_running_loop()
 
@@ -174,27 +150,41 @@ class ShapingLLM(ControlledLLM):
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs, and record its answers before its caller gets their ends."""
-        plan = generation.plan
+        plan, request, turns, rollouts = generation.plan, generation.request, generation.turns, self.rollouts
         if plan is None:
             outputs = self._generate_unshaped(generation)
         else:
             outputs = (self._generate_joined if plan.single else self._generate_group)(generation, plan)
-        request_id = generation.request.request_id
         if generation.answers_at_stop:
-            self._answered_at_stop.append(request_id)
+            self._answered_at_stop.append(request.request_id)
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        tokens: dict[int, list[int]] = {}
+        ends: dict[int, tuple[int, str]] = {}  # length and finish reason of each choice, by its index
         try:
             with generation.ticket:
                 async with aclosing(outputs):
                     async for output in outputs:
-                        generation.record(output)
+                        for choice in output.outputs:
+                            if turns is None or (choice.finish_reason is None and not is_delta):
+                                continue
+                            tokens.setdefault(choice.index, []).extend(choice.token_ids)
+                            if (reason := choice.finish_reason) is not None:
+                                answer = tokens.pop(choice.index)
+                                ends[choice.index] = len(answer), reason
+                                turns.add_answer(generation.turn, answer, aborted=reason == ABORTED)
                         yield output
         except (EngineRefused, EngineBusy, EngineDead) as error:
             raise (error.__cause__ or error) from None  # vLLM's own, which its routes map to the right HTTP status
         finally:
             if generation.answers_at_stop:
-                self._answered_at_stop.remove(request_id)
-        if plan is None and self.rollouts is not None and (lengths := generation.all_lengths()) is not None:
-            self.rollouts.learn_unshaped(generation.prompt_key, lengths)
+                self._answered_at_stop.remove(request.request_id)
+        # Lengths are learned of all trajectories that the request has, or of none.
+        if plan is None and rollouts is not None and generation.prompt_key and len(ends) == request.params.n:
+            lengths = [(length, reason) for _, (length, reason) in sorted(ends.items())]
+            if all(reason in set(FinishReason) for _, reason in lengths):
+                rollouts.learn_unshaped(
+                    generation.prompt_key, [(length, FinishReason(reason)) for length, reason in lengths]
+                )
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does, a later turn on the engine that has its prefix."""

@@ -8,11 +8,10 @@ from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from vllm import SamplingParams, envs
-from vllm.config import VllmConfig
+from vllm import envs
 from vllm.platforms import current_platform
 
-from darts_server.exceptions import InvalidRequest, InvalidSetting
+from darts_server.exceptions import InvalidSetting
 from darts_server.vllm.plugin import SHARE_CORES, end_engine_with_server
 
 logger = logging.getLogger(__name__)
@@ -94,32 +93,4 @@ def refuse_speculation(speculative_config: object) -> None:
         raise InvalidSetting(
             "--speculative-config: on a CPU vLLM samples from another distribution with it, so lengths and rewards "
             "would be wrong; leave it out, or serve on GPUs"
-        )
-
-
-def reject_fatal_params(config: VllmConfig, params: SamplingParams) -> None:
-    """Reject sampling parameters that kill vLLM's engine on CPU.
-
-    * A seed, if prompts may be split over steps (chunked prefill): any may be, even a short one, since other requests
-      use part of a step's token budget.
-    * Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a request with an adapter.
-
-    Raises:
-        InvalidRequest
-    """
-    if not current_platform.is_cpu():
-        return
-    if params.prompt_logprobs is not None and config.lora_config is not None:
-        raise InvalidRequest(
-            "prompt_logprobs",
-            "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
-            "the server without that flag",
-        )
-    if params.seed is not None and config.scheduler_config.enable_chunked_prefill:
-        raise InvalidRequest(
-            "seed",
-            "vLLM on CPU cannot split a seeded prompt over several steps "
-            f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
-            "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of "
-            "at least the model's length",
         )

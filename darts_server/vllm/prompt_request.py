@@ -45,7 +45,7 @@ the reasoning, or leaves it out at once, and white space joins that of the answe
 LONGEST_END = 24
 """Tokens of it, at most."""
 SEED_FIELDS = {"seed": None, "output_kind": None}
-"""Sampling parameters that may differ between requests of one group."""
+"""Sampling parameters that may differ between requests of one group, as may our own extra arguments."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,11 @@ class PromptRequest:
     def join_key(self) -> str:
         """Equal for requests whose trajectories may answer each other: same prompt and sampling, except the seed."""
         params = structs.asdict(self.params)
-        extra = {name: value for name, value in (params["extra_args"] or {}).items() if not _is_own(name)}
+        extra = {
+            name: value
+            for name, value in (params["extra_args"] or {}).items()
+            if not name.startswith("darts_") and name != SESSION_ARGUMENT
+        }
         return f"{self.prompt_key} {params | SEED_FIELDS | {'extra_args': extra}}"
 
     # --- candidates ---------------------------------------------------------
@@ -142,11 +146,6 @@ def leave_rest(params: SamplingParams, tokens: int) -> None:
     if params.seed is not None:
         state = np.random.SeedSequence((params.seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
         params.seed = int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
-
-
-def _is_own(name: str) -> bool:
-    """Whether an extra argument may differ between requests of one group."""
-    return name.startswith("darts_") or name == SESSION_ARGUMENT
 
 
 # --- candidates that go on from what they had generated when they were stopped -------

@@ -41,27 +41,19 @@ class Extension(Protocol):
 
 
 @dataclass(slots=True)
-class BeamSearch:
-    """A beam search calls ``generate()`` for every token of every beam, and is admitted once.
-
-    ``beams``: over all its prompts. ``ticket``: holds them from the first call to the end; ``None`` before.
-    """
-
-    beams: int
-    ticket: Ticket | None = None
-
-
-@dataclass(slots=True)
 class RouteCall:
     """What ``generate()`` reads of the call of a route that it serves, and notes.
 
-    ``options``: of its headers and model name. ``session``: that a header names. ``groups``: ids of those that it is
-    served as. ``named``: prompts that the caller's prompt key is used for.
+    ``options``: of its headers and model name. ``session``: that a header names. ``beams``: of a beam search, over all
+    its prompts; it calls ``generate()`` for every token of every beam, and is admitted once: ``ticket`` holds them from
+    the first call to the end. ``groups``: ids of those that it is served as. ``named``: prompts that the caller's
+    prompt key is used for.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
-    search: BeamSearch | None = None
     session: str | None = None
+    beams: int = 0
+    ticket: Ticket | None = None
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
 
@@ -87,11 +79,6 @@ _route: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
 def current_route() -> RouteCall:
     """Return the call of a route that is being handled; a new one outside of them."""
     return _route.get() or RouteCall()
-
-
-def with_raw_names(served: list[str]) -> list[str]:
-    """Append the unshaped alias of each served name."""
-    return [*served, *(name + RAW_SUFFIX for name in served)]
 
 
 def attach(
@@ -127,25 +114,23 @@ def attach(
             is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
             if is_late:
                 check_options(options, xargs)
-            search = None
+            beams = 0
             if getattr(request, "use_beam_search", False):
                 prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
                 if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
                     beams *= len(prompts)
-                search = BeamSearch(beams)
                 if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
                     raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
-            session = next(((name, value) for name in SESSION_HEADERS if (value := headers.get(name))), None)
-            if session is not None:
-                check_name(*session)
-            call = RouteCall(options, search, None if session is None else session[1])
+            session_header = next((name for name in SESSION_HEADERS if headers.get(name)), "")
+            check_name(session_header, session := headers.get(session_header, ""))
+            call = RouteCall(options, session or None, beams)
             token = _route.set(call)
             try:
                 answer = await handler(request, raw_request)
             finally:
                 _route.reset(token)
-                if search is not None and search.ticket is not None:
-                    search.ticket.release()
+                if call.ticket is not None:
+                    call.ticket.release()
             for extension in extensions:
                 extension.after(request, answer)
             metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)

@@ -2,22 +2,18 @@
 
 import os
 import socket
-import time
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import closing
 from logging import getLogger
 from typing import Any
 
 import uvloop
 from fastapi import FastAPI
 from vllm import envs
-from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.records import GroupRecord
-from darts_server.serving.lifecycle import Drainable
 from darts_server.vllm import routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.compat.entrypoints import (
@@ -33,21 +29,14 @@ from darts_server.vllm.compat.entrypoints import (
 )
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare, refuse_speculation
-from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
+from darts_server.vllm.requests import RAW_SUFFIX, Extension, ReadOptions, attach
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
-from darts_server.vllm.shutdown import CONNECTION_SECONDS, Supervision, handle_signals, supervise
+from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
 
 logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MORE_HELP = {
-    "data_parallel_size": "darts-server: ranks of one engine, for models with experts: if one dies, all do. For more "
-    "GPUs --replicas N runs N engines.",
-    "api_server_count": "darts-server: only 1, as API processes share no groups.",
-}
 KEY_VARIABLE = "VLLM_API_KEY"
-GROUP_SPAN = "darts_group"
-NANOSECONDS = 1_000_000_000
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -57,15 +46,11 @@ def parse(argv: Sequence[str]) -> Namespace:
         InvalidSetting: a mode of vLLM's in which groups could not be shaped.
     """
     cli_env_setup()
-    empty = FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")
-    parser = make_arg_parser(empty)
+    parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
     parser.set_defaults(
         allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
         logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
     )
-    for action in parser._actions:
-        if (more := MORE_HELP.get(action.dest)) is not None:
-            action.help = f"{action.help or ''} {more}".strip()
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -79,7 +64,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.api_server_count = None
     refuse_speculation(args.speculative_config or args.spec_method or args.spec_model or args.spec_tokens)
     args.host = args.host or LOOPBACK
-    args.served_model_name = with_raw_names(args.served_model_name or [args.model])
+    served = args.served_model_name or [args.model]  # vLLM's answers name the first one
+    args.served_model_name = [*served, *(name + RAW_SUFFIX for name in served)]
     prepare(args)
     return args
 
@@ -95,11 +81,6 @@ def take_api_keys(args: Namespace) -> list[str]:
     return [key for key in given if key]
 
 
-def traces(args: Namespace) -> "list[Traces]":
-    """Make a span of each group, if vLLM's flag says where spans go. Without OpenTelemetry vLLM logs that."""
-    return [] if args.otlp_traces_endpoint is None else [Traces()]
-
-
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
     configure_logging(args)
@@ -108,14 +89,9 @@ def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     return uvloop.run(main())
 
 
-@contextmanager
-def bound_socket(args: Namespace) -> Iterator[socket.socket]:
+def bound_socket(args: Namespace) -> "closing[socket.socket]":
     """Bind the address before the engine starts: an address that is in use must not cost a start."""
-    _, sock = setup_server(args, reuse_port=False)
-    try:
-        yield sock
-    finally:
-        sock.close()
+    return closing(setup_server(args, reuse_port=False)[1])
 
 
 async def make_app(
@@ -142,26 +118,19 @@ async def make_app(
     return application
 
 
-async def serve(
-    llm: ShapingLLM,
-    application: FastAPI,
-    args: Namespace,
-    sock: socket.socket,
-    work: Sequence[Drainable],
-    supervision: Supervision,
-) -> None:
-    """Serve the app until the server stops. ``work``: what runs on the engine, beside requests of vLLM's routes."""
+async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shutdown: Shutdown) -> None:
+    """Serve the app until the server stops."""
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     log_config = get_uvicorn_log_config(args)
-    async with supervise(llm, work, application, supervision) as ending:
 
-        async def handle_own_signals() -> None:  # once it answers, and from time to time afterwards
-            handle_signals(ending, supervision.lifecycle)
+    def stop_http_server() -> None:
+        application.state.server.should_exit = True
 
-        shutdown = await serve_http(
+    async with shutdown.watch(stop_http_server):
+        ended = await serve_http(
             application,
             sock=sock,
-            callback_notify=handle_own_signals,
+            callback_notify=shutdown.handle_signals,  # once it answers, and from time to time afterwards
             timeout_graceful_shutdown=CONNECTION_SECONDS,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,
@@ -178,46 +147,10 @@ async def serve(
             h11_max_header_count=args.h11_max_header_count,
             **({} if log_config is None else {"log_config": log_config}),
         )
-    await shutdown
+    await ended
 
 
 def stopping(application: FastAPI) -> bool:
     """Whether its HTTP server is shutting down: it waits for open responses, so endless ones must end."""
     http_server = getattr(application.state, "server", None)
     return http_server is not None and bool(http_server.should_exit)
-
-
-class Traces:
-    """Exports an OpenTelemetry span for each group, next to the one that vLLM exports for each candidate.
-
-    The tracer is the one that vLLM sets up for ``--otlp-traces-endpoint``.
-
-    Args:
-        clock: the clock of the records' times, in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-
-    def group_ended(self, record: GroupRecord) -> None:
-        """Export the group's span: a child of the caller's ``traceparent``, or the root of a new trace without one."""
-        attributes = {
-            "darts.group_id": record.group_id,
-            "darts.prompt_key": record.prompt_key,
-            "darts.policy": record.policy,
-            "darts.outcome": str(record.outcome),
-            "darts.candidates": len(record.candidates),
-            "darts.returned": len(record.selected),
-            "darts.generated_tokens": record.generated_tokens,
-            "darts.returned_tokens": record.returned_tokens,
-            "darts.deadline": record.deadline,
-            "darts.error": record.error,
-        }
-        epoch = time.time_ns() - int(self._clock() * NANOSECONDS)
-        instrument_manual(
-            GROUP_SPAN,
-            start_time=epoch + int(record.started_at * NANOSECONDS),
-            end_time=epoch + int(record.ended_at * NANOSECONDS),
-            attributes={name: value for name, value in attributes.items() if value is not None},
-            context=extract_trace_context(record.trace),
-        )

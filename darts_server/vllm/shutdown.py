@@ -8,17 +8,16 @@ import multiprocessing
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import psutil
-from fastapi import FastAPI
 
-from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
-from darts_server.serving.lifecycle import HAND_BACK_SECONDS, Drainable, Lifecycle, Shutdown
+from darts_server.exceptions import EngineDead, EngineHung, ServerStopping
+from darts_server.serving.lifecycle import ANSWER_SECONDS, HAND_BACK_SECONDS, Lifecycle
+from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
 
 logger = logging.getLogger(__name__)
@@ -28,24 +27,14 @@ CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could s
 GRACE_SECONDS = 30.0
 PROMPTS_LOST = 3
 """Exit code of a server that ended in order, but could not save all prompts that it had promised to keep."""
-MAX_POLL_SECONDS = 5.0
-MIN_POLLS = 10
-"""Of the watchdog, within its time limit."""
+POLL_SECONDS = 0.05
+MAX_WATCH_SECONDS = 5.0
+MIN_WATCHES = 10
+"""How often the watchdog looks at the engine, within its time limit."""
 CONNECTION_SECONDS = 5
 """For answers to reach slow readers after everything else has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Supervision:
-    """When a server ends.
-
-    ``grace``: seconds that running work may take after a signal. ``watchdog``: seconds that an engine with requests may
-    send nothing; 0 switches the watchdog off.
-    """
-
-    lifecycle: Lifecycle
-    grace: float
-    watchdog: float = 300.0
+RETRY_SECONDS = 30
+"""``Retry-After`` of a stopping server: about the time in which another one starts."""
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
@@ -59,7 +48,7 @@ def set_grace_seconds(args: Namespace, grace: float | None) -> float:
 
 
 def exit_on_signals() -> None:
-    """Exit at once on a signal, until `supervise` has replaced these handlers.
+    """Exit at once on a signal, until `Shutdown` has replaced these handlers.
 
     SIGHUP is ignored, also by the processes that the engine starts: it reloads keys, see `handle_sighup`, and must not
     end a server that has none to reload. SIGUSR1 writes the stacks of all threads to standard error, also while the
@@ -80,64 +69,115 @@ def handle_sighup(reload: Callable[[], None] | None) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
 
 
-@asynccontextmanager
-async def supervise(
-    llm: ShapingLLM, work: Sequence[Drainable], application: FastAPI, supervision: Supervision
-) -> AsyncIterator[Shutdown]:
-    """Watch the engine, and shut the HTTP server down when the server stops.
-
-    ``work``: what else runs on the engine.
-    """
-
-    lifecycle, limit = supervision.lifecycle, supervision.watchdog
-
-    def stop_http_server() -> None:
-        application.state.server.should_exit = True
-
-    def report_death() -> None:
-        lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(llm.engine_core)}"))
-
-    async def watch() -> None:
-        await wait_until_hung(llm, limit)
-        silent = f"it has requests, and sent nothing for {limit:g} s (--engine-watchdog)"
-        lifecycle.stop(EngineHung(f"the engine is hung: {silent}"))
-
-    shutdown = Shutdown(lifecycle, _EngineWork(llm, work), supervision.grace, stop_http_server)
-    llm.on_death = report_death
-    tasks = [asyncio.create_task(each) for each in (shutdown.run(), *([watch()] if limit else []))]
-    try:
-        yield shutdown
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def handle_signals(shutdown: Shutdown, lifecycle: Lifecycle) -> None:
-    """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, partial(_handle_signal, number, shutdown, lifecycle))
-
-
 def exit_at_once(number: int, _: object = None) -> None:
     """Kill the engine's processes and exit, while the engine starts or on a second signal.
 
-    vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works.
+    vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works. An engine
+    that is killed gives its workers minutes to notice; those that it has not started yet end by themselves.
     """
-    children = multiprocessing.active_children()
-    workers: list[psutil.Process] = []
-    for child in children:
+    for child in multiprocessing.active_children():
         with suppress(psutil.NoSuchProcess):
-            workers += psutil.Process(child.pid).children(recursive=True)
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(CHILD_GRACE_SECONDS)
-        child.kill()
-    for worker in workers:  # they outlive a killed engine, and may take minutes to notice
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
+            engine = psutil.Process(child.pid)
+            for process in (*engine.children(recursive=True), engine):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
     os._exit(128 + number)
+
+
+class Shutdown:
+    """Drain running work after a stop, hand back what has not ended, fail what is left, and exit.
+
+    Args:
+        batches: what runs on the engine beside requests of vLLM's routes.
+        grace: seconds that running work may take after a stop by signal.
+        watchdog: seconds that an engine with requests may send nothing; 0 for any.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, llm: ShapingLLM, batches: VllmBatches, grace: float, watchdog: float = 0.0
+    ) -> None:
+        self._lifecycle, self._llm, self._batches = lifecycle, llm, batches
+        self._grace, self._watchdog = grace, watchdog
+
+    @asynccontextmanager
+    async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
+        """Watch the engine, and call ``exit``, which stops the HTTP server, when the server has stopped."""
+
+        def report_death() -> None:
+            self._lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}"))
+
+        async def watch_engine() -> None:
+            await wait_until_hung(self._llm, self._watchdog)
+            silent = f"it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
+            self._lifecycle.stop(EngineHung(f"the engine is hung: {silent}"))
+
+        self._llm.on_death = report_death
+        works = (self.run(exit), *([watch_engine()] if self._watchdog else []))
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def handle_signals(self) -> None:
+        """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
+
+    def handle_signal(self, number: int) -> None:
+        """Accept no more work, and drain; the second time exit."""
+        name = signal.Signals(number).name
+        if self._lifecycle.stop_reason is not None:
+            logger.warning("%s again: exiting at once", name)
+            exit_at_once(number)
+        logger.warning("%s: shutting down; running requests may take the grace time, another signal ends them", name)
+        self._lifecycle.stop(
+            ServerStopping("the server is stopping; send this to another one, or retry later", RETRY_SECONDS)
+        )
+        self._batches.drain()
+        if self._llm.rollouts is not None:
+            self._llm.rollouts.joiner.drain()
+
+    async def run(self, exit: Callable[[], None]) -> None:
+        """Wait for the stop, give running work its grace time, hand it back or fail it, and exit."""
+        reason = await self._lifecycle.wait_for_stop()
+        if isinstance(reason, ServerStopping):
+            await self._wait_until_idle(self._grace)
+            if self._is_busy:
+                try:
+                    async with asyncio.timeout(HAND_BACK_SECONDS):
+                        await asyncio.gather(self._llm.hand_back(), self._batches.hand_back(reason))
+                except Exception:  # it fails then, as other work does
+                    logger.exception("running work could not be handed back")
+        if self._is_busy:
+            self._batches.fail(reason)
+            self._llm.fail(reason)
+            await self._wait_until_idle(ANSWER_SECONDS)
+        exit()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether any caller waits for running work."""
+        return self._llm.admission.requests > 0 or self._lifecycle.requests > 0
+
+    async def _wait_until_idle(self, remaining: float) -> None:
+        while self._is_busy and remaining > 0:
+            await asyncio.sleep(POLL_SECONDS)
+            remaining -= POLL_SECONDS
+
+
+async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
+    """Return when the engine has sent nothing for ``limit`` seconds in which it should have.
+
+    Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped or
+    starved, does not count.
+    """
+    interval, silent = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES), 0.0
+    while silent < limit:
+        llm.has_sent = False
+        await asyncio.sleep(interval)
+        silent = silent + interval if llm.should_respond and not llm.has_sent else 0.0
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
@@ -153,45 +193,6 @@ def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
     return 1
 
 
-class _EngineWork:
-    """Implements :class:`darts_server.serving.lifecycle.RunningWork`."""
-
-    def __init__(self, llm: ShapingLLM, work: Sequence[Drainable]) -> None:
-        self._llm = llm
-        self._work = work
-
-    @property
-    def is_busy(self) -> bool:
-        return self._llm.admission.requests > 0
-
-    def drain(self) -> None:
-        for work in self._work:
-            work.drain()
-        if self._llm.rollouts is not None:
-            self._llm.rollouts.joiner.drain()
-
-    async def hand_back(self, reason: DartsError) -> None:
-        await asyncio.gather(self._llm.hand_back(), *(work.hand_back(reason) for work in self._work))
-
-    def fail(self, error: DartsError) -> None:
-        for work in self._work:
-            work.fail(error)
-        self._llm.fail(error)
-
-
-async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
-    """Return when the engine has sent nothing for ``limit`` seconds in which it should have.
-
-    Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped or
-    starved, does not count.
-    """
-    interval, silent = min(MAX_POLL_SECONDS, limit / MIN_POLLS), 0.0
-    while silent < limit:
-        llm.has_sent = False
-        await asyncio.sleep(interval)
-        silent = silent + interval if llm.should_respond and not llm.has_sent else 0.0
-
-
 def cause_of_death(engine_core: Any) -> str:
     """Describe what ended the engine's process, as far as its exit code shows."""
     manager = getattr(engine_core.resources, "engine_manager", None)
@@ -204,14 +205,3 @@ def cause_of_death(engine_core: Any) -> str:
         if code > 0:
             return f"{name} ended with exit code {code}; its own error is further up in the log"
     return "its own error is further up in the log"
-
-
-def _handle_signal(number: int, shutdown: Shutdown, lifecycle: Lifecycle) -> None:
-    if lifecycle.stop_reason is not None:
-        logger.warning("%s again: exiting at once", signal.Signals(number).name)
-        exit_at_once(number)
-    logger.warning(
-        "%s: shutting down; running requests may take the grace time, another signal ends them",
-        signal.Signals(number).name,
-    )
-    shutdown.begin()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import fields
-from functools import wraps
+from functools import partial, wraps
 from hashlib import sha256
 from threading import Thread
 from typing import Any
@@ -39,10 +39,8 @@ KEPT_VERDICTS = 256
 """Of all callers together. All requests of a training run have one schema or a few."""
 BRACKET = re.compile(r"[(\[{)\]}]")
 
-Validate = Callable[..., None]
-"""Checks sampling parameters for one of vLLM's backends. May replace ``choice`` by a ``grammar``."""
 Converted = tuple[list[str] | None, str | None]
-"""These two."""
+"""``choice`` and ``grammar``: a check may replace the first by the second."""
 
 _verdicts: Kept[tuple[str, bytes], Future[Converted]] = Kept(KEPT_VERDICTS)
 """By the name of the check and a digest of what was checked, of each caller."""
@@ -59,63 +57,57 @@ def limit_checks() -> None:
             setattr(module, name, _limited(validate))
 
 
-def _limited(validate: Validate) -> Validate:
+def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     @wraps(validate)
     def check(params: SamplingParams, *args: Any, **more: Any) -> None:
+        """Check as vLLM does, or give the verdict of an earlier time.
+
+        In a thread, where the libraries let the event loop go on. One that takes too long can be waited for, but not
+        ended, and some never end: its caller begins no other before it is over. Other callers do.
+        """
         if (outputs := params.structured_outputs) is None:
             return
         if outputs._backend == "auto" and validate.__module__ == backend_outlines.__name__:
             # vLLM's last choice. Its memory doubles with each nested array, and its time is cubic in the properties.
             raise VLLMValidationError("neither xgrammar nor guidance supports this schema; simplify it")
-        outputs.choice, outputs.grammar = _verdict(validate, params, args, more)
+        content = {field.name: getattr(outputs, field.name) for field in fields(outputs) if field.init}
+        try:
+            encoded = msgspec.msgpack.encode(content)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
+        key, who = (validate.__name__, sha256(encoded).digest()), caller.get().name or ""
+        verdict = _verdicts.of(who).get(key)
+        if verdict is None:
+            if len(encoded) > MAX_SAMPLING_BYTES:
+                raise too_large(FIELD, len(encoded))
+            check_depth(content)
+        is_known = verdict is not None and verdict.done()
+        if not is_known and not all(each.done() for each in list(_verdicts.of(who).values())):
+            raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
+        if verdict is None:
+            verdict, trial = Future(), copy(params)
+            trial.structured_outputs = copy(outputs)
+            Thread(target=_run, args=(verdict, partial(validate, trial, *args, **more), trial), daemon=True).start()
+        _verdicts.put(who, key, verdict)
+        try:
+            failure = verdict.exception(CHECK_SECONDS)
+        except TimeoutError:
+            raise Overloaded(
+                f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it, or send it "
+                "again when it has been checked",
+                RETRY_SECONDS,
+            ) from None
+        if failure is not None:
+            raise failure.with_traceback(None)  # or it would keep all requests that it refuses
+        outputs.choice, outputs.grammar = verdict.result()
 
     return check
 
 
-def _verdict(validate: Validate, params: SamplingParams, args: Any, more: Any) -> Converted:
-    """Return what a check has made of structured outputs, now or earlier, or raise what it has raised.
-
-    In a thread, where the libraries let the event loop go on. One that takes too long can be waited for, but not ended,
-    and some never end: its caller begins no other before it is over. Other callers do.
-    """
-    outputs = params.structured_outputs
-    assert outputs is not None
-    content = {field.name: getattr(outputs, field.name) for field in fields(outputs) if field.init}
-    try:
-        encoded = msgspec.msgpack.encode(content)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
-    key, who = (validate.__name__, sha256(encoded).digest()), caller.get().name or ""
-    verdict = _verdicts.of(who).get(key)
-    if verdict is None:
-        if len(encoded) > MAX_SAMPLING_BYTES:
-            raise too_large(FIELD, len(encoded))
-        check_depth(content)
-    if (verdict is None or not verdict.done()) and not all(each.done() for each in list(_verdicts.of(who).values())):
-        raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
-    if verdict is None:
-        verdict = Future()
-        trial = copy(params)
-        trial.structured_outputs = copy(outputs)
-        Thread(target=_run, args=(verdict, validate, trial, args, more), daemon=True).start()
-    _verdicts.put(who, key, verdict)
-    try:
-        failure = verdict.exception(CHECK_SECONDS)
-    except TimeoutError:
-        raise Overloaded(
-            f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it, or send it again "
-            "when it has been checked",
-            RETRY_SECONDS,
-        ) from None
-    if failure is not None:
-        raise failure.with_traceback(None)  # or it would keep all requests that it refuses
-    return verdict.result()
-
-
-def _run(verdict: Future[Converted], validate: Validate, trial: SamplingParams, args: Any, more: Any) -> None:
+def _run(verdict: Future[Converted], validate: Callable[[], None], trial: SamplingParams) -> None:
     assert trial.structured_outputs is not None
     try:
-        validate(trial, *args, **more)
+        validate()
         verdict.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))
     except Exception as error:
         error.__cause__ = error.__context__ = None  # their frames would keep the whole request
@@ -139,32 +131,30 @@ def check_depth(content: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest
     """
+
+    def check_part(value: object, depth: int) -> None:
+        if isinstance(value, str):
+            nested = 0
+            for bracket in BRACKET.findall(value):
+                nested = nested + 1 if bracket in "([{" else max(0, nested - 1)
+                if nested > MAX_BRACKETS:
+                    raise too_deep(f"{MAX_BRACKETS} brackets")
+        elif isinstance(value, Mapping | list | tuple):
+            if depth == MAX_DEPTH:
+                raise too_deep(f"{MAX_DEPTH} objects and arrays")
+            # Also the names of a mapping, some of which are patterns.
+            for part in [*value, *value.values()] if isinstance(value, Mapping) else value:
+                check_part(part, depth + 1)
+
+    def too_deep(most: str) -> InvalidRequest:
+        return InvalidRequest(f"{FIELD}.{name}", f"must have at most {most} in each other; flatten it")
+
     for name, value in content.items():
         if name in ("json", "structural_tag") and isinstance(value, str):
             try:
                 value = json.loads(value)
             except RecursionError:
-                raise _too_deep(name, f"{MAX_DEPTH} objects and arrays") from None
+                raise too_deep(f"{MAX_DEPTH} objects and arrays") from None
             except ValueError:
                 pass  # vLLM says what is wrong with it
-        _check_part(name, value, 0)
-
-
-def _check_part(name: str, value: object, depth: int) -> None:
-    if isinstance(value, str):
-        nested = 0
-        for bracket in BRACKET.findall(value):
-            nested = nested + 1 if bracket in "([{" else max(0, nested - 1)
-            if nested > MAX_BRACKETS:
-                raise _too_deep(name, f"{MAX_BRACKETS} brackets")
-    elif isinstance(value, Mapping | list | tuple):
-        if depth == MAX_DEPTH:
-            raise _too_deep(name, f"{MAX_DEPTH} objects and arrays")
-        for part in value:  # also the names of a mapping, some of which are patterns
-            _check_part(name, part, depth + 1)
-        for part in value.values() if isinstance(value, Mapping) else ():
-            _check_part(name, part, depth + 1)
-
-
-def _too_deep(name: str, most: str) -> InvalidRequest:
-    return InvalidRequest(f"{FIELD}.{name}", f"must have at most {most} in each other; flatten it")
+        check_part(value, 0)

@@ -52,10 +52,10 @@ def full_app() -> Iterator[FastAPI]:
             llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes", fingerprint=""
         )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
-        stores = app.Stores(store, closing.enter_context(CarriedFile()))
-        rooms = app.make_rooms(defaults, engine, Access(), stores, staging, [], closing)
+        carried_file = closing.enter_context(CarriedFile())
+        rooms = app.make_rooms(defaults, engine, Access(), store, carried_file, staging, closing)
         built.middleware_stack = None
-        app.extend(built, rooms, defaults, Access(), store, Lifecycle(), "routes")
+        app.extend(built, rooms, defaults, Access(), Lifecycle(), "routes")
         yield built
 
 

@@ -33,14 +33,10 @@ def an_admission(engine: Engine, capacity: int | None = CAPACITY, **bounds: int)
     return Admission(lambda: engine.unfinished, capacity, Bounds(**bounds))
 
 
-def test_candidates_beyond_the_capacity_wait(engine: Engine) -> None:
-    admission = an_admission(engine)
-    assert admission.waiting == 0
-    engine.unfinished = CAPACITY
-    assert admission.waiting == 0
-    engine.unfinished = CAPACITY + 3
-    assert admission.waiting == 3
-    assert an_admission(engine, None).waiting == 0
+@pytest.mark.parametrize(("unfinished", "waiting"), [(0, 0), (CAPACITY, 0), (CAPACITY + 3, 3)])
+def test_candidates_beyond_the_capacity_wait(engine: Engine, unfinished: int, waiting: int) -> None:
+    engine.unfinished = unfinished
+    assert (an_admission(engine).waiting, an_admission(engine, None).waiting) == (waiting, 0)
 
 
 def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) -> None:

@@ -78,23 +78,17 @@ async def test_work_started_inside_is_waited_for_too() -> None:
     await asyncio.wait_for(empty, 1)
 
 
-async def test_work_cancelled_while_waiting_was_never_inside() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+async def test_work_that_is_cancelled_is_not_inside(waits: bool) -> None:
     gate = Gate()
-    gate.close()
+    if waits:
+        gate.close()
     work = Work(gate)
     await settle()
+    assert gate.inside == (not waits)
     work.task.cancel()
     await asyncio.gather(work.task, return_exceptions=True)
     gate.open()
-    assert gate.inside == 0
-
-
-async def test_work_cancelled_inside_leaves() -> None:
-    gate = Gate()
-    work = Work(gate)
-    await settle()
-    work.task.cancel()
-    await asyncio.gather(work.task, return_exceptions=True)
     assert gate.inside == 0
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from darts_server.serving.loop_lag import LoopLag
+from darts_server.serving.loop_lag import watch_loop
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pyte
     lags: list[float] = []
     began = time.monotonic()
     # Less than the first stall, and more than the machine may hold the loop for.
-    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=0.8):
+    with caplog.at_level(logging.WARNING), watch_loop(lags.append, interval=0.01, late=0.8):
         await asyncio.sleep(0.05)
         assert lags
         hold_the_loop(1.0)
@@ -47,7 +47,7 @@ async def test_nothing_is_logged_while_the_loop_runs_and_nothing_runs_afterwards
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lags: list[float] = []
-    with caplog.at_level(logging.WARNING), LoopLag(lags.append, interval=0.01, late=60.0):
+    with caplog.at_level(logging.WARNING), watch_loop(lags.append, interval=0.01, late=60.0):
         await asyncio.sleep(0.1)
     count = len(lags)
     assert count > 0

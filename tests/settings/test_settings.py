@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.settings import Settings, add_flags, apply_patch, load, runtime_values
+from darts_server.settings import Settings, add_flags, apply_patch, load
 
 
 @pytest.fixture
@@ -51,24 +51,19 @@ def test_an_invalid_flag_is_reported_with_value_and_range(flags: dict[str, str |
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_an_invalid_environment_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_or_file_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSetting, match=r"darts\.toml is not a file"):
+        load({}, str(config))
+    for written, message in (
+        ("redundancy = = 2", r"darts\.toml"),
+        ("redundncy = 2\n", "redundncy: unknown setting; known ones are policy, redundancy"),
+    ):
+        config.write_text(written)
+        with pytest.raises(InvalidSetting, match=message):
+            load({}, str(config))
     monkeypatch.setenv("DARTS_REDUNDANCY", "0")
     with pytest.raises(InvalidSetting, match=r"redundancy \(from DARTS_REDUNDANCY or the file\) = 0"):
         load({}, None)
-
-
-def test_an_unknown_key_in_the_file_is_reported(config: Path) -> None:
-    config.write_text("redundncy = 2\n")
-    with pytest.raises(InvalidSetting, match="redundncy: unknown setting; known ones are policy, redundancy"):
-        load({}, str(config))
-
-
-def test_a_missing_or_malformed_file_is_reported(config: Path) -> None:
-    with pytest.raises(InvalidSetting, match=r"darts\.toml is not a file"):
-        load({}, str(config))
-    config.write_text("redundancy = = 2")
-    with pytest.raises(InvalidSetting, match=r"darts\.toml"):
-        load({}, str(config))
 
 
 def test_every_setting_is_a_flag_with_help() -> None:
@@ -142,7 +137,7 @@ def test_keys_are_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load({}, None)
     assert settings.admin_api_key is not None
     assert settings.admin_api_key.get_secret_value() == "sesame"
-    assert "sesame" not in f"{settings!r} {settings} {runtime_values(settings)}"
+    assert "sesame" not in f"{settings!r} {settings} {settings.model_dump(mode='json')}"
     with pytest.raises(InvalidSetting) as error:
         load({"redundancy": "0"}, None)
     assert "sesame" not in str(error.value)
@@ -156,15 +151,12 @@ def test_an_empty_key_means_none_in_the_environment_but_is_an_error_as_a_flag(mo
         load({"admin_api_key": ""}, None)
 
 
-@pytest.mark.parametrize("hosts", ["", "*", "node17", "rollouts.example.com,*.cluster.local"])
-def test_allowed_hosts_are_names_and_patterns_of_names(hosts: str) -> None:
-    assert load({"allowed_hosts": hosts}, None).allowed_hosts == hosts
-
-
-@pytest.mark.parametrize("hosts", ["node17:8000", "http://node17", "a*", "a.*", "**", "*.", "a, b", "a,,b", ","])
-def test_an_invalid_allowed_host_is_an_error_at_start(hosts: str) -> None:
-    with pytest.raises(InvalidSetting, match="--allowed-hosts"):
-        load({"allowed_hosts": hosts}, None)
+def test_allowed_hosts_are_names_and_patterns_of_names() -> None:
+    for hosts in ("", "*", "node17", "rollouts.example.com,*.cluster.local"):
+        assert load({"allowed_hosts": hosts}, None).allowed_hosts == hosts
+    for hosts in ("node17:8000", "http://node17", "a*", "a.*", "**", "*.", "a, b", "a,,b", ","):
+        with pytest.raises(InvalidSetting, match="--allowed-hosts"):
+            load({"allowed_hosts": hosts}, None)
 
 
 def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path) -> None:

@@ -6,13 +6,13 @@ import signal
 import sys
 from typing import Any
 
-from darts_server.vllm.plugin import end_engine_with_server, end_with_parent
+from darts_server.vllm.plugin import end_engine_with_server, end_with_server
 
 
 def run(method: str, generations: int) -> None:
     """Print the id of this process, and start two for the next generation."""
     if method == "spawn":  # vLLM loads its plugins in spawned processes alone
-        end_with_parent()
+        end_with_server()
     os.write(1, f"{os.getpid()}\n".encode())  # in one piece: all of these processes write to the same pipe
     if generations:
         context: Any = multiprocessing.get_context(method)

@@ -27,19 +27,12 @@ def resolved(name: str) -> type:
     return found
 
 
-@pytest.mark.parametrize("users", [None, ""])
-def test_without_a_users_extension_the_workers_is_ours(users: str | None) -> None:
-    assert resolved(extension(users)) is worker.WorkerExtension
-
-
-def test_a_users_extension_is_combined_with_ours_in_one_class() -> None:
+def test_the_workers_extension_is_ours_or_one_class_of_ours_and_the_users() -> None:
+    assert resolved(extension(None)) is resolved(extension("")) is worker.WorkerExtension
     both = resolved(extension(f"{__name__}.Users"))
     assert issubclass(both, Users)
     assert issubclass(both, worker.WorkerExtension)
     assert resolved(extension(f"{__name__}.Users")) is both
-
-
-def test_other_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError):
         resolved(f"{worker.__name__}.Other")
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 
-from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES, end_with_parent, prepare_process, share_cores
+from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES, end_with_server, prepare_process, share_cores
 from tests.deploy.names import ROOT
 
 
@@ -90,8 +90,8 @@ def test_nothing_is_watched_outside_of_a_servers_engine(monkeypatch: pytest.Monk
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     before = threading.active_count()
     monkeypatch.setenv(SERVER_PID, "1")
-    end_with_parent()
+    end_with_server()
     monkeypatch.undo()
     monkeypatch.setenv(SERVER_PID, str(os.getpid()))
-    end_with_parent()
+    end_with_server()
     assert threading.active_count() <= before  # fewer if one of an earlier test has ended meanwhile

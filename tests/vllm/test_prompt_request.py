@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,8 @@ from vllm.lora.request import LoRARequest
 from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.turns import Turns
-from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions, TurnKind
-from darts_server.vllm.llm import Generation
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable, count_stable, make_turn
-from darts_server.vllm.requests import RouteCall
 
 TRAINING = SamplingParams(temperature=1.0)
 _trl = importlib.util.find_spec("trl")
@@ -101,13 +97,12 @@ def test_training_may_use_the_names_of_evaluations_sessions(params: SamplingPara
     assert turns.classify(make_turn(later, RequestOptions(), "0_0", None)) is TurnKind.SESSION
 
 
-@pytest.mark.parametrize(("reason", "kind"), [("abort", TurnKind.TOKENS), ("stop", TurnKind.OPENING)])
-def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(reason: str, kind: TurnKind) -> None:
+@pytest.mark.parametrize(("aborted", "kind"), [(True, TurnKind.TOKENS), (False, TurnKind.OPENING)])
+def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(aborted: bool, kind: TurnKind) -> None:
     turns, request = Turns(), PromptRequest({"prompt_token_ids": [1, 2]}, TRAINING, "a")
     first, again = (make_turn(request, RequestOptions(), None, None) for _ in range(2))
     first.group_size = 8
-    output: Any = SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=reason, token_ids=[], text="")])
-    Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), first, turns).record(output)
+    turns.add_answer(first, [], aborted=aborted)
     assert turns.classify(again) is kind
 
 

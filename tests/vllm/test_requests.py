@@ -11,7 +11,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.requests import attach, current_route, move_xargs, with_raw_names
+from darts_server.vllm.requests import attach, current_route, move_xargs
 
 
 class Serving:
@@ -41,19 +41,6 @@ async def test_a_handler_sees_what_its_own_request_sets() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_malformed_header_never_reaches_the_handler() -> None:
-    serving = Serving()
-    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest):
-        await serving.create_completion(SimpleNamespace(model="tiny"), SimpleNamespace(headers={"x-darts-foo": "1"}))
-    assert serving.seen == []
-
-
-def test_raw_names_come_after_the_served_ones_so_that_the_first_model_is_the_shaped_one() -> None:
-    assert with_raw_names(["a", "b"]) == ["a", "b", "a:raw", "b:raw"]
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
 )
@@ -62,32 +49,41 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
 
     class Beams:
         async def create_completion(self, request: Any, raw_request: Any = None) -> int:
-            search = current_route().search
-            assert search is not None
-            search.ticket = admission.admit(search.beams)
+            call = current_route()
+            call.ticket = admission.admit(call.beams)
             return admission.ahead
 
     serving = Beams()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
     assert await serving.create_completion(request) == beams
-    assert (admission.ahead, admission.requests, current_route().search) == (0, 0, None)
+    assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
+
+
+UNPRINTABLE = ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"]
+BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("chosen", ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"])
-async def test_an_id_that_cannot_be_shown_is_refused_before_the_handler_sees_it(chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "headers", "message"),
+    [
+        ({}, {"x-darts-foo": "1"}, "unknown header"),
+        *(({"request_id": bad}, {}, "request_id: must be 1 to 256 printable characters") for bad in UNPRINTABLE),
+        *(({"request_id": "a"}, {"x-request-id": bad}, "X-Request-Id") for bad in UNPRINTABLE),
+        (BEAMS, {}, "'cap' cannot shape a beam search"),
+    ],
+)
+async def test_what_is_refused_never_reaches_the_handler(
+    sent: dict[str, Any], headers: dict[str, str], message: str
+) -> None:
     serving = Serving()
     attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest, match="request_id: must be 1 to 256 printable characters"):
-        await serving.create_completion(SimpleNamespace(model="tiny", request_id=chosen))
-    with pytest.raises(InvalidRequest, match="X-Request-Id"):
-        await serving.create_completion(
-            SimpleNamespace(model="tiny", request_id="a"), SimpleNamespace(headers={"x-request-id": chosen})
-        )
+    with pytest.raises(InvalidRequest, match=message):
+        await serving.create_completion(SimpleNamespace(model="tiny", **sent), SimpleNamespace(headers=headers))
     assert serving.seen == []
-    await serving.create_completion(SimpleNamespace(model="tiny", request_id="日本/ä'\"<script>"))
-    await serving.create_completion(SimpleNamespace(model="tiny", request_id=""))
+    for name in ("日本/ä'\"<script>", ""):
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name))
     assert len(serving.seen) == 2
 
 
@@ -149,14 +145,3 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
 
 async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
     return [part async for part in stream]
-
-
-@pytest.mark.anyio
-async def test_a_policy_for_a_beam_search_is_refused() -> None:
-    serving = Serving()
-    attach(State({"openai_serving_completion": serving}), read_options, frozenset())
-    with pytest.raises(InvalidRequest, match="'cap' cannot shape a beam search"):
-        await serving.create_completion(
-            SimpleNamespace(model="tiny", use_beam_search=True, prompt="a", n=2, vllm_xargs={"darts_policy": "cap"})
-        )
-    assert serving.seen == []

@@ -7,6 +7,7 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,13 +15,13 @@ from unittest.mock import Mock
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.exceptions import EngineHung, ServerStopping
+from darts_server.exceptions import DartsError, EngineDead, EngineHung, ServerStopping
 from darts_server.rollout.batches.carried import PORTABLE_SECONDS, SAVE_SECONDS
 from darts_server.rollout.batches.registry import CLOSE_SECONDS
-from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle, Shutdown
+from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle
 from darts_server.vllm import shutdown
 from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.shutdown import cause_of_death, wait_until_hung
+from darts_server.vllm.shutdown import POLL_SECONDS, Shutdown, cause_of_death, wait_until_hung
 
 pytestmark = pytest.mark.anyio
 
@@ -39,18 +40,6 @@ def test_a_server_has_ended_by_the_time_that_a_supervisor_kills_it() -> None:
     handed_back = HAND_BACK_SECONDS + ANSWER_SECONDS + shutdown.CONNECTION_SECONDS
     closed = CLOSE_SECONDS + PORTABLE_SECONDS + SAVE_SECONDS + shutdown.CHILD_GRACE_SECONDS
     assert handed_back + closed + 1.0 < END_SECONDS
-
-
-def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(shutdown, "exit_at_once", left.append)
-    lifecycle = Lifecycle()
-    stop = Shutdown(lifecycle, Mock(), 30.0, Mock())
-    shutdown._handle_signal(signal.SIGTERM, stop, lifecycle)
-    assert isinstance(lifecycle.stop_reason, ServerStopping)
-    assert not left
-    shutdown._handle_signal(signal.SIGTERM, stop, lifecycle)
-    assert left == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +92,145 @@ async def test_sighup_reloads_keys_or_is_ignored_and_logged(caplog: pytest.LogCa
                 await asyncio.sleep(0.01)
     assert caplog.messages == ["SIGHUP: ignored, since the server has no key files to reload"]
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+
+# --- Work that the test ends, on a clock that jumps
+
+
+GRACE = 30.0
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Timers fire at once, and the clock jumps to them."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, callback: Any, *args: Any, **more: Any) -> Any:  # type: ignore[override]  # any callback
+        self.now += delay
+        return super().call_later(0, callback, *args, **more)
+
+
+@dataclass
+class Work:
+    """Stands in for the engine and for what runs on it.
+
+    ``lasts``: polls until it has finished. ``stuck``: it does not stop when it fails. ``returns``: seconds that it
+    takes to hand it back; ``None`` if it cannot be. ``broken``: raised then.
+    """
+
+    lasts: int = 0
+    stuck: bool = False
+    returns: float | None = None
+    broken: Exception | None = None
+    drained: int = 0
+    handed_back: list[DartsError] = field(default_factory=list)
+    failed: list[DartsError] = field(default_factory=list)
+    rollouts: None = None
+
+    @property
+    def admission(self) -> Any:
+        self.lasts -= 1
+        return SimpleNamespace(requests=int(self.lasts >= 0 and (self.stuck or not self.failed)))
+
+    def drain(self) -> None:
+        self.drained += 1
+
+    async def hand_back(self, reason: DartsError | None = None) -> None:
+        if reason is None:  # what the engine runs beside batches
+            return
+        self.handed_back.append(reason)
+        if self.broken is not None:
+            raise self.broken
+        if self.returns is not None:
+            await asyncio.sleep(self.returns)
+            self.lasts = 0
+
+    def fail(self, error: DartsError) -> None:
+        self.failed.append(error)
+
+
+def shut_down(work: Any, lifecycle: Lifecycle, error: DartsError | None = None) -> float:
+    """Return the seconds from the stop to the exit. ``error``: the reason; ``None`` for a signal."""
+
+    async def run() -> float:
+        exited_at: list[float] = []
+        loop = asyncio.get_running_loop()
+        shutdown = Shutdown(lifecycle, work, work, GRACE)
+        running = asyncio.create_task(shutdown.run(lambda: exited_at.append(loop.time())))
+        await asyncio.sleep(0)
+        stopped_at = loop.time()
+        if error is None:
+            shutdown.handle_signal(signal.SIGTERM)
+        else:
+            lifecycle.stop(error)
+        await running
+        [exited] = exited_at
+        return exited - stopped_at
+
+    with asyncio.Runner(loop_factory=SteppedLoop) as runner:
+        return runner.run(run())
+
+
+def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(shutdown, "exit_at_once", left.append)
+    work: Any = Work()
+    lifecycle = Lifecycle()
+    stop = Shutdown(lifecycle, work, work, GRACE)
+    for exits in ([], [signal.SIGTERM]):
+        stop.handle_signal(signal.SIGTERM)
+        assert left == exits
+    assert isinstance(lifecycle.stop_reason, ServerStopping)
+    assert lifecycle.stop_reason.retry_after > 0
+
+
+def test_work_may_finish_within_the_grace_time() -> None:
+    assert shut_down(Work(), Lifecycle()) == 0
+    work = Work(lasts=10, returns=1.0)
+    assert shut_down(work, Lifecycle()) == pytest.approx(10 * POLL_SECONDS)
+    assert (work.drained, work.handed_back, work.failed) == (1, [], [])
+
+
+def test_work_that_exceeds_the_grace_time_is_handed_back_and_does_not_fail() -> None:
+    work, lifecycle = Work(lasts=1000, returns=1.0), Lifecycle()
+    assert shut_down(work, lifecycle) == pytest.approx(GRACE + 1.0, abs=POLL_SECONDS)
+    assert (work.handed_back, work.failed) == ([lifecycle.stop_reason], [])
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Work(lasts=1000), GRACE),
+        (Work(lasts=1000, stuck=True), GRACE + ANSWER_SECONDS),
+        (Work(lasts=1000, broken=ValueError("a bug")), GRACE),
+        (Work(lasts=1000, returns=1e6), GRACE + HAND_BACK_SECONDS),
+    ],
+)
+def test_work_that_is_not_handed_back_in_time_fails_and_its_callers_get_their_errors(
+    work: Work, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    lifecycle = Lifecycle()
+    assert shut_down(work, lifecycle) >= seconds - POLL_SECONDS
+    assert work.failed == [lifecycle.stop_reason] * 2, "batches and other requests"
+    assert ("could not be handed back" in caplog.text) is (work.broken is not None or work.returns is not None)
+
+
+def test_a_tracked_request_counts_as_work() -> None:
+    lifecycle = Lifecycle()
+    with lifecycle.track_request():
+        assert shut_down(Work(), lifecycle) == pytest.approx(GRACE + ANSWER_SECONDS, abs=2 * POLL_SECONDS)
+    assert lifecycle.requests == 0
+
+
+def test_a_dead_engine_gets_no_grace_time_and_the_first_reason_is_kept() -> None:
+    work, lifecycle, error = Work(lasts=1000), Lifecycle(), EngineDead("it was killed")
+    assert shut_down(work, lifecycle, error) == 0
+    lifecycle.stop(EngineDead("second"))
+    assert (lifecycle.stop_reason, work.failed) == (error, [error] * 2)
+    assert (work.drained, work.handed_back) == (0, [])
 
 
 # --- The watchdog, with an engine that the test plays

@@ -171,17 +171,6 @@ def test_a_library_that_panics_is_a_refusal_and_not_a_check_without_an_end() -> 
             structured_outputs._limited(validate)(params(json=TOOL))
 
 
-def test_few_verdicts_are_kept() -> None:
-    count, validate = counted()
-    for number in range(structured_outputs.KEPT_VERDICTS + 1):
-        validate(params(regex=f"a{number}"))
-    assert len(structured_outputs._verdicts) == structured_outputs.KEPT_VERDICTS
-    validate(params(regex="a1"))
-    assert count() == structured_outputs.KEPT_VERDICTS + 1
-    validate(params(regex="a0"))
-    assert count() == structured_outputs.KEPT_VERDICTS + 2
-
-
 def counted(go_on: threading.Event | None = None) -> tuple[Any, Any]:
     """Return the number of calls of a check, and the check within our limits. It ends when it may ``go_on``."""
     calls = []

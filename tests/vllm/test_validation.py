@@ -50,6 +50,8 @@ def test_a_usual_request_passes() -> None:
     check_request(CONFIG, request(trace_headers={"traceparent": "00"}, priority=3))
     check_request(CONFIG, request({"type": "embeds", "prompt_token_ids": [SIZE]}))
     check_request(CONFIG, request("text"))
+    check_request(CONFIG, request({"type": "token", "prompt_token_ids": [5] * MAX_SAMPLING_BYTES}))
+    check_request(CONFIG, request(params=changed(n=8, temperature=0.0)))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +91,6 @@ def test_parameters_are_limited_in_size_and_the_largest_is_named(name: str, valu
     assert refused(request(params=changed(**{name: value}))) == name
 
 
-def test_a_long_prompt_is_no_sampling_parameter() -> None:
-    check_request(CONFIG, request({"type": "token", "prompt_token_ids": [5] * MAX_SAMPLING_BYTES}))
-
-
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -109,10 +107,6 @@ def test_an_option_that_the_engine_cannot_decode_is_named(options: dict[str, Any
 def test_parameters_that_contradict_each_other_only_once_they_are_decoded_are_refused() -> None:
     with pytest.raises(REFUSALS, match="min_tokens"):
         check_request(CONFIG, request(params=changed(min_tokens=9, max_tokens=8)))
-
-
-def test_a_group_may_be_greedy() -> None:
-    check_request(CONFIG, request(params=changed(n=8, temperature=0.0)))
 
 
 @pytest.mark.parametrize("prompt", [{"cache_salt": 3}, {"prompt_token_ids": [True]}])

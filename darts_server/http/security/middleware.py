@@ -33,7 +33,6 @@ MIN_ERROR_STATUS = 400
 SAFE = ("GET", "HEAD", "DELETE")
 """Methods that start no work."""
 REQUEST_ID = b"x-request-id"
-TRACE = (b"traceparent", b"tracestate")
 HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
@@ -149,7 +148,6 @@ class SecurityMiddleware:
         who = self._access.check(access, f"{method} {path}", key or None, sender)
         if (request_id := headers.get(REQUEST_ID)) is not None:
             who.request_id = without_controls(request_id.decode("latin-1")[:NAME_CHARS])
-        who.trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE}
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,6 @@ from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller as From
-from darts_server.serving.admission import caller as caller_of
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
@@ -283,19 +282,3 @@ async def test_failing_all_groups_gives_every_caller_an_error_of_its_own() -> No
     error = ServerStopping("the server is stopping", 30)
     harness.rollouts.fail_all(error)
     assert await finish(harness, callers) == [error] * 5
-
-
-# --- its caller's trace --------------------------------------------------------
-
-
-async def test_a_group_belongs_to_the_trace_of_its_first_caller() -> None:
-    """Wherever its end comes from."""
-    harness = JoiningHarness(lengths(9), SHORTEST)
-    callers = []
-    for number in range(4):
-        token = caller_of.set(From(trace={"traceparent": str(number)}))
-        callers.append(harness.send(f"c{number}"))
-        caller_of.reset(token)
-        await settle()
-    await finish(harness, callers)
-    assert harness.record("group-c0").trace == {"traceparent": "0"}

@@ -135,7 +135,6 @@ LEANED_ON = {
     "vllm.tokenizers": {"TokenizerLike": ""},
     "vllm.tokenizers.detokenizer_utils": {"convert_ids_list_to_tokens": ""},
     "vllm.transformers_utils.repo_utils": {"get_model_path": ""},
-    "vllm.tracing": {"extract_trace_context": "", "instrument_manual": ""},
     "vllm.usage.usage_lib": {"UsageContext": "OPENAI_API_SERVER"},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ""},
     "vllm.v1.core.sched.output": {
