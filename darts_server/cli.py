@@ -164,6 +164,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _of("darts_server.simulation.command"),
         "see what policies would bring on your workload, without an engine",
     ),
+    "trace": (_of("darts_server.trace"), "write what a server has learned of lengths, for simulate"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

@@ -24,10 +24,7 @@ SETTINGS: Mapping[str, str] = {
 }
 """Flags, environment variables and keys of the file, by the name of the setting."""
 
-COMMANDS: Mapping[str, str] = {
-    "ingress": REPLICAS,
-    "trace": "write the lengths that your trainer logs, a prompt a line, as darts-server simulate --help describes",
-}
+COMMANDS: Mapping[str, str] = {"ingress": REPLICAS}
 """Commands of ``darts-server``."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -36,7 +33,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "darts_deadline": "use darts_cut, or darts with --tail longest",
         "roulette": "use arrol, or uniform with weights",
         "balanced": "use arrol, which returns all candidates that are not pruned, or a sample of them",
-        "shadow:*": "use off, and let darts-server simulate say what a policy would do with the lengths; or auto",
+        "shadow:*": "use off, which records lengths: darts-server trace export writes them, and darts-server simulate "
+        "says what a policy would do; or auto",
     },
     "auto_allow": dict.fromkeys(("defer", "uniform,darts,defer"), "name restart in place of defer"),
     "budget": {"utility": "use the policy auto, or the budget fixed or cv_log"},

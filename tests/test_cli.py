@@ -36,5 +36,5 @@ def test_help_lists_every_command_and_the_first_steps(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"\n    {command} " in out for command in ("serve", "demo", "simulate", "doctor", "version"))
+    assert all(f"\n    {command} " in out for command in ("serve", "demo", "simulate", "trace", "doctor", "version"))
     assert "darts-server demo " in out
