@@ -106,26 +106,7 @@ def _read(body: bytes, media_type: str) -> object:
     return read_batch(REQUEST, httpx.Response(200, content=body, headers={"Content-Type": media_type}, request=request))
 
 
-REQUEST = rollouts_request(
-    ["a"],
-    group_size=SIZE,
-    max_tokens=1,
-    temperature=1.0,
-    seed=None,
-    logprobs=True,
-    sampling={},
-    policy=None,
-    budget=None,
-    num_groups=None,
-    min_groups=None,
-    survivors=None,
-    carry=None,
-    carried=False,
-    chunk_tokens=None,
-    durable=False,
-    idempotency_key=None,
-    at_once=True,
-)
+REQUEST = rollouts_request(["a"], None, group_size=SIZE, max_tokens=1, durable=False)
 
 if __name__ == "__main__":
     sys.exit(main())

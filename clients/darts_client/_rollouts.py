@@ -89,35 +89,32 @@ class GroupPayload(WireModel):
 
 def rollouts_request(
     prompts: RolloutPrompts,
+    stream: Stream,
+    /,
     *,
     group_size: int,
     max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    logprobs: bool,
-    sampling: Mapping[str, Any],
-    policy: str | Mapping[str, Any] | None,
-    budget: int | None,
-    num_groups: int | None,
-    min_groups: int | None,
-    survivors: bool | None,
-    carry: Carry | None,
-    carried: bool,
-    chunk_tokens: int | None,
-    durable: bool,
-    idempotency_key: str | None,
-    at_once: bool = False,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    policy: str | Mapping[str, Any] | None = None,
+    budget: int | None = None,
+    num_groups: int | None = None,
+    min_groups: int | None = None,
+    survivors: bool | None = None,
+    carry: Carry | None = None,
+    carried: bool = False,
+    logprobs: bool = True,
+    durable: bool = True,
+    idempotency_key: str | None = None,
+    chunk_tokens: int | None = None,
+    **sampling: Any,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts`: a stream of tokens if `chunk_tokens` is given, else of groups.
-
-    `at_once`: it is not streamed.
-    """
+    """Build one request for all of `prompts`. The arguments are those of the clients' `rollouts`."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
     prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
-    stream: Stream = None if at_once else "groups" if chunk_tokens is None else "tokens"
     own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "policy": {"name": policy} if isinstance(policy, str) else policy,
@@ -132,7 +129,7 @@ def rollouts_request(
     body = {
         "prompts": prompt_list,
         "group_size": group_size,
-        "sampling": drop_none(own_sampling) | dict(sampling),
+        "sampling": drop_none(own_sampling) | sampling,
         **drop_none({"stream": stream, **options}),
     }
     return RolloutsRequest(
