@@ -16,7 +16,7 @@ from ._completions import completion_request, first_model, parse_groups, parse_m
 from ._errors import TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
-from ._progress import progress_bar
+from ._progress import ProgressBar
 from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts
 from ._requests import (
     API,
@@ -380,4 +380,5 @@ class AsyncClient:
         progress: bool,
     ) -> AsyncRollouts[ItemT]:
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
-        return AsyncRollouts(self._transport, batch, select, progress_bar(progress, request.num_groups))
+        bar = ProgressBar(request.num_groups) if progress else None
+        return AsyncRollouts(self._transport, batch, select, bar)
