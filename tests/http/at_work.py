@@ -41,8 +41,8 @@ STARTUP_SECONDS = 20.0
 class Work:
     """Groups of 8 that the test requests from the thread of the browser."""
 
-    def __init__(self, store: Store, lengths: Callable[[str, int], int]) -> None:
-        self.engine = ScriptedEngine(lambda request, index: Script(length=lengths(request, index)))
+    def __init__(self, store: Store) -> None:
+        self.engine = ScriptedEngine(lambda request, index: Script(length=heavy_tail(request, index)))
         self.provenance, self.statistics = Provenance(), Statistics(store)
         self.reward_matcher = RewardMatcher(self.statistics.rewards, Mock(), Mock())
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
@@ -91,13 +91,11 @@ def heavy_tail(request: str, index: int) -> int:
 
 
 @contextmanager
-def at_work(
-    *keys: str, admin_keys: Sequence[str] = (), lengths: Callable[[str, int], int] = heavy_tail
-) -> Iterator[tuple[str, Work]]:
+def at_work(*keys: str) -> Iterator[tuple[str, Work]]:
     """The address of the page, and what runs behind it."""
     with Store() as store, socket.create_server(("127.0.0.1", 0)) as listener:
-        work = Work(store, lengths)
-        server = uvicorn.Server(uvicorn.Config(_app(work, store, keys, admin_keys), log_level="warning", lifespan="on"))
+        work = Work(store)
+        server = uvicorn.Server(uvicorn.Config(_app(work, store, keys), log_level="warning", lifespan="on"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         work.stopping = lambda: server.should_exit
         thread.start()
@@ -112,14 +110,14 @@ def at_work(
             thread.join()
 
 
-def _app(work: Work, store: Store, keys: Sequence[str], admin_keys: Sequence[str]) -> FastAPI:
+def _app(work: Work, store: Store, keys: Sequence[str]) -> FastAPI:
     @asynccontextmanager
     async def working(_: FastAPI) -> AsyncIterator[None]:
         steps = asyncio.create_task(work.steps())
         yield
         steps.cancel()
 
-    app, access = FastAPI(lifespan=working), Access(Keys(keys), Keys(admin_keys))
+    app, access = FastAPI(lifespan=working), Access(Keys(keys))
     app.add_middleware(SecurityMiddleware, access=access, limits=BodyLimits(2**20), on_refusal=Mock())
     errors.install(app)
     seconds = {"transfer": 0.2, "check": 0.1, "wait": 1.4, "load": 0.3}
