@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 from darts_server.exceptions import InvalidRequest, UpdateFailed
 from darts_server.http import dialects, errors
 from darts_server.http.body import BodyLimits
-from darts_server.http.dialects.controls import Controls
-from darts_server.http.dialects.nemo_rl import CompletionTokenIds
+from darts_server.http.dialects import CompletionTokenIds, Controls
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.route_table import access_of
