@@ -32,9 +32,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
-    generated_fields,
-    sample_fields,
-    shared_fields,
+    trajectory_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.batch import BatchRequest
@@ -191,8 +189,7 @@ class GroupOut(BaseModel):
             aborted=_all_aborted(result),
             trajectories=[
                 TrajectoryOut(
-                    **shared_fields(TrajectoryOut, candidates[i])
-                    | sample_fields(f"{result.group_id}:{i}", sample, candidates[i]),
+                    **trajectory_fields(TrajectoryOut, f"{result.group_id}:{i}", sample, candidates[i]),
                     rank=order.index(i),
                 )
                 for i, sample in sorted(result.samples.items())
@@ -264,19 +261,16 @@ def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     if result.aborted is None:
         return None
     candidates = {} if result.record is None else {candidate.index: candidate for candidate in result.record.candidates}
-    return [
-        AbortedCandidateOut(
-            **generated_fields(f"{result.group_id}:{index}", aborted.sample, candidates[index])
-            | {
-                "weight_version_start": aborted.version_spans[0][0] if aborted.version_spans else None,
-                "weight_version_end": aborted.version_spans[-1][0] if aborted.version_spans else None,
-                "version_spans": list(aborted.version_spans),
-            },
-            finish_reason=aborted.sample.finish_reason or "abort",
-            cut=candidates[index].cut,
+    aborted = []
+    for index, each in result.aborted.items():
+        fields = trajectory_fields(AbortedCandidateOut, f"{result.group_id}:{index}", each.sample, candidates[index])
+        fields["finish_reason"] = each.sample.finish_reason or "abort"
+        fields["version_spans"] = spans = list(each.version_spans)
+        fields["weight_version_start"], fields["weight_version_end"] = (
+            (spans[0][0], spans[-1][0]) if spans else (None, None)
         )
-        for index, aborted in result.aborted.items()
-    ]
+        aborted.append(AbortedCandidateOut(**fields))
+    return aborted
 
 
 def error_object(error: Exception) -> dict[str, Any]:
