@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -165,25 +165,14 @@ def build_group(
     found = len(payload.trajectories)
     if found != expected and not (survivors and found > 0 < expected):
         raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
+    same = {name: getattr(payload, name) for name in _SAME_OF_GROUP}
     return Group(
-        group_id=payload.group_id,
+        **same,
         prompt_token_ids=request.token_ids[payload.number] if payload.number < len(request.token_ids) else None,
         trajectories=tuple(
             _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
             for index, trajectory in enumerate(payload.trajectories)
         ),
-        number=payload.number,
-        prompt_key=payload.prompt_key,
-        metadata=payload.metadata,
-        candidates=payload.candidates,
-        counted=payload.counted,
-        num_shortest=payload.num_shortest,
-        sampled_from=payload.sampled_from,
-        earlier_pass_rate=payload.earlier_pass_rate,
-        deadline=payload.deadline,
-        mixed_versions=payload.mixed_versions,
-        discarded=payload.discarded,
-        seconds=payload.seconds,
         error=None if payload.error is None else error_from_object(payload.error),
         aborted=payload.aborted or (),
     )
@@ -197,19 +186,14 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
     if with_logprobs and (logprobs is None or len(logprobs) != payload.length):
         count = "no" if logprobs is None else len(logprobs)
         raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
-    return Trajectory(
-        index=index,
-        text=payload.text,
-        token_ids=token_ids,
-        logprobs=logprobs if with_logprobs else None,
-        finish_reason=payload.finish_reason,
-        trajectory_id=payload.trajectory_id,
-        rank=payload.rank,
-        selected_as=payload.selected_as,
-        cut=payload.cut,
-        quality=payload.quality,
-        weight=payload.weight,
-        weight_version_start=payload.weight_version_start,
-        weight_version_end=payload.weight_version_end,
-        version_spans=payload.version_spans,
-    )
+    same = {name: getattr(payload, name) for name in _SAME_OF_TRAJECTORY}
+    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs if with_logprobs else None, **same)
+
+
+def _same_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
+    """Return the fields that an object has from its event as they are."""
+    return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
+
+
+_SAME_OF_GROUP = _same_fields(GroupPayload, Group, "trajectories", "error", "aborted")
+_SAME_OF_TRAJECTORY = _same_fields(TrajectoryPayload, Trajectory, "token_ids", "logprobs")

@@ -149,9 +149,9 @@ def lose_connection() -> None:
 
 
 class FakeServer:
-    """Returns these answers in turn, and records the requests."""
+    """Returns these answers in turn: events, a response, an error to raise, bytes or JSON. Records the requests."""
 
-    def __init__(self, *answers: Body | httpx.Response | Exception) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.requests: list[httpx.Request] = []
         self.transport = httpx.MockTransport(self)
@@ -163,6 +163,8 @@ class FakeServer:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
+        if not isinstance(answer, Body | httpx.Response):
+            return httpx.Response(200, **({"content": answer} if isinstance(answer, bytes) else {"json": answer}))
         if isinstance(answer, httpx.Response):
             return answer
         return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=answer)

@@ -34,14 +34,14 @@ SIDEWAYS = """[...document.querySelectorAll('*')]
 
 
 def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Browser) -> None:
-    with at_work() as (url, work):
+    with at_work() as (url, ask):
         visit = Visit(browser, url)
         page = visit.page
         assert page.evaluate("innerWidth") == 1280
         visit.says("empty-title", "No groups yet")
         assert page.evaluate(SIDEWAYS) == []
         assert page.inner_text("#legend") == ""
-        work.ask(*prompts(8))
+        ask(*prompts(8))
         visit.reads("running", "8 groups")
         visit.reads("running", "0 groups")
         named = page.inner_text("#legend").split("\n")
@@ -55,13 +55,13 @@ def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Br
 
 
 def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Browser) -> None:
-    with at_work() as (url, work):
+    with at_work() as (url, ask):
         visit = Visit(browser, url)
         page = visit.page
         page.evaluate(WATCH_SHIFTS)
         visit.says("empty-title", "No groups yet")
         visit.says("command", f"curl {url}v1/rollouts")
-        work.ask(*prompts(84))
+        ask(*prompts(84))
         visit.reads("shown", "1,008 candidates in 84 groups")
         visit.reads("running", "84 groups")
         assert not page.is_visible("#empty")
@@ -89,8 +89,8 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
 
 
 def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
-    with at_work() as (url, work):
-        work.ask(*prompts(6))
+    with at_work() as (url, ask):
+        ask(*prompts(6))
         visit = Visit(browser, url)
         press, page = visit.page.keyboard.press, visit.page
         visit.reads("running", "0 groups")
@@ -122,9 +122,9 @@ def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
 
 
 def test_in_the_dark_it_is_dark_and_legible(browser: Browser) -> None:
-    with at_work() as (url, work):
+    with at_work() as (url, ask):
         visit = Visit(browser, url, dark=True)
-        work.ask(*prompts(3))
+        ask(*prompts(3))
         visit.says("end-long", "3")
         assert visit.page.evaluate(LUMINANCE, ["body", "backgroundColor"]) < 0.02
         for selector in ("body", ".note", "dt", "#detail", '[role="tab"]', "#engine"):
@@ -156,9 +156,9 @@ def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None
 
 
 def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> None:
-    with at_work() as (url, work):
+    with at_work() as (url, ask):
         visit = Visit(browser, url)
-        work.ask(*prompts(2))
+        ask(*prompts(2))
         visit.reads("shown", "24 candidates in 2 groups")
     visit.reads("connection", "no connection")
     assert visit.page.text_content("#shown") == "24 candidates in 2 groups"
@@ -167,14 +167,14 @@ def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> 
 
 def test_what_others_send_is_shown_as_text_and_never_run(browser: Browser) -> None:
     nasty = "<img src=x onerror=alert(1)>"
-    with at_work() as (url, work):
+    with at_work() as (url, ask):
         visit = Visit(browser, url)
-        work.ask(nasty)
+        ask(nasty)
         visit.says("end-long", "1")
         visit.page.focus("#bars")
         visit.page.keyboard.press("Home")
         visit.page.keyboard.press("Enter")
-        visit.says("found", "Group group-0")
+        visit.says("found", "Group batch-")
         visit.page.click("#found .link")
         visit.says("found", nasty)
         assert visit.page.query_selector("#side img") is None
