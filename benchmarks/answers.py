@@ -18,7 +18,8 @@ import numpy as np
 
 from darts_client._batch import TENSORS, read_batch
 from darts_client._rollouts import rollouts_request
-from darts_server.http.resources.rollouts import encode_event, encode_json, group_fields, take_tokens
+from darts_server.http.resources.rollouts import encode_event, encode_json, take_tokens
+from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.http.token_tensors import TokenTensors
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.batches.events import GroupEnded, GroupResult
@@ -79,7 +80,7 @@ def make_group(tokens: int) -> GroupResult:
 
 
 def encode_plain(result: GroupResult) -> bytes:
-    return HEAD + encode_json(group_fields(result)) + b"]}"
+    return HEAD + encode_json(GroupOut.of(result).model_dump()) + b"]}"
 
 
 def encode_group_event(result: GroupResult) -> bytes:
@@ -87,7 +88,7 @@ def encode_group_event(result: GroupResult) -> bytes:
 
 
 def encode_tensors(result: GroupResult) -> bytes:
-    tensors, fields = TokenTensors(), group_fields(result)
+    tensors, fields = TokenTensors(), GroupOut.of(result).model_dump()
     take_tokens(fields, tensors)
     tensors.answer = HEAD + encode_json(fields) + b"]}"
     return b"".join(tensors.chunks())

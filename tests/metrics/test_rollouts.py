@@ -166,6 +166,7 @@ def test_cut_candidates_and_explored_tails_are_counted() -> None:
 
 
 DONE = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
+REFUSED = replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,11 @@ DONE = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load"
         (AccessMetrics, "refused", [("queue",)], {("requests_refused", "reason"): {"queue": 1, "key": 0}}),
         (
             *(WeightMetrics, "update_ended"),
-            [(DONE,), (replace(DONE, version=8),), (replace(DONE, version=8, outcome="refused", seconds={}),)],
+            [
+                (DONE,),
+                (replace(DONE, version=8),),
+                (replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={}),),
+            ],
             {("weight_updates", "outcome"): {"completed": 2, "refused": 1}},
         ),
     ],

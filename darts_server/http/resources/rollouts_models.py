@@ -4,12 +4,16 @@ import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
+from msgspec import Raw
 from pydantic import (
     BaseModel,
     Field,
     GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
     StrictInt,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -52,6 +56,18 @@ def _as_json(kind: Any) -> GetPydanticSchema:
     return GetPydanticSchema(lambda _, handler: no_info_after_validator_function(encode, handler(kind)))
 
 
+def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
+    if metadata is None:
+        return None
+    return json.loads(metadata) if info.mode_is_json() else Raw(metadata)
+
+
+# Returned as it was encoded, whatever numbers it has.
+Metadata = Annotated[
+    Any,
+    PlainSerializer(_dump_metadata),
+    WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
+]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
 
@@ -153,7 +169,7 @@ class GroupOut(BaseModel):
     number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
     group_id: str
     prompt_key: str
-    metadata: dict[str, Any] | None
+    metadata: Metadata
     candidates: int
     counted: Counted | None
     num_shortest: NumShortest
@@ -180,7 +196,7 @@ class GroupOut(BaseModel):
             number=result.number,
             group_id=result.group_id,
             prompt_key=result.prompt_key,
-            metadata=None if result.metadata is None else json.loads(result.metadata),
+            metadata=result.metadata,
             candidates=len(candidates),
             counted=None if record is None or result.error is not None else record.counted,
             **{name: getattr(record, name, None) for name in OF_RECORD},
@@ -215,7 +231,7 @@ class UnfinishedOut(BaseModel):
 
     number: int
     prompt_key: str
-    metadata: dict[str, Any] | None
+    metadata: Metadata
     carry: Carry = Field(description="How it is kept for later batches.")
     error: dict[str, Any] | None = Field(
         description="Why its group was aborted; null if it was stopped because enough others were decided."
@@ -230,7 +246,7 @@ class UnfinishedOut(BaseModel):
         return cls(
             number=unfinished.number,
             prompt_key=unfinished.prompt_key,
-            metadata=None if unfinished.metadata is None else json.loads(unfinished.metadata),
+            metadata=unfinished.metadata,
             carry=unfinished.carry,
             error=None if unfinished.error is None else error_object(unfinished.error),
             aborted=None if unfinished.group is None else _all_aborted(unfinished.group),
