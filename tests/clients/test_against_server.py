@@ -187,14 +187,6 @@ def test_undecided_prompts_come_in_a_later_batch(server: RunningServer, client: 
         assert [event.group.number for event in events if isinstance(event, GroupEvent)] == [0]
 
 
-def test_the_first_num_groups_complete_a_batch(server: RunningServer, client: Client) -> None:
-    prompts: list[RolloutPrompt] = ["endless", "5", PromptSpec("endless", key="next"), "9"]
-    with client.rollouts(prompts, num_groups=2, **SIZES) as rollouts:
-        assert [group.number for group in rollouts] == [1, 3]
-    assert [(prompt.number, prompt.prompt_key) for prompt in rollouts.unfinished][1] == (2, "next")
-    server.wait_idle()
-
-
 def test_a_failed_group_does_not_affect_the_others(client: Client) -> None:
     with client.rollouts(["broken", "5"], **SIZES) as rollouts:
         assert [group.number for group in rollouts] == [1]

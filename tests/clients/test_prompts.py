@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from darts_client import PromptSpec
-from darts_client._prompts import RolloutPrompts, list_prompts, list_rollout_prompts
+from darts_client._prompts import Prompt, RolloutPrompts, list_prompts, list_rollout_prompts
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -32,7 +32,8 @@ def test_prompts_of_rollouts_may_be_chats_and_have_keys(
 def test_prompts_of_completions_are_texts_or_token_ids() -> None:
     assert list_prompts("a") == list_prompts(["a"]) == ["a"]
     assert list_prompts((1, 2)) == list_prompts([[1, 2]]) == [[1, 2]]
-    assert list_prompts([[1], "a"]) == [[1], "a"]
+    mixed: list[Prompt] = [[1], "a"]
+    assert list_prompts(mixed) == mixed
 
 
 def test_no_prompts_and_invalid_token_ids_are_rejected() -> None:

@@ -20,7 +20,6 @@ from darts_client.integrations.trl import (
     PushingVLLMClient,
     WeightTransfer,
     report_rewards,
-    without_shaping,
 )
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -398,15 +397,6 @@ def test_trl_warns_of_raw_logprobs_without_development_routes(
     with caplog.at_level(logging.WARNING, "trl"):
         build_trainer(server, tmp_path)
     assert ("--logprobs-mode raw_logprobs" in caplog.text) == warned
-
-
-def test_an_unshaped_request_has_no_shaping_options() -> None:
-    options = {"json": {"prompt": [[1]], "vllm_xargs": {"darts_group_size": 4}}, "headers": {"X-Other": "1"}}
-    assert without_shaping(options) == {
-        "json": {"prompt": [[1]], "vllm_xargs": {}},
-        "headers": {"X-Other": "1", "X-Darts-Policy": "off"},
-    }
-    assert without_shaping({}) == {"headers": {"X-Darts-Policy": "off"}}
 
 
 def weights(factor: float) -> dict[str, torch.Tensor]:
