@@ -143,9 +143,6 @@ def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
 
 def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
     server = Server()
-    batches = batches_of(server, 2)
-    batches.next()
-    server.rng = Random()
     server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)
     failing.prefetch()
