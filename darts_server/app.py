@@ -14,7 +14,7 @@ from darts_server.control import Control
 from darts_server.exceptions import InvalidSetting
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
-from darts_server.http.dialects.controls import Controls
+from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop

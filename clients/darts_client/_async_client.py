@@ -11,17 +11,18 @@ import httpx
 from ._async_resources import AsyncGroupsApi, AsyncPolicyApi, AsyncPromptsApi, AsyncStateApi, AsyncWeightsApi
 from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
-from ._batch import Batch, batch_options, batch_request, read_batch
+from ._batch import Batch, batch_options, read_batch
 from ._completions import completion_request, first_model, parse_groups, parse_models
+from ._errors import TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
-from ._progress import progress_bar
+from ._progress import ProgressBar
 from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts
 from ._requests import (
     API,
+    HEALTH_POLL_INTERVAL,
     HEALTH_TIMEOUT,
     STARTING_ERRORS,
-    HealthDeadline,
     TimeLimit,
     TransportOptions,
     batch_path,
@@ -96,13 +97,14 @@ class AsyncClient:
 
     async def wait_until_healthy(self, timeout: float) -> None:
         """Wait until the server is healthy; raise TimedOut if it is not within `timeout` seconds."""
-        deadline = HealthDeadline(timeout)
+        limit = TimeLimit(timeout)
         while True:
-            try:
-                return await self._check_health(deadline.probe_timeout())
+            try:  # a probe never takes so short a time that it cannot succeed
+                return await self._check_health(max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL))
             except STARTING_ERRORS as exc:
-                delay = deadline.delay_after(exc)
-            await async_sleep(delay)
+                if limit.is_over:
+                    raise TimedOut(f"not healthy after {timeout:g} s, last answer: {exc}") from exc
+            await async_sleep(limit.bound(HEALTH_POLL_INTERVAL))
 
     async def models(self) -> list[str]:
         """Return the ids of the models that the server serves, in its order."""
@@ -198,12 +200,11 @@ class AsyncClient:
         """
         request = rollouts_request(
             prompts,
+            "groups",
             group_size=group_size,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
-            logprobs=logprobs,
-            sampling=sampling,
             policy=policy,
             budget=budget,
             num_groups=num_groups,
@@ -211,9 +212,10 @@ class AsyncClient:
             survivors=survivors,
             carry=carry,
             carried=carried,
-            chunk_tokens=None,
+            logprobs=logprobs,
             durable=durable,
             idempotency_key=idempotency_key,
+            **sampling,
         )
         return self._start_batch(request, completed_group, timeout, progress)
 
@@ -223,22 +225,10 @@ class AsyncClient:
         *,
         group_size: int,
         max_tokens: int,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        budget: int | None = None,
-        num_groups: int | None = None,
-        min_groups: int | None = None,
-        survivors: bool | None = None,
-        carry: Carry | None = None,
-        carried: bool = False,
-        logprobs: bool = True,
-        durable: bool = True,
-        idempotency_key: str | None = None,
-        timeout: float | None = None,
         chunk_tokens: int = 100,
+        timeout: float | None = None,
         progress: bool = False,
-        **sampling: Any,
+        **options: Any,
     ) -> AsyncRollouts[Event]:
         """Yield the events of a batch, with tokens while the rest is still being generated.
 
@@ -247,23 +237,7 @@ class AsyncClient:
         failed group is a `GroupEvent` whose group has an `error`. The other arguments are those of `rollouts`.
         """
         request = rollouts_request(
-            prompts,
-            group_size=group_size,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            logprobs=logprobs,
-            sampling=sampling,
-            policy=policy,
-            budget=budget,
-            num_groups=num_groups,
-            min_groups=min_groups,
-            survivors=survivors,
-            carry=carry,
-            carried=carried,
-            chunk_tokens=chunk_tokens,
-            durable=durable,
-            idempotency_key=idempotency_key,
+            prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
         )
         return self._start_batch(request, every_event, timeout, progress)
 
@@ -310,8 +284,6 @@ class AsyncClient:
         *,
         group_size: int,
         max_tokens: int,
-        durable: bool = True,
-        idempotency_key: str | None = None,
         timeout: float | None = None,
         **options: Any,
     ) -> Batch:
@@ -326,14 +298,7 @@ class AsyncClient:
         durable batch whose connection is lost is sent again, and found by its key; if its caller is cancelled, it is
         cancelled on the server a minute later. If all groups fail, the first error is raised.
         """
-        request = batch_request(
-            prompts,
-            group_size=group_size,
-            max_tokens=max_tokens,
-            durable=durable,
-            idempotency_key=idempotency_key,
-            **options,
-        )
+        request = rollouts_request(prompts, None, group_size=group_size, max_tokens=max_tokens, **options)
         limit = self._transport.options.request_timeout(timeout)
         response = await self._transport.request("POST", ROLLOUTS, timeout=limit, **batch_options(request))
         return read_batch(request, response)
@@ -415,4 +380,5 @@ class AsyncClient:
         progress: bool,
     ) -> AsyncRollouts[ItemT]:
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
-        return AsyncRollouts(self._transport, batch, select, progress_bar(progress, request.num_groups))
+        bar = ProgressBar(request.num_groups) if progress else None
+        return AsyncRollouts(self._transport, batch, select, bar)

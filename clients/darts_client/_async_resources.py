@@ -31,11 +31,13 @@ class _Settings(RootModel[dict[str, Any]]):
     pass
 
 
-class AsyncGroupsApi:
-    """Records of groups."""
-
+class _AsyncApi:
     def __init__(self, transport: AsyncTransport) -> None:
         self._transport = transport
+
+
+class AsyncGroupsApi(_AsyncApi):
+    """Records of groups."""
 
     async def get(self, group_id: str) -> list[GroupRecord]:
         """Return one group; or all groups of a batch or of a response, by its id. NotFound if none is kept any more."""
@@ -43,11 +45,8 @@ class AsyncGroupsApi:
         return parse_response(_Groups, response).groups
 
 
-class AsyncPromptsApi:
+class AsyncPromptsApi(_AsyncApi):
     """Statistics of prompts."""
-
-    def __init__(self, transport: AsyncTransport) -> None:
-        self._transport = transport
 
     async def get(self, key: str) -> PromptRecord:
         """Return a prompt by its key, which is `prompt_key` of its groups. NotFound if it has no statistics."""
@@ -55,11 +54,8 @@ class AsyncPromptsApi:
         return parse_response(PromptRecord, response)
 
 
-class AsyncPolicyApi:
+class AsyncPolicyApi(_AsyncApi):
     """The runtime settings, which shape groups."""
-
-    def __init__(self, transport: AsyncTransport) -> None:
-        self._transport = transport
 
     async def get(self) -> dict[str, Any]:
         """Return every setting that can change at run time, and `policies`: the names that a request may use."""
@@ -71,11 +67,8 @@ class AsyncPolicyApi:
         return parse_response(_Settings, response).root
 
 
-class AsyncStateApi:
+class AsyncStateApi(_AsyncApi):
     """Everything that the server has learned, as one file."""
-
-    def __init__(self, transport: AsyncTransport) -> None:
-        self._transport = transport
 
     async def save(self, path: str | PathLike[str]) -> None:
         """Write the file; on any failure `path` remains the old file, or absent."""
@@ -89,16 +82,13 @@ class AsyncStateApi:
         return parse_response(_Restored, response).prompts
 
 
-class AsyncWeightsApi:
+class AsyncWeightsApi(_AsyncApi):
     """The weights that the server samples with. Files are sent as they are: neither torch nor safetensors is needed.
 
     An update is sent again only if it did not reach the server. Updates raise BadRequest for invalid weights, or while
     another update is running; ServerFault with status 501 for a model whose weights cannot be replaced. After TimedOut
     or ConnectionFailed the update may still be running: `get` returns its state.
     """
-
-    def __init__(self, transport: AsyncTransport) -> None:
-        self._transport = transport
 
     async def get(self) -> WeightsRecord:
         """Return the version that is served, and the result of the last update."""

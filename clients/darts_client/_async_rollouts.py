@@ -1,14 +1,14 @@
 """A batch of rollouts as an iterator: it reconnects after a lost connection, and cancels a batch that is left early."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from typing import Any, Generic, Self, TypeVar
 
 from ._async_transport import AsyncTransport
 from ._errors import DartsError
 from ._io import async_shield, async_sleep
 from ._models import Event, Group, Unfinished, Usage
-from ._progress import NoProgressBar, ProgressBar
+from ._progress import ProgressBar
 from ._requests import TimeLimit
 from ._stream import BatchReader
 
@@ -26,7 +26,7 @@ class AsyncRollouts(Generic[ItemT]):
         transport: AsyncTransport,
         batch: BatchReader,
         select: Callable[[Event], ItemT | None],
-        bar: ProgressBar | NoProgressBar,
+        bar: ProgressBar | None,
     ) -> None:
         self._transport = transport
         self._batch = batch
@@ -95,13 +95,14 @@ class AsyncRollouts(Generic[ItemT]):
     async def _read_items(self) -> AsyncGenerator[ItemT | None]:
         """Yield `None` once the batch has an id, then its items."""
         try:
-            with self._bar:
+            with self._bar or nullcontext():
                 async with aclosing(self._read_events()) as events:
                     async for event in events:
                         if event is None:
                             yield None
                             continue
-                        self._bar.update(event)
+                        if self._bar is not None:
+                            self._bar.update(event)
                         if (item := self._select(event)) is not None:
                             yield item
         finally:

@@ -12,8 +12,7 @@ import httpx
 
 from ._errors import ProtocolError
 from ._models import Group, Unfinished, Usage, WireModel, parse
-from ._prompts import RolloutPrompts
-from ._rollouts import Carry, GroupPayload, RolloutsRequest, build_group, rollouts_request, tokens_in_payload
+from ._rollouts import GroupPayload, RolloutsRequest, build_group, tokens_in_payload
 
 TENSORS = "application/vnd.safetensors"
 ACCEPT = f"{TENSORS}, application/json;q=0.9"
@@ -76,48 +75,6 @@ class TokenRows:
         if type(row) is not int or not 0 <= row < len(self._offsets) - 1:
             raise ValueError(f"there is no row {row!r}")
         return slice(self._offsets[row], self._offsets[row + 1])
-
-
-def batch_request(
-    prompts: RolloutPrompts,
-    *,
-    group_size: int,
-    max_tokens: int,
-    durable: bool,
-    idempotency_key: str | None,
-    temperature: float = 1.0,
-    seed: int | None = None,
-    policy: str | Mapping[str, Any] | None = None,
-    budget: int | None = None,
-    num_groups: int | None = None,
-    min_groups: int | None = None,
-    survivors: bool | None = None,
-    carry: Carry | None = None,
-    carried: bool = False,
-    logprobs: bool = True,
-    **sampling: Any,
-) -> RolloutsRequest:
-    """Build a request that is answered at once. The arguments are those of the clients' `rollouts`."""
-    return rollouts_request(
-        prompts,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        logprobs=logprobs,
-        sampling=sampling,
-        policy=policy,
-        budget=budget,
-        num_groups=num_groups,
-        min_groups=min_groups,
-        survivors=survivors,
-        carry=carry,
-        carried=carried,
-        chunk_tokens=None,
-        durable=durable,
-        idempotency_key=idempotency_key,
-        at_once=True,
-    )
 
 
 def batch_options(request: RolloutsRequest) -> dict[str, Any]:

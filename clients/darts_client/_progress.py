@@ -36,24 +36,6 @@ class ProgressBar:
         self._progress.update(self._task, advance=1, tokens=speed)
 
 
-class NoProgressBar:
-    """Draws nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-    def update(self, event: Event) -> None:
-        pass
-
-
-def progress_bar(enabled: bool, total: int) -> ProgressBar | NoProgressBar:
-    """Return a bar if enabled; raise ImportError, which names the extra to install, if rich is missing."""
-    return ProgressBar(total) if enabled else NoProgressBar()
-
-
 def _rich_progress() -> "Progress":
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -139,7 +139,7 @@ class RetrySchedule:
 
 
 class TimeLimit:
-    """A limit of the total time of a stream, counted from now; None for no limit."""
+    """A limit of the total time of a stream, or of the wait for a server, counted from now; None for no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -150,30 +150,11 @@ class TimeLimit:
         """Shorten a timeout to the time that is left, but to no less than a millisecond."""
         return seconds if self._end is None else min(seconds, max(self._end - self._clock(), 0.001))
 
+    @property
+    def is_over(self) -> bool:
+        return self._end is not None and self._clock() >= self._end
+
     def raise_if_over(self) -> None:
         """Raise TimedOut if the time is over."""
-        if self._end is not None and self._clock() >= self._end:
+        if self.is_over:
             raise TimedOut(f"the batch was not complete after {self._seconds:g} s")
-
-
-class HealthDeadline:
-    """The time to wait for a server that is starting, counted from now."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._end = clock() + seconds
-
-    def probe_timeout(self) -> float:
-        """Return the timeout of the next probe; never so short that it cannot succeed."""
-        return min(HEALTH_TIMEOUT, max(self._time_left(), HEALTH_POLL_INTERVAL))
-
-    def delay_after(self, error: DartsError) -> float:
-        """Return the seconds to wait before the next probe; raise TimedOut when no time is left."""
-        left = self._time_left()
-        if left <= 0:
-            raise TimedOut(f"not healthy after {self._seconds:g} s, last answer: {error}") from error
-        return min(HEALTH_POLL_INTERVAL, left)
-
-    def _time_left(self) -> float:
-        return self._end - self._clock()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -89,35 +89,32 @@ class GroupPayload(WireModel):
 
 def rollouts_request(
     prompts: RolloutPrompts,
+    stream: Stream,
+    /,
     *,
     group_size: int,
     max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    logprobs: bool,
-    sampling: Mapping[str, Any],
-    policy: str | Mapping[str, Any] | None,
-    budget: int | None,
-    num_groups: int | None,
-    min_groups: int | None,
-    survivors: bool | None,
-    carry: Carry | None,
-    carried: bool,
-    chunk_tokens: int | None,
-    durable: bool,
-    idempotency_key: str | None,
-    at_once: bool = False,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    policy: str | Mapping[str, Any] | None = None,
+    budget: int | None = None,
+    num_groups: int | None = None,
+    min_groups: int | None = None,
+    survivors: bool | None = None,
+    carry: Carry | None = None,
+    carried: bool = False,
+    logprobs: bool = True,
+    durable: bool = True,
+    idempotency_key: str | None = None,
+    chunk_tokens: int | None = None,
+    **sampling: Any,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts`: a stream of tokens if `chunk_tokens` is given, else of groups.
-
-    `at_once`: it is not streamed.
-    """
+    """Build one request for all of `prompts`. The arguments are those of the clients' `rollouts`."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
     prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
-    stream: Stream = None if at_once else "groups" if chunk_tokens is None else "tokens"
     own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "policy": {"name": policy} if isinstance(policy, str) else policy,
@@ -132,7 +129,7 @@ def rollouts_request(
     body = {
         "prompts": prompt_list,
         "group_size": group_size,
-        "sampling": drop_none(own_sampling) | dict(sampling),
+        "sampling": drop_none(own_sampling) | sampling,
         **drop_none({"stream": stream, **options}),
     }
     return RolloutsRequest(
@@ -168,25 +165,14 @@ def build_group(
     found = len(payload.trajectories)
     if found != expected and not (survivors and found > 0 < expected):
         raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
+    same = {name: getattr(payload, name) for name in _SAME_OF_GROUP}
     return Group(
-        group_id=payload.group_id,
+        **same,
         prompt_token_ids=request.token_ids[payload.number] if payload.number < len(request.token_ids) else None,
         trajectories=tuple(
             _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
             for index, trajectory in enumerate(payload.trajectories)
         ),
-        number=payload.number,
-        prompt_key=payload.prompt_key,
-        metadata=payload.metadata,
-        candidates=payload.candidates,
-        counted=payload.counted,
-        num_shortest=payload.num_shortest,
-        sampled_from=payload.sampled_from,
-        earlier_pass_rate=payload.earlier_pass_rate,
-        deadline=payload.deadline,
-        mixed_versions=payload.mixed_versions,
-        discarded=payload.discarded,
-        seconds=payload.seconds,
         error=None if payload.error is None else error_from_object(payload.error),
         aborted=payload.aborted or (),
     )
@@ -200,19 +186,14 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
     if with_logprobs and (logprobs is None or len(logprobs) != payload.length):
         count = "no" if logprobs is None else len(logprobs)
         raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
-    return Trajectory(
-        index=index,
-        text=payload.text,
-        token_ids=token_ids,
-        logprobs=logprobs if with_logprobs else None,
-        finish_reason=payload.finish_reason,
-        trajectory_id=payload.trajectory_id,
-        rank=payload.rank,
-        selected_as=payload.selected_as,
-        cut=payload.cut,
-        quality=payload.quality,
-        weight=payload.weight,
-        weight_version_start=payload.weight_version_start,
-        weight_version_end=payload.weight_version_end,
-        version_spans=payload.version_spans,
-    )
+    same = {name: getattr(payload, name) for name in _SAME_OF_TRAJECTORY}
+    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs if with_logprobs else None, **same)
+
+
+def _same_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
+    """Return the fields that an object has from its event as they are."""
+    return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
+
+
+_SAME_OF_GROUP = _same_fields(GroupPayload, Group, "trajectories", "error", "aborted")
+_SAME_OF_TRAJECTORY = _same_fields(TrajectoryPayload, Trajectory, "token_ids", "logprobs")

@@ -15,15 +15,20 @@ from starlette.types import ASGIApp
 from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
+from darts_server.http.resources.monitor import MonitorSources
+from darts_server.records import UpdateRecord
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
-from darts_server.types import PromptSpec, Sample
+from darts_server.types import PromptSpec, Sample, UpdateOutcome
+from darts_server.weights.coordinator import State
+from darts_server.weights.updates import Updates
 from tests.http.serving import our_routes
 from tests.rollout.helpers import AtOnce, Texts
 
@@ -124,8 +129,13 @@ def serving(script: Callable[[str, int], Script]) -> Iterator[RunningServer]:
 
 
 @contextmanager
-def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
-    """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan."""
+def application(
+    script: Callable[[str, int], Script], step: float = STEP_SECONDS, needs_key: bool = False
+) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
+    """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan.
+
+    The weights had an update that took 2 seconds.
+    """
     engine = ScriptedEngine(script)
     control = Control(load({"policy": "uniform"}, None))
     with Store() as store:
@@ -149,7 +159,7 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
             async def steps() -> None:
                 while True:
                     await engine.step()
-                    await asyncio.sleep(STEP_SECONDS)
+                    await asyncio.sleep(step)
 
             task = asyncio.create_task(steps())
             yield
@@ -157,6 +167,11 @@ def application(script: Callable[[str, int], Script]) -> Iterator[tuple[FastAPI,
 
         app = FastAPI(lifespan=stepping)
         errors.install(app)
-        parts = {"control": control, "batches": batches, "votes": votes}
-        app.include_router(our_routes(store, statistics, provenance, reward_matcher, **parts))
+        live, updates = Monitor(rollouts), Mock(spec=Updates, version=7, state=State.SERVING)
+        rollouts.observers.candidates_started.add(live.candidates_started)
+        rollouts.observers.group_ended.add(live.group_ended)
+        updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
+        monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)
+        parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
+        app.include_router(our_routes(store, statistics, provenance, reward_matcher, needs_key=needs_key, **parts))
         yield app, engine

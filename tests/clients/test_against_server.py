@@ -23,7 +23,6 @@ from darts_client import (
     PromptSpec,
     RolloutPrompt,
     ServerFault,
-    TimedOut,
     TrajectoryEvent,
 )
 from darts_server.engine.scripted import Script
@@ -151,14 +150,6 @@ def test_cancellation_stops_the_engine_before_the_id_is_received(server: Running
     server.wait_idle()
 
 
-def test_a_timeout_stops_the_engine_before_the_id_is_received(server: RunningServer, client: Client) -> None:
-    with client.rollouts("slow endless", timeout=0.15, **SIZES) as rollouts:
-        with pytest.raises(TimedOut, match=r"after 0\.15 s"):
-            next(rollouts)
-        assert rollouts.id is not None
-    server.wait_idle()
-
-
 def test_a_batch_is_cancelled_by_its_id(server: RunningServer, client: Client) -> None:
     with client.rollouts(["5", "endless"], **SIZES) as rollouts:
         next(rollouts)
@@ -194,14 +185,6 @@ def test_undecided_prompts_come_in_a_later_batch(server: RunningServer, client: 
     assert rollouts.carried == 0
     with client.stream_tokens(["5"], carry="restart", carried=True, **SIZES) as events:
         assert [event.group.number for event in events if isinstance(event, GroupEvent)] == [0]
-
-
-def test_the_first_num_groups_complete_a_batch(server: RunningServer, client: Client) -> None:
-    prompts: list[RolloutPrompt] = ["endless", "5", PromptSpec("endless", key="next"), "9"]
-    with client.rollouts(prompts, num_groups=2, **SIZES) as rollouts:
-        assert [group.number for group in rollouts] == [1, 3]
-    assert [(prompt.number, prompt.prompt_key) for prompt in rollouts.unfinished][1] == (2, "next")
-    server.wait_idle()
 
 
 def test_a_failed_group_does_not_affect_the_others(client: Client) -> None:
@@ -256,28 +239,6 @@ def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, 
         client.policy.change(redundancy="much")
 
 
-@pytest.mark.anyio
-async def test_the_async_client_does_the_same(server: RunningServer) -> None:
-    async with AsyncClient(server.url) as client:
-        groups = [group async for group in client.rollouts(["40", "5"], **SIZES)]
-        assert [group.number for group in groups] == [1, 0]
-        assert (await client.rewards(groups, [[1.0] * SIZE] * 2)).matched == 2 * SIZE
-        async with client.stream_tokens("30", chunk_tokens=4, **SIZES) as events:
-            seen = 0
-            async for _ in events:
-                seen += 1
-                if seen == 4:
-                    server.drop_connections()
-            assert events.usage is not None
-        async with client.rollouts("endless", **SIZES) as rollouts:
-            reading = asyncio.create_task(anext(rollouts))
-            while rollouts.id is None:
-                await asyncio.sleep(0.01)
-            assert await client.cancel(rollouts.id) is True
-            with pytest.raises(Overloaded):
-                await reading
-
-
 def test_a_stream_yields_a_group_of_each_prompt_and_those_that_failed(client: Client) -> None:
     texts = ["20", "30", "broken", "25", "20", "40", "20"]
     prompts = [PromptSpec(text, metadata={"place": i}) for i, text in enumerate(texts)]
@@ -305,6 +266,8 @@ def test_a_stream_draws_no_more_prompts_than_it_may_be_ahead_and_the_server_goes
         assert len([next(groups) for _ in range(9)]) == 9
         assert drawn <= 16
     server.wait_idle()
+    with pytest.raises(ValueError, match="ahead"):
+        next(client.stream(["20"], ahead=0, **SIZES))
 
 
 def test_a_stream_that_is_left_cancels_what_runs(client: Client, server: RunningServer) -> None:
@@ -312,8 +275,3 @@ def test_a_stream_that_is_left_cancels_what_runs(client: Client, server: Running
         assert next(groups).lengths
         assert server.engine.running
     server.wait_idle()
-
-
-def test_a_stream_starts_at_least_one_prompt(client: Client) -> None:
-    with pytest.raises(ValueError, match="ahead"):
-        next(client.stream(["20"], ahead=0, **SIZES))

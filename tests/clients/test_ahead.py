@@ -114,14 +114,6 @@ def test_groups_that_are_complete_with_the_last_one_are_of_the_next_batch(seed: 
     assert Counter(each for started in server.started for each in set(started))[0] >= 1
 
 
-def test_prompts_that_were_left_come_first() -> None:
-    server = Server(3)
-    batches = batches_of(server, 3)
-    left = batches.next().position.pending
-    batches.next()
-    assert tuple(server.started[1][: len(left)]) == left != ()
-
-
 @pytest.mark.parametrize("stop", range(1, 6))
 def test_what_goes_on_from_a_saved_position_trains_on_the_rest(stop: int, tmp_path: Path) -> None:
     first = batches_of(Server(stop), 6)
@@ -151,9 +143,6 @@ def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
 
 def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
     server = Server()
-    batches = batches_of(server, 2)
-    batches.next()
-    server.rng = Random()
     server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)
     failing.prefetch()

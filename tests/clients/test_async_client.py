@@ -53,18 +53,13 @@ def test_threads_that_start_at_once_look_the_model_up_once() -> None:
     assert server.paths.count("/v1/models") == 1
 
 
-def test_a_model_named_in_the_call_overrides_the_default() -> None:
+def test_the_api_key_is_sent_and_a_model_named_in_the_call_overrides_the_default() -> None:
     server = FakeServer()
-    with Client(URL, model="tiny", transport=server) as client:
-        client.completions("a", group_size=1, max_tokens=16, model="tiny:raw")
-    assert server.models == {"tiny:raw"}
-
-
-def test_the_api_key_is_sent() -> None:
-    server = FakeServer()
-    with Client(URL, api_key="secret", transport=server) as client:
+    with Client(URL, api_key="secret", model="tiny", transport=server) as client:
         client.health()
         assert client.models() == ["tiny", "tiny:raw"]
+        client.completions("a", group_size=1, max_tokens=16, model="tiny:raw")
+    assert server.models == {"tiny:raw"}
     assert {request.headers["Authorization"] for request in server.requests} == {"Bearer secret"}
 
 

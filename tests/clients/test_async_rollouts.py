@@ -72,12 +72,6 @@ def test_a_lost_connection_is_resumed_without_duplicates(ending: Callable[[], No
         assert second.headers["Last-Event-ID"] == str(cut - 1)
 
 
-def test_an_unknown_batch_is_an_error() -> None:
-    not_found = httpx.Response(404, json={"error": {"message": "no batch is kept", "param": "batch_id"}})
-    with pytest.raises(NotFound, match="no batch"):
-        read_groups(FakeServer(Body(*GROUPS[:2], then=lose_connection), not_found))
-
-
 def test_a_request_that_was_not_accepted_is_retried() -> None:
     busy = httpx.Response(503, headers={"Retry-After": "0"}, json={"error": {"message": "busy"}})
     server = FakeServer(httpx.ConnectError("refused"), busy, Body(*GROUPS))
@@ -85,7 +79,10 @@ def test_a_request_that_was_not_accepted_is_retried() -> None:
     assert server.routes == [POST] * 3
 
 
-def test_an_answer_without_event_stream_is_rejected() -> None:
+def test_an_unknown_batch_and_an_answer_without_event_stream_are_errors() -> None:
+    not_found = httpx.Response(404, json={"error": {"message": "no batch is kept", "param": "batch_id"}})
+    with pytest.raises(NotFound, match="no batch"):
+        read_groups(FakeServer(Body(*GROUPS[:2], then=lose_connection), not_found))
     with pytest.raises(ProtocolError, match="text/event-stream"):
         read_groups(FakeServer(*(httpx.Response(200, json={"groups": []}) for _ in range(2))))
 
@@ -107,6 +104,19 @@ def test_leaving_early_closes_the_connection_and_cancels_the_batch() -> None:
             assert not body.closed
         assert body.closed
         assert server.routes == [POST, DELETE]
+        with client.rollouts("a", **SIZES):  # one that is not read sends nothing
+            pass
+        assert server.routes == [POST, DELETE]
+
+
+def test_leaving_early_works_without_the_server() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    server = FakeServer(Body(*GROUPS))
+    with Client(URL, transport=server.transport) as client, client.rollouts(["a", "b"], **SIZES) as groups:
+        next(groups)
+        server.transport.handler = refuse
 
 
 def test_a_garbage_collected_iterator_cancels_the_batch() -> None:
@@ -116,27 +126,6 @@ def test_a_garbage_collected_iterator_cancels_the_batch() -> None:
             break
         gc.collect()
         assert server.routes == [POST, DELETE]
-
-
-def test_leaving_early_works_without_the_server() -> None:
-    server = FakeServer(Body(*GROUPS))
-    with (
-        Client(URL, transport=server.transport) as client,
-        client.rollouts(["a", "b"], **SIZES) as groups,
-    ):
-        next(groups)
-        server.transport.handler = refuse
-
-
-def refuse(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("refused", request=request)
-
-
-def test_an_iterator_that_is_not_read_sends_nothing() -> None:
-    server = FakeServer()
-    with Client(URL, transport=server.transport) as client, client.rollouts("a", **SIZES):
-        pass
-    assert server.routes == []
 
 
 class Endless(Body):

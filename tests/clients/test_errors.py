@@ -31,18 +31,9 @@ def test_errors_can_be_pickled(kind: type[DartsError]) -> None:
     unpickled = pickle.loads(pickle.dumps(kind("what happened")))
     assert type(unpickled) is kind
     assert str(unpickled) == "what happened"
-
-
-def test_a_pickled_status_error_keeps_its_attributes() -> None:
-    error = Overloaded("busy", status_code=429, type="t", param="p", code=7, retry_after=2.0)
-    unpickled: StatusError = pickle.loads(pickle.dumps(error))
-    assert (unpickled.status_code, unpickled.type, unpickled.param, unpickled.code, unpickled.retry_after) == (
-        429,
-        "t",
-        "p",
-        7,
-        2.0,
-    )
+    if isinstance(unpickled, StatusError):
+        fields = {"status_code": 429, "type": "t", "param": "p", "code": 7, "retry_after": 2.0}
+        assert pickle.loads(pickle.dumps(kind("busy", **fields))).__dict__ == fields
 
 
 def error_for(response: httpx.Response) -> StatusError:

@@ -25,17 +25,12 @@ def test_a_bar_counts_groups_and_their_tokens(capsys: pytest.CaptureFixture[str]
     assert "tokens/s" in text
 
 
-def test_rollouts_show_a_bar_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    with Client(URL, transport=FakeServer(Body(*GROUPS)).transport) as client:
-        assert len(list(client.rollouts(["a", "b"], group_size=2, max_tokens=16, progress=True))) == 2
-    assert "2/2" in capsys.readouterr().out
-
-
-def test_a_bar_is_full_after_num_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_show_a_bar_on_request_which_is_full_after_num_groups(capsys: pytest.CaptureFixture[str]) -> None:
     stream = encode(started(), ("group", group(1)), done(0))
-    with Client(URL, transport=FakeServer(Body(*stream)).transport) as client:
-        list(client.rollouts(["a", "b"], group_size=2, max_tokens=16, num_groups=1, progress=True))
-    assert "1/1" in capsys.readouterr().out
+    for events, num_groups, shown in ((GROUPS, None, "2/2"), (stream, 1, "1/1")):
+        with Client(URL, transport=FakeServer(Body(*events)).transport) as client:
+            list(client.rollouts(["a", "b"], group_size=2, max_tokens=16, num_groups=num_groups, progress=True))
+        assert shown in capsys.readouterr().out
 
 
 def test_without_rich_the_error_names_the_extra_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

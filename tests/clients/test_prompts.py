@@ -4,25 +4,9 @@ import numpy as np
 import pytest
 
 from darts_client import PromptSpec
-from darts_client._prompts import Prompts, RolloutPrompts, list_prompts, list_rollout_prompts
+from darts_client._prompts import Prompt, RolloutPrompts, list_prompts, list_rollout_prompts
 
 CHAT = [{"role": "user", "content": "hello"}]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ((1, 2), [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-        (["a", [1]], ["a", [1]]),
-        ([[1], "a"], [[1], "a"]),
-    ],
-)
-def test_prompts_are_texts_or_token_ids(prompts: Prompts, expected: list[str | list[int]]) -> None:
-    assert list_prompts(prompts) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,14 +29,17 @@ def test_prompts_of_rollouts_may_be_chats_and_have_keys(
     assert list_rollout_prompts(prompts) == expected
 
 
-def test_an_empty_list_of_prompts_is_rejected() -> None:
-    with pytest.raises(ValueError, match="prompts is empty"):
-        list_prompts([])
-    with pytest.raises(ValueError, match="prompts is empty"):
-        list_rollout_prompts([])
+def test_prompts_of_completions_are_texts_or_token_ids() -> None:
+    assert list_prompts("a") == list_prompts(["a"]) == ["a"]
+    assert list_prompts((1, 2)) == list_prompts([[1, 2]]) == [[1, 2]]
+    mixed: list[Prompt] = [[1], "a"]
+    assert list_prompts(mixed) == mixed
 
 
-def test_invalid_token_ids_are_rejected() -> None:
+def test_no_prompts_and_invalid_token_ids_are_rejected() -> None:
+    for take in (list_prompts, list_rollout_prompts):
+        with pytest.raises(ValueError, match="prompts is empty"):
+            take([])
     with pytest.raises(TypeError):
         list_prompts([[1, 2.5]])  # type: ignore[arg-type]  # what must not work
     with pytest.raises(TypeError):

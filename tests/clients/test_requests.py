@@ -16,11 +16,8 @@ from darts_client import (
 from darts_client._errors import translate_errors
 from darts_client._requests import (
     FIRST_DELAY,
-    HEALTH_POLL_INTERVAL,
-    HEALTH_TIMEOUT,
     MAX_DELAY,
     MAX_RETRY_AFTER,
-    HealthDeadline,
     RetrySchedule,
     TimeLimit,
     TransportOptions,
@@ -130,34 +127,6 @@ def test_a_time_limit_bounds_every_timeout_and_its_end_is_an_error() -> None:
         limit.raise_if_over()
     none.raise_if_over()
     assert none.bound(60) == 60
-
-
-def test_a_health_probe_takes_no_longer_than_the_time_left_but_long_enough_to_succeed() -> None:
-    clock = Clock()
-    deadline = HealthDeadline(60, clock)
-    assert deadline.probe_timeout() == HEALTH_TIMEOUT
-    clock.now += 58
-    assert deadline.probe_timeout() == 2
-    clock.now += 2
-    assert deadline.probe_timeout() == HEALTH_POLL_INTERVAL
-
-
-def test_the_last_delay_ends_at_the_deadline() -> None:
-    clock = Clock()
-    deadline = HealthDeadline(10, clock)
-    assert deadline.delay_after(TimedOut("slow")) == HEALTH_POLL_INTERVAL
-    clock.now += 9.75
-    assert deadline.delay_after(TimedOut("slow")) == 0.25
-
-
-def test_the_last_error_is_the_cause_of_the_timeout() -> None:
-    clock = Clock()
-    deadline = HealthDeadline(10, clock)
-    clock.now += 10
-    refused = ConnectionFailed("refused")
-    with pytest.raises(TimedOut, match=r"not healthy after 10 s, last answer: refused") as caught:
-        deadline.delay_after(refused)
-    assert caught.value.__cause__ is refused
 
 
 @pytest.mark.parametrize("root", ["http://server", "https://proxy/darts"])

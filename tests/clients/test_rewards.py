@@ -69,9 +69,6 @@ WRONG: list[Callable[[], Any]] = [
 def test_rewards_that_match_no_trajectory_are_rejected(wrong: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"reward|trajector|values"):
         wrong()
-
-
-def test_a_list_of_another_type_is_rejected() -> None:
     with pytest.raises(TypeError, match="Reward objects"):
         as_rewards([1.0, 2.0])  # type: ignore[arg-type]  # what must not work
 
@@ -117,16 +114,9 @@ def test_each_trajectory_is_a_row() -> None:
         "reward": 1.0,
     }
     assert (second["trajectory_id"], second["reward"]) == ("g:2", 0.0)
-
-
-def test_missing_fields_are_none_in_a_row() -> None:
-    plain = Group(None, None, (Trajectory(0, "", (1,), None, "length"),))
-    [row] = to_rows([plain])
+    [row] = to_rows([Group(None, None, (Trajectory(0, "", (1,), None, "length"),))])
     missing = ("group_id", "prompt_key", "metadata", "prompt_token_ids", "trajectory_id", "logprobs", "reward")
     assert [row[name] for name in missing] == [None] * len(missing)
-
-
-def test_rows_need_one_reward_for_each_trajectory() -> None:
     with pytest.raises(ValueError, match="2 trajectories but 1 rewards"):
         to_rows([group()], [[1.0]])
 

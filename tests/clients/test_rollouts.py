@@ -27,9 +27,8 @@ def test_the_body_has_only_the_given_options() -> None:
 
 
 def test_options_are_where_the_server_expects_them() -> None:
-    made = body(
-        seed=0, logprobs=False, sampling={"top_p": 0.9}, policy="darts", budget=12, num_groups=1, chunk_tokens=10
-    )
+    options = {"policy": "darts", "budget": 12, "num_groups": 1, "chunk_tokens": 10}
+    made = body(stream="tokens", seed=0, logprobs=False, top_p=0.9, **options)
     assert made["sampling"] == {"max_tokens": 16, "temperature": 1.0, "seed": 0, "top_p": 0.9}
     assert (made["policy"], made["budget"], made["num_groups"]) == ({"name": "darts"}, 12, 1)
     assert (made["stream"], made["chunk_tokens"]) == ("tokens", 10)

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from darts_client import (
     ConnectionFailed,
-    Delta,
-    Discard,
     Done,
     Event,
     GroupEvent,
@@ -20,8 +18,7 @@ from darts_client import (
     TrajectoryEvent,
 )
 from darts_client._requests import TimeLimit
-from darts_client._rollouts import TrajectoryPayload
-from darts_client._stream import BatchReader, CandidateAssembly, TrajectoryEnd
+from darts_client._stream import BatchReader
 
 from .test_requests import Clock
 from .transcripts import (
@@ -148,14 +145,13 @@ def test_invalid_events_are_rejected(message: str, events: list[tuple[str, dict[
     assert message in read_error(build_reader(), *events)
 
 
-def test_an_event_without_a_number_is_rejected() -> None:
-    with pytest.raises(ProtocolError, match="'batch' event has no number"):
-        build_reader().read(ServerSentEvent(event="batch", data="{}", id=""))
-
-
-def test_the_error_of_invalid_json_names_the_event() -> None:
-    with pytest.raises(ProtocolError, match=r"event 1 \(batch\): body"):
-        build_reader().read(ServerSentEvent(event="batch", data='{"id": "x', id="1"))
+@pytest.mark.parametrize(
+    ("data", "number", "message"),
+    [("{}", "", "'batch' event has no number"), ('{"id": "x', "1", r"event 1 \(batch\): body")],
+)
+def test_an_event_without_a_number_or_valid_json_is_rejected(data: str, number: str, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        build_reader().read(ServerSentEvent(event="batch", data=data, id=number))
 
 
 def test_logprobs_may_be_missing_if_not_requested() -> None:
@@ -194,9 +190,9 @@ def test_a_batch_does_not_reconnect_after_its_time_limit() -> None:
         batch.delay_after(batch.connection_lost())
 
 
-def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request() -> None:
+def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request_and_can_be_cancelled_until_it_is_over() -> None:
     batch = build_reader()
-    assert not batch.is_unnamed
+    assert (batch.is_unnamed, batch.cancel_path) == (False, None)
     batch.next_request()
     assert batch.is_unnamed
     batch.delay_after(batch.connection_lost())
@@ -206,63 +202,53 @@ def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request() -> None:
     batch.next_request()
     read(batch, started())
     assert not batch.is_unnamed
-
-
-def test_a_durable_batch_can_be_cancelled_until_it_is_over() -> None:
-    batch = build_reader()
-    assert batch.cancel_path is None
-    read(batch, started())
     assert batch.cancel_path == f"/darts/v1/rollouts/{BATCH}"
     read(batch, ("group", group(1)), ("group", group(0)), done(), first=2)
     assert batch.cancel_path is None
 
 
-def append(assembly: CandidateAssembly, *where: int, **changes: Any) -> Delta:
-    number, index, start, end = where
-    return assembly.append(Delta.model_validate(delta(number, index, start, end, **changes), strict=False))
-
-
-def select(assembly: CandidateAssembly, number: int, index: int, length: int, **changes: Any) -> TrajectoryEvent:
-    return assembly.select(TrajectoryEnd.model_validate(trajectory_end(number, index, length, **changes)))
-
-
-def discard_candidate(assembly: CandidateAssembly, number: int, index: int) -> Discard:
-    return assembly.discard(Discard.model_validate(discard(number, index, 1)))
-
-
-def payload(number: int, index: int, length: int) -> TrajectoryPayload:
-    return TrajectoryPayload.model_validate(trajectory(number, index, length, tokens=False))
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40))
 def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> None:
-    assembly, start = CandidateAssembly(True), 0
+    """A trajectory without tokens needs no delta."""
+    deltas, start = [], 0
     for size in sizes:
-        append(assembly, 0, 0, start, start + size)
+        deltas.append(("delta", delta(0, 0, start, start + size)))
         start += size
     length = min(cut, start)
-    event = select(assembly, 0, 0, length, cut=length < start)
+    end = ("trajectory", trajectory_end(0, 0, length, cut=length < start))
+    whole = ("group", group(0, trajectory(0, 0, length, tokens=False)))
+    batch = build_reader(prompts="a", stream="tokens", group_size=1)
+    *_, event, last = read(batch, started(1), *(deltas if length else []), end, whole)
+    assert isinstance(event, TrajectoryEvent)
+    assert isinstance(last, GroupEvent)
     expected = (tuple(range(length)), tuple(-0.5 * k for k in range(length)))
     assert (event.token_ids, event.logprobs) == expected
-    assert assembly.tokens(0, payload(0, 0, length)) == expected
+    assert [(one.token_ids, one.logprobs) for one in last.group.trajectories] == [expected]
 
 
-def test_a_trajectory_without_tokens_needs_no_delta() -> None:
-    assert select(CandidateAssembly(True), 0, 0, 0).token_ids == ()
+FIRST = ("delta", delta(0, 0, 0, 2))
+SELECTED = ("trajectory", trajectory_end(0, 0, 2))
+DISCARDED = ("discard", discard(0, 1, 1))
+WHOLE = ("group", group(0, trajectory(0, 0, 2, tokens=False)))
+WRONG_TOKENS: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
+    *((f"starts at {start}, not at 2", [FIRST, ("delta", delta(0, 0, start, 5))]) for start in (1, 3)),
+    *(("one logprob for each token", [("delta", delta(0, 0, 0, 2, logprobs=wrong))]) for wrong in (None, [0.0])),
+    *(("after its end", [FIRST, SELECTED, again]) for again in (("delta", delta(0, 0, 2, 3)), SELECTED)),
+    *(("after its end", [DISCARDED, again]) for again in (("delta", delta(0, 1, 0, 1)), DISCARDED)),
+    *(
+        (f"has 2 tokens, but its length is {length}", [FIRST, ("trajectory", trajectory_end(0, 0, length, cut=cut))])
+        for length, cut in ((1, False), (3, False), (3, True))
+    ),
+    *(("was not streamed", [*before, WHOLE]) for before in ([], [FIRST], [("discard", discard(0, 0, 1))])),
+    ("after its end", [FIRST, SELECTED, WHOLE, ("delta", delta(0, 1, 0, 1))]),
+    ("group 0 is complete, but roll-1-0:1 has not finished", [FIRST, SELECTED, ("delta", delta(0, 1, 0, 1)), WHOLE]),
+]
 
 
-@pytest.mark.parametrize("start", [1, 3])
-def test_a_gap_and_an_overlap_are_rejected(start: int) -> None:
-    assembly = CandidateAssembly(True)
-    append(assembly, 0, 0, 0, 2)
-    with pytest.raises(ProtocolError, match=f"starts at {start}, not at 2"):
-        append(assembly, 0, 0, start, 5)
-
-
-@pytest.mark.parametrize("logprobs", [None, [0.0]])
-def test_a_delta_without_all_logprobs_is_rejected(logprobs: list[float] | None) -> None:
-    with pytest.raises(ProtocolError, match="one logprob for each token"):
-        append(CandidateAssembly(True), 0, 0, 0, 2, logprobs=logprobs)
+@pytest.mark.parametrize(("message", "events"), WRONG_TOKENS)
+def test_invalid_events_of_a_token_stream_are_rejected(message: str, events: list[tuple[str, dict[str, Any]]]) -> None:
+    batch = build_reader(stream="tokens", group_size=1)
+    assert message in read_error(batch, started(), *events)
 
 
 def test_groups_of_survivors_have_any_size_but_none() -> None:
@@ -272,58 +258,8 @@ def test_groups_of_survivors_have_any_size_but_none() -> None:
         [event] = read(build_reader(prompts="a"), (name, data | {"survivors": True}), ("group", group(0, *members)))
         assert isinstance(event, GroupEvent)
         assert len(event.group.trajectories) == count
-    with pytest.raises(ProtocolError, match="has 0 trajectories, not 2"):
-        read(
-            build_reader(prompts="a"),
-            (name, data | {"survivors": True}),
-            ("group", group(0, trajectories=[], discarded=[])),
-        )
-
-
-def test_events_after_the_end_of_a_candidate_are_rejected() -> None:
-    assembly = CandidateAssembly(True)
-    for index in (0, 1):
-        append(assembly, 0, index, 0, 1)
-    discard_candidate(assembly, 0, 0)
-    select(assembly, 0, 1, 1)
-    for again in (
-        lambda: append(assembly, 0, 0, 1, 2),
-        lambda: select(assembly, 0, 0, 1),
-        lambda: discard_candidate(assembly, 0, 1),
-        lambda: append(assembly, 0, 1, 1, 2),
-    ):
-        with pytest.raises(ProtocolError, match="after its end"):
-            again()
-
-
-def test_a_trajectory_has_all_tokens_sent_unless_it_was_cut() -> None:
-    assembly = CandidateAssembly(True)
-    append(assembly, 0, 0, 0, 4)
-    for length, cut in ((3, False), (5, False), (5, True)):
-        with pytest.raises(ProtocolError, match=f"has 4 tokens, but its length is {length}"):
-            select(assembly, 0, 0, length, cut=cut)
-
-
-def test_a_group_has_only_trajectories_that_were_streamed() -> None:
-    assembly = CandidateAssembly(True)
-    append(assembly, 0, 0, 0, 1)
-    append(assembly, 0, 1, 0, 1)
-    discard_candidate(assembly, 0, 1)
-    for index in (0, 1, 2):
-        with pytest.raises(ProtocolError, match="was not streamed"):
-            assembly.tokens(0, payload(0, index, 1))
-
-
-def test_a_complete_group_has_no_running_candidate_and_no_later_event() -> None:
-    assembly = CandidateAssembly(True)
-    append(assembly, 0, 0, 0, 1)
-    append(assembly, 1, 0, 0, 1)
-    select(assembly, 0, 0, 1)
-    assembly.close(0)
-    with pytest.raises(ProtocolError, match="after its end"):
-        append(assembly, 0, 1, 0, 1)
-    with pytest.raises(ProtocolError, match="group 1 is complete, but roll-1-1:0 has not finished"):
-        assembly.close(1)
+    none = (name, data | {"survivors": True}), ("group", group(0, trajectories=[], discarded=[]))
+    assert "has 0 trajectories, not 2" in read_error(build_reader(prompts="a"), *none)
 
 
 def test_a_group_that_was_aborted_has_an_error_and_what_its_candidates_had_generated() -> None:

@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_config import GRPOConfig
 
 from darts_client import NotFound, ServerFault
-from darts_client.integrations._callback import sum_samples
 from darts_client.integrations.trl import (
     DartsGRPOTrainer,
     PushingVLLMClient,
     WeightTransfer,
     report_rewards,
-    without_shaping,
 )
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -252,23 +250,18 @@ def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path)
         ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights.*not 'darts'"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
+        ([group_record(0), group_record(1)], "1 of 4 completions of group cmpl-1-0 have no reward"),
     ],
 )
-def test_groups_without_weights_end_the_training(
+def test_groups_without_weights_or_some_rewards_end_the_training(
     groups: list[dict[str, Any]] | None, message: str, server: FakeVllm, tmp_path: Path
 ) -> None:
-    server.groups = groups
-    with pytest.raises((ValueError, NotFound), match=message):
-        build_trainer(server, tmp_path, more=UNBIASED).train()
-
-
-def test_a_group_with_some_rewards_cannot_be_unbiased(server: FakeVllm, tmp_path: Path) -> None:
     def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if value == 0.0 else value for value in reward_by_index(completion_ids)]
 
-    server.groups = [group_record(0), group_record(1)]
-    with pytest.raises(ValueError, match="1 of 4 completions of group cmpl-1-0 have no reward"):
-        build_trainer(server, tmp_path, some, UNBIASED).train()
+    server.groups = groups
+    with pytest.raises((ValueError, NotFound), match=message):
+        build_trainer(server, tmp_path, some if "reward" in message else reward_by_index, UNBIASED).train()
 
 
 @pytest.mark.parametrize(
@@ -313,6 +306,9 @@ def test_a_wrapped_function_in_another_trainer_warns_that_it_reports_nothing(
     assert function(completion_ids=[[ANSWER + 2, EOS]]) == [2.0]
     assert function.report.unreported == 1
     assert "not a DartsGRPOTrainer" in caplog.text
+    for model in ("org/reward-model", torch.nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match="takes a function"):
+            report_rewards(model)  # type: ignore[arg-type]  # what must not work
 
 
 def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: FakeVllm, tmp_path: Path) -> None:
@@ -325,12 +321,6 @@ def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: 
     build_trainer(server, tmp_path, reward_half, max_steps=1).train()
     assert inner.report.unreported == len(PROMPTS) * GROUP // 2
     assert server.rewards == []
-
-
-def test_a_reward_model_cannot_be_wrapped() -> None:
-    for model in ("org/reward-model", torch.nn.Linear(1, 1)):
-        with pytest.raises(TypeError, match="takes a function"):
-            report_rewards(model)  # type: ignore[arg-type]  # what must not work
 
 
 def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_path: Path) -> None:
@@ -409,23 +399,6 @@ def test_trl_warns_of_raw_logprobs_without_development_routes(
     assert ("--logprobs-mode raw_logprobs" in caplog.text) == warned
 
 
-def test_an_unshaped_request_has_no_shaping_options() -> None:
-    options = {"json": {"prompt": [[1]], "vllm_xargs": {"darts_group_size": 4}}, "headers": {"X-Other": "1"}}
-    assert without_shaping(options) == {
-        "json": {"prompt": [[1]], "vllm_xargs": {}},
-        "headers": {"X-Other": "1", "X-Darts-Policy": "off"},
-    }
-    assert without_shaping({}) == {"headers": {"X-Darts-Policy": "off"}}
-
-
-def test_samples_of_a_metric_with_its_label_are_summed() -> None:
-    text = '# HELP a_total b\na_total{kind="x",m="1"} 1.0\na_total{kind="y",m="1"} 2.0\na_total_more 5.0\nplain 4e2'
-    assert sum_samples(text, "a_total") == 3.0
-    assert sum_samples(text, 'a_total kind="y"') == 2.0
-    assert sum_samples(text, "plain") == 400.0
-    assert sum_samples(text, "absent") is None
-
-
 def weights(factor: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((2, 3), factor), "b": torch.full((5,), factor, dtype=torch.bfloat16)}
 
@@ -448,6 +421,9 @@ def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server:
 def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(server: FakeVllm) -> None:
     PartialState()
     transfer, left = WeightTransfer(server.url), iter(weights(1.0).items())
+    with pytest.raises(ValueError, match="a is int8"):
+        transfer.send_weights(iter({"a": torch.zeros(2, dtype=torch.int8)}.items()))
+    assert server.pushed == []
     server.failing = ("/darts/v1/weights",)
     with pytest.raises(ServerFault):
         transfer.init_weight_transfer()  # before the training begins
@@ -456,12 +432,6 @@ def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(ser
             transfer.send_weights(left)
         assert list(left) == []
         left = iter(weights(1.0).items())
-
-
-def test_quantized_weights_are_refused_before_anything_is_sent(server: FakeVllm) -> None:
-    with pytest.raises(ValueError, match="a is int8"):
-        WeightTransfer(server.url).send_weights(iter({"a": torch.zeros(2, dtype=torch.int8)}.items()))
-    assert server.pushed == []
 
 
 def test_the_weight_transfer_has_all_that_trls_trainer_calls() -> None:

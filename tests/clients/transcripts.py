@@ -6,32 +6,14 @@ from typing import Any
 
 import httpx
 
-from darts_client._rollouts import RolloutsRequest, rollouts_request
+from darts_client._rollouts import RolloutsRequest, Stream, rollouts_request
 
 BATCH = "roll-1"
 USAGE = {"generated": 9, "returned": 6, "wasted": 3, "seconds": 0.5}
 
 
-def build_request(prompts: Any = ("a", "b"), **changes: Any) -> RolloutsRequest:
-    defaults: dict[str, Any] = {
-        "group_size": 2,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "seed": None,
-        "logprobs": True,
-        "sampling": {},
-        "policy": None,
-        "budget": None,
-        "num_groups": None,
-        "min_groups": None,
-        "survivors": None,
-        "carry": None,
-        "carried": False,
-        "chunk_tokens": None,
-        "durable": True,
-        "idempotency_key": None,
-    }
-    return rollouts_request(prompts, **(defaults | changes))
+def build_request(prompts: Any = ("a", "b"), stream: Stream = "groups", **changes: Any) -> RolloutsRequest:
+    return rollouts_request(prompts, stream, **({"group_size": 2, "max_tokens": 16} | changes))
 
 
 def trajectory(number: int, index: int, length: int, tokens: bool = True, **changes: Any) -> dict[str, Any]:
@@ -167,9 +149,9 @@ def lose_connection() -> None:
 
 
 class FakeServer:
-    """Returns these answers in turn, and records the requests."""
+    """Returns these answers in turn: events, a response, an error to raise, bytes or JSON. Records the requests."""
 
-    def __init__(self, *answers: Body | httpx.Response | Exception) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.requests: list[httpx.Request] = []
         self.transport = httpx.MockTransport(self)
@@ -181,6 +163,8 @@ class FakeServer:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
+        if not isinstance(answer, Body | httpx.Response):
+            return httpx.Response(200, **({"content": answer} if isinstance(answer, bytes) else {"json": answer}))
         if isinstance(answer, httpx.Response):
             return answer
         return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=answer)

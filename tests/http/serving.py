@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
-from darts_server.http.resources.state import State
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import STATE_KEY, SecurityMiddleware
@@ -32,7 +31,7 @@ LARGEST = 2**30
 
 
 def our_routes(
-    store: State, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
+    store: Store, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
 ) -> APIRouter:
     """Our routes over these and ``more``, and over mocks of what is not given."""
     parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "updates", "monitored")}
@@ -44,7 +43,6 @@ def our_routes(
 def client(
     *keys: str,
     host: str | None = HERE,
-    state: State | None = None,
     updates: Updates | None = None,
     admin_keys: Sequence[str] = (),
 ) -> Iterator[TestClient]:
@@ -52,7 +50,7 @@ def client(
 
     These are of ``p`` and have returned candidates 0 (tokens 0 to 9) and 1 (0 to 19) of a prompt that is their number.
 
-    ``state``: stands in for the store in its own route. ``updates``: behind the routes of weights.
+    ``updates``: behind the routes of weights.
     """
     with Store() as store:
         statistics, provenance = Statistics(store), Provenance()
@@ -68,7 +66,7 @@ def client(
         app = FastAPI()
         errors.install(app)
         more = {"updates": updates or Mock(spec=Updates), "needs_key": bool(keys)}
-        app.include_router(our_routes(state or store, statistics, provenance, reward_matcher, **more))
+        app.include_router(our_routes(store, statistics, provenance, reward_matcher, **more))
         access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
         app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
 

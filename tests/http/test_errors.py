@@ -42,11 +42,8 @@ def test_every_error_has_the_status_of_its_closest_class(error: DartsError, stat
     assert status_of(error) == status
 
 
-def test_an_engine_whose_queue_is_full_says_when_to_retry() -> None:
-    assert headers_of(EngineBusy("full", 5)) == {"Retry-After": "5"}
-
-
 def test_the_body_is_openais_error_object() -> None:
+    assert headers_of(EngineBusy("full", 5)) == {"Retry-After": "5"}
     assert body_of(InvalidRequest("n", "at most 4")) == {
         "error": {"message": "n: at most 4", "type": "BadRequestError", "param": "n", "code": 400}
     }

@@ -6,17 +6,11 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.options import GROUP, MAX_GROUP_SIZE, checked_option, merge_options, read_options
+from darts_server.http.options import GROUP, checked_option, merge_options, read_options
 from darts_server.identifiers import NAME_CHARS
 from darts_server.types import RequestOptions
 
 NAMES = ("policy", "prompt_key", "group_id")
-
-
-@pytest.mark.parametrize("value", [8, 8.0, "8", "08"])
-def test_a_size_may_come_as_any_kind_of_number(value: object) -> None:
-    size = checked_option("group_size", value, "here")
-    assert (size, type(size)) == (8, int)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +19,9 @@ def test_a_size_may_come_as_any_kind_of_number(value: object) -> None:
 def test_another_size_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(InvalidRequest, match="here: must be the group's size, a whole number from 1 to 16384, got"):
         checked_option("group_size", value, "here")
+    for size in (8, 8.0, "8", "08"):  # any kind of number
+        taken = checked_option("group_size", size, "here")
+        assert (taken, type(taken)) == (8, int)
 
 
 @pytest.mark.parametrize("option", NAMES)
@@ -38,18 +35,6 @@ def test_a_name_is_taken_as_it_is_and_what_is_none_is_refused(option: str) -> No
     if option == "group_id":
         with pytest.raises(InvalidRequest, match="without ';'"):  # no header could carry it
             checked_option(option, "a;b", "here")
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-
-
-@given(st.sampled_from([*NAMES, "group_size"]), scalars | st.lists(scalars))
-def test_anything_gives_a_value_or_is_refused(option: str, value: Any) -> None:
-    try:
-        taken = checked_option(option, value, "here")
-    except InvalidRequest:
-        return
-    assert taken == value if option != "group_size" else isinstance(taken, int) and 1 <= taken <= MAX_GROUP_SIZE
 
 
 @pytest.mark.parametrize(
@@ -128,10 +113,7 @@ POLICY, KEY = "X-Darts-Policy", "X-Darts-Prompt-Key"
 def test_headers_are_read_as_their_sender_meant_them(headers: list[tuple[str, bytes]], options: RequestOptions) -> None:
     assert read_options(Headers(raw=[(name.lower().encode(), value) for name, value in headers])) == options
     assert read_options({name: value.decode("latin-1") for name, value in headers}) == options
-
-
-def test_text_that_is_decoded_already_stays_as_it_is() -> None:
-    assert read_options({KEY: " ä😀 "}).prompt_key == "ä😀"
+    assert read_options({KEY: " ä😀 "}).prompt_key == "ä😀", "decoded already"
 
 
 @pytest.mark.parametrize(
@@ -174,12 +156,3 @@ def test_any_headers_give_possible_options_or_are_refused(headers: dict[str, str
     for option in ("policy", "prompt_key", "group_id", "group_size"):
         value = getattr(options, option)
         assert value is None or checked_option(option, value, "") == value
-
-
-@given(st.lists(st.tuples(st.sampled_from(["x-darts-prompt-key", GROUP]), st.binary(max_size=40)), max_size=3))
-def test_any_bytes_give_possible_options_or_are_refused(raw: list[tuple[str, bytes]]) -> None:
-    try:
-        options = read_options(Headers(raw=[(name.encode(), value) for name, value in raw]))
-    except InvalidRequest:
-        return
-    assert options.prompt_key is None or options.prompt_key.isprintable()

@@ -1,6 +1,5 @@
 """Streams of server-sent events, called as the web server does."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
@@ -48,12 +47,6 @@ async def stalled() -> AsyncGenerator[bytes, None]:
     await anyio.sleep_forever()
 
 
-async def test_events_are_sent_in_order_and_the_stream_ends_with_them() -> None:
-    reader = Reader()
-    await EventStream(numbers([]), nullcontext())(SCOPE, reader.receive, reader.send)
-    assert reader.sent == [f"id: {n}\nevent: number\ndata: {n}\n\n".encode() for n in range(3)] + [b""]
-
-
 async def test_a_quiet_stream_sends_comments() -> None:
     reader = Reader()
     stream = EventStream(stalled(), nullcontext(), ping_seconds=0.05)
@@ -66,7 +59,7 @@ async def test_a_quiet_stream_sends_comments() -> None:
     assert reader.sent[1:4] == [b": ping\n\n"] * 3
 
 
-async def test_events_do_not_queue_for_a_slow_reader() -> None:
+async def test_events_are_sent_in_order_to_the_end_and_do_not_queue_for_a_slow_reader() -> None:
     reader, made = Reader(), list[int]()
     reader.may_read = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -75,6 +68,7 @@ async def test_events_do_not_queue_for_a_slow_reader() -> None:
         assert made == [0]
         reader.may_read.set()
     assert made == [0, 1, 2]
+    assert reader.sent == [f"id: {n}\nevent: number\ndata: {n}\n\n".encode() for n in range(3)] + [b""]
 
 
 async def test_a_stream_ends_when_its_reader_disconnects() -> None:
@@ -92,15 +86,6 @@ async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
     finally:
         AppStatus.original_handler = original
     assert not AppStatus.should_exit
-
-
-def test_streams_work_in_several_event_loops_of_one_thread() -> None:
-    async def read() -> int:
-        reader = Reader()
-        await EventStream(numbers([]), nullcontext())(SCOPE, reader.receive, reader.send)
-        return len(reader.sent)
-
-    assert [asyncio.run(read()) for _ in range(2)] == [4, 4]
 
 
 def test_line_separators_in_data_do_not_split_an_event() -> None:

@@ -3,6 +3,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from darts_server.metrics import AccessMetrics, RolloutMetrics, WeightMetrics
@@ -66,15 +67,9 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     assert value(registry, "darts_tail_wait_seconds_sum") == 1.5
     assert value(registry, "darts_trajectory_length_tokens_sum", kind="generated") == 80
     assert value(registry, "darts_trajectory_length_tokens_count", kind="returned") == 2
-
-
-def test_a_group_that_was_not_completed_waited_for_no_tail() -> None:
-    registry = CollectorRegistry()
-    RolloutMetrics("tiny", registry=registry).group_ended(
-        record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=())
-    )
+    metrics.group_ended(record(outcome=Outcome.CANCELLED, tail_wait=None, candidates=()))
     assert value(registry, "darts_groups_total", outcome="cancelled") == 1
-    assert not value(registry, "darts_tail_wait_seconds_count")
+    assert value(registry, "darts_tail_wait_seconds_count") == 1, "it waited for no tail"
 
 
 def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
@@ -170,48 +165,44 @@ def test_cut_candidates_and_explored_tails_are_counted() -> None:
     assert value(registry, "darts_explored_beyond_tokens_total") == 5
 
 
-def test_rewards_are_counted_by_match_and_rewarded_groups_by_zero_variance() -> None:
+DONE = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
+REFUSED = replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={})
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "calls", "counted"),
+    [
+        (RolloutMetrics, "rewards_reported", [(5, 2), (1, 0)], {("rewards", "matched"): {"true": 6, "false": 2}}),
+        (
+            *(RolloutMetrics, "group_rewarded", [(True,), (False,), (True,)]),
+            {("rewarded_groups", "zero_variance"): {"true": 2, "false": 1}},
+        ),
+        (
+            *(RolloutMetrics, "vote_ended", [("decided_early", 3), ("decided_early", 1), ("counted", 0)]),
+            {("votes", "outcome"): dict(zip(VoteOutcome, (2, 1, 0), strict=True)), ("vote_candidates_stopped", ""): 4},
+        ),
+        (AccessMetrics, "refused", [("queue",)], {("requests_refused", "reason"): {"queue": 1, "key": 0}}),
+        (
+            *(WeightMetrics, "update_ended"),
+            [
+                (DONE,),
+                (replace(DONE, version=8),),
+                (replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={}),),
+            ],
+            {("weight_updates", "outcome"): {"completed": 2, "refused": 1}},
+        ),
+    ],
+)
+def test_events_are_counted_by_kind(kind: Any, method: str, calls: list[Any], counted: dict[Any, Any]) -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
-    metrics.rewards_reported(matched=5, unknown=2)
-    metrics.rewards_reported(matched=1, unknown=0)
-    metrics.group_rewarded(zero_variance=True)
-    metrics.group_rewarded(zero_variance=False)
-    metrics.group_rewarded(zero_variance=True)
-
-    assert value(registry, "darts_rewards_total", matched="true") == 6
-    assert value(registry, "darts_rewards_total", matched="false") == 2
-    assert value(registry, "darts_rewarded_groups_total", zero_variance="true") == 2
-    assert value(registry, "darts_rewarded_groups_total", zero_variance="false") == 1
-
-
-def test_weight_updates_are_counted_with_their_phases_and_version() -> None:
-    registry = CollectorRegistry()
-    metrics = WeightMetrics("tiny", registry)
-
-    assert value(registry, "darts_weight_version") == 0
-    done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
-    for update in (done, replace(done, version=8), replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={})):
-        metrics.update_ended(update)
-    assert value(registry, "darts_weight_version") == 8
-    assert value(registry, "darts_weight_updates_total", outcome="completed") == 2
-    assert value(registry, "darts_weight_updates_total", outcome="refused") == 1
-    assert value(registry, "darts_weight_update_seconds_sum", phase="load") == 0.4
-    assert value(registry, "darts_weight_update_seconds_count", phase="pause") == 2
-
-
-def test_votes_are_counted_by_outcome_with_the_candidates_they_stopped() -> None:
-    registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
-    for outcome, stopped in ((VoteOutcome.DECIDED_EARLY, 3), (VoteOutcome.DECIDED_EARLY, 1), (VoteOutcome.COUNTED, 0)):
-        metrics.vote_ended(outcome, stopped)
-    assert [value(registry, "darts_votes_total", outcome=outcome) for outcome in VoteOutcome] == [2, 1, 0]
-    assert value(registry, "darts_vote_candidates_stopped_total") == 4
-
-
-def test_refused_requests_are_counted_by_reason_from_the_start() -> None:
-    registry = CollectorRegistry()
-    metrics = AccessMetrics("tiny", registry)
-    metrics.refused("queue")
-    assert value(registry, "darts_requests_refused_total", reason="queue") == 1
-    assert value(registry, "darts_requests_refused_total", reason="key") == 0
+    metrics = kind("tiny", registry=registry)
+    for arguments in calls:
+        getattr(metrics, method)(*arguments)
+    for (name, label), values in counted.items():
+        for text, count in values.items() if label else [("", values)]:
+            labels = {label: text} if label else {}
+            assert value(registry, f"darts_{name}_total", **labels) == count
+    if kind is WeightMetrics:
+        assert value(registry, "darts_weight_version") == 8
+        assert value(registry, "darts_weight_update_seconds_sum", phase="load") == 0.4
+        assert value(registry, "darts_weight_update_seconds_count", phase="pause") == 2

@@ -10,16 +10,22 @@ It answers to its addresses, `localhost`, and the names in DARTS_FACADE_HOSTS, s
 Read from slime 0.3.1 and miles 0.1.0 (August 2026), whose packages are not needed.
 """
 
+import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from .._errors import DartsError
+from .._errors import DartsError, StatusError
 from ._sampling import Sampler
-from ._web import Json, JsonApp, Route
+
+Json = dict[str, Any]
+Route = Callable[[Json, Mapping[str, str]], Awaitable[Json]]
+"""Takes a request's body and headers."""
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 NAMES |= {"no_stop_trim": "include_stop_str_in_output"}
@@ -29,8 +35,11 @@ PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 WEIGHTS = "/darts/v1/weights"
 
 
-class Facade(JsonApp):
-    """SGLang's routes in front of the server at `url`; its key needs admin rights for aborts, pauses and weights."""
+class Facade:
+    """SGLang's routes in front of the server at `url`; its key needs admin rights for aborts, pauses and weights.
+
+    An ASGI app, closed to web pages: it answers at its addresses, at `localhost`, and at the names `hosts`.
+    """
 
     def __init__(
         self,
@@ -42,6 +51,7 @@ class Facade(JsonApp):
         self._sampler = Sampler(url, api_key, None, transport)
         self._running = 0
         self._last_version: Json = {}
+        self._hosts = {"localhost", *(host.strip().lower() for host in hosts)}
         safe: dict[str, Route] = {
             "/get_weight_version": self._version,
             "/workers": self._workers,
@@ -58,7 +68,50 @@ class Facade(JsonApp):
             "/continue_generation": lambda *_: self._forward("/resume"),
             "/update_weights_from_disk": self._load,
         }
-        super().__init__(changing | safe, safe, hosts)
+        self._routes, self._safe = changing | safe, safe.keys()  # safe ones change nothing, and take any method
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            status, answer = await self._answer(scope, receive)
+            headers = [(b"content-type", b"application/json")] + [(b"allow", b"POST")] * (status == 405)
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if reason := self._refusal(headers):
+            return 403, {"error": reason}
+        if (route := self._routes.get(scope["path"])) is None:
+            return 404, {"error": f"{scope['path']} is not served; there are {', '.join(self._routes)}"}
+        if scope["method"] != "POST" and scope["path"] not in self._safe:
+            return 405, {"error": f"{scope['path']} takes POST only"}
+        body, is_open = b"", True
+        while is_open:
+            message = await receive()
+            body, is_open = body + message.get("body", b""), message.get("more_body", False)
+        try:
+            return 200, await route(json.loads(body or b"{}"), headers)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return 400, {"error": f"{type(error).__name__}: {error}"}
+        except DartsError as error:
+            return (error.status_code if isinstance(error, StatusError) else 502), {"error": str(error)}
+
+    def _refusal(self, headers: Mapping[str, str]) -> str | None:
+        """Return why a request is refused that a web page may have sent.
+
+        Browsers name the page in `Origin` or `Sec-Fetch-Site`, but not in a GET of a page whose own name points to this
+        machine (DNS rebinding). That name is in `Host`.
+        """
+        if "origin" in headers or "sec-fetch-site" in headers:
+            return "web pages may not call this: it may have an admin key"
+        host = headers.get("host")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            if host is None or name in self._hosts or ip_address(name):
+                return None
+        except ValueError:
+            pass
+        return f"this does not answer to the name {str(host)[:100]!r}; use its address, or add the name to its hosts"
 
     async def _generate(self, body: Json, headers: Mapping[str, str]) -> Json:
         if unserved := [name for name in UNSERVED if body.get(name)]:

@@ -1,7 +1,5 @@
-// Lengths, tokens, ends and allocation of the groups that are kept.
+// Lengths, tokens, ends and numbers of candidates of the groups that are kept.
 const BINS = 44;
-const LAST_GROUPS = 64;
-const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 
 class Charts {
   #model;
@@ -9,24 +7,16 @@ class Charts {
 
   constructor(model) {
     this.#model = model;
-    byId("ends").append(
-      ...ENDS.map((kind) =>
-        element("li", { id: `end-${kind}` }, element("i", { class: kind }), KINDS[kind], element("b", {}, "0")),
-      ),
-    );
-    this.recolour();
+    for (const kind of ENDS) {
+      const mark = element("i", { class: kind });
+      mark.style.background = `var(--${kind})`;
+      byId("ends").append(element("li", { id: `end-${kind}` }, mark, KINDS[kind], element("b", {}, "0")));
+    }
     new ResizeObserver(() => this.touch()).observe(byId("overview"));
   }
 
   touch() {
     this.#version = -1;
-  }
-
-  recolour() {
-    for (const mark of document.querySelectorAll("#ends i")) {
-      if (!mark.classList.contains("waiting")) mark.style.background = colours[mark.className];
-    }
-    this.touch();
   }
 
   frame() {
@@ -42,7 +32,10 @@ class Charts {
       row.lastChild.textContent = count(sum.ends[kind]);
       row.classList.toggle("none", sum.ends[kind] === 0);
     }
-    this.#allocation(groups.slice(0, LAST_GROUPS).reverse());
+    const started = groups.map((group) => group.started);
+    const [least, greatest] = [Math.min(...started), Math.max(...started)];
+    const range = least === greatest ? `${least} candidates each` : `${least} to ${greatest} candidates, mean ${mean(started).toFixed(1)}`;
+    say("allocation-said", groups.length ? `${several(groups.length, "group")}: ${range}.` : "No group has ended yet.");
   }
 
   #lengths({ generated, returned, cut }) {
@@ -59,8 +52,19 @@ class Charts {
     const [left, top, bottom] = [34, 16, height - 16];
     const most = Math.max(...all, 1);
     const wide = (width - left - 2) / bins;
-    context.font = FONT;
-    axis(context, { left, width, top, bottom, most });
+    context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    context.strokeStyle = colours.line;
+    context.fillStyle = colours.muted;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.beginPath();
+    for (const value of [0, most]) {
+      const y = Math.round(bottom - (value / most) * (bottom - top)) + 0.5;
+      context.moveTo(left, y);
+      context.lineTo(width, y);
+      context.fillText(count(value), left - 5, Math.min(y, bottom - 4));
+    }
+    context.stroke();
     for (let bin = 0; bin < bins; bin += 1) {
       const x = left + bin * wide;
       for (const [counts, colour] of [[all, colours.generated], [kept, colours.short]]) {
@@ -77,7 +81,17 @@ class Charts {
       context.textAlign = x > width - 20 ? "right" : "center";
       context.fillText(count(length), Math.min(x, width - 1), bottom + 3);
     }
-    key(context, width, [["generated", colours.generated], ["returned", colours.short]]);
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    let x = width - 2;
+    for (const [name, colour] of [["returned", colours.short], ["generated", colours.generated]]) {
+      context.fillStyle = colours.muted;
+      context.fillText(name, x, 6);
+      x -= context.measureText(name).width + 13;
+      context.fillStyle = colour;
+      context.fillRect(x, 2, 9, 8);
+      x -= 9;
+    }
     const means = `${count(mean(generated))} generated, stopped ones too; ${count(mean(returned))} returned`;
     say("lengths-said", generated.length ? `Mean ${means}. ${count(cut)} cut.` : "No group has ended yet.");
   }
@@ -85,64 +99,9 @@ class Charts {
   #tokens({ generated, returned }) {
     const [all, kept] = [total(generated), total(returned)];
     const edge = `${all ? (100 * kept) / all : 0}%`;
-    const bar = `linear-gradient(to right, ${colours.short} ${edge}, ${colours.longer_than_needed} ${edge})`;
+    const bar = `linear-gradient(to right, var(--short) ${edge}, var(--longer_than_needed) ${edge})`;
     byId("tokens").style.background = all ? bar : "";
     const share = all ? ` (${percent((all - kept) / all)})` : "";
     say("tokens-said", `${count(all)} generated, ${count(kept)} returned, ${count(all - kept)} wasted${share}.`);
-  }
-
-  #allocation(groups) {
-    const canvas = byId("allocation");
-    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    const context = prepared(canvas, width, height);
-    const [left, top, bottom] = [34, 16, height - 4];
-    const most = Math.max(...groups.map((group) => group.started), 1);
-    const wide = Math.min(16, (width - left - 2) / Math.max(groups.length, 1));
-    context.font = FONT;
-    axis(context, { left, width, top, bottom, most });
-    groups.forEach((group, place) => {
-      const x = width - (groups.length - place) * wide;
-      const { selected } = tally(group);
-      for (const [number, colour] of [[group.started, colours.longer_than_needed], [selected, colours.short]]) {
-        const high = (number / most) * (bottom - top);
-        context.fillStyle = colour;
-        context.fillRect(x + 0.5, bottom - high, Math.max(1, wide - 1), high);
-      }
-    });
-    key(context, width, [["discarded", colours.longer_than_needed], ["selected", colours.short]]);
-    const started = groups.map((group) => group.started);
-    const [least, greatest] = [Math.min(...started), Math.max(...started)];
-    const range = least === greatest ? `${least} candidates each` : `${least} to ${greatest} candidates, mean ${mean(started).toFixed(1)}`;
-    const said = `${several(groups.length, "group")}: ${range}.`;
-    say("allocation-said", groups.length ? said : "No group has ended yet.");
-  }
-}
-
-function axis(context, { left, width, top, bottom, most }) {
-  context.strokeStyle = colours.line;
-  context.fillStyle = colours.muted;
-  context.textAlign = "right";
-  context.textBaseline = "middle";
-  context.beginPath();
-  for (const value of [0, most]) {
-    const y = Math.round(bottom - (value / most) * (bottom - top)) + 0.5;
-    context.moveTo(left, y);
-    context.lineTo(width, y);
-    context.fillText(count(value), left - 5, Math.min(y, bottom - 4));
-  }
-  context.stroke();
-}
-
-function key(context, width, entries) {
-  context.textBaseline = "middle";
-  context.textAlign = "right";
-  let x = width - 2;
-  for (const [name, colour] of [...entries].reverse()) {
-    context.fillStyle = colours.muted;
-    context.fillText(name, x, 6);
-    x -= context.measureText(name).width + 13;
-    context.fillStyle = colour;
-    context.fillRect(x, 2, 9, 8);
-    x -= 9;
   }
 }

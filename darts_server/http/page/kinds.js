@@ -32,7 +32,7 @@ const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candi
 let colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = [...Object.keys(KINDS), "text", "muted", "line", "stripe", "panel", "cut", "resumed", "accent", "generated"];
+  const names = [...Object.keys(KINDS), "text", "muted", "line", "panel", "cut", "resumed", "generated"];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 

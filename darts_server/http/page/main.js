@@ -3,10 +3,8 @@ const HEALTH_SECONDS = 15; // each request is a line in the server's log
 const model = new Model();
 readColours();
 const lookup = new Lookup(model);
-const policy = new Policy();
 const timeline = new Timeline(model, openGroup);
 const charts = new Charts(model);
-const table = new GroupTable(model, openGroup);
 const following = new Following(receive);
 let alive = null;
 let paused = false;
@@ -30,7 +28,7 @@ function lost(event, message) {
   model.running = 0; // stops the clock
   timeline.touch();
   if (event !== "locked") return connected("no connection", "pill off", `No connection: ${message}`);
-  const why = keys.api ? "This key was refused." : "This server needs an API key.";
+  const why = apiKey ? "This key was refused." : "This server needs an API key.";
   connected("needs a key", "pill off", why);
   askForKey(why);
 }
@@ -67,11 +65,18 @@ function equalRewards({ rewarded_groups: groups, zero_variance_groups: equal }) 
 }
 
 async function showEngine() {
-  const answer = await fetch("../health", { headers: authorised(keys.api) }).catch(() => null);
+  const answer = await fetch("../health", { headers: authorised() }).catch(() => null);
   alive = answer?.ok ?? false;
   say("engine", alive ? "alive" : "not responding", { class: alive ? "good" : "bad" });
   say("engine-more", answer ? `health ${answer.status}` : "no connection");
 }
+
+async function showSettings() {
+  const settings = await ask("v1/policy").catch((error) => ({ error: error.message }));
+  byId("settings").replaceChildren(listed(Object.entries(settings).map(([name, value]) => [name, shown(value)])));
+}
+
+const shown = (value) => (Array.isArray(value) ? value.join(", ") : String(value ?? "not set"));
 
 // --- user input ---------------------------------------------------
 
@@ -82,7 +87,7 @@ function select(tab, focus = false) {
     byId(each.getAttribute("aria-controls")).hidden = each !== tab;
   }
   if (focus) tab.focus();
-  if (tab.id === "tab-policy") policy.load();
+  if (tab.id === "tab-policy") showSettings();
   charts.touch();
 }
 
@@ -101,7 +106,7 @@ function setPaused(value) {
 }
 
 function command() {
-  const key = keys.api ? " \\\n  -H 'Authorization: Bearer KEY'" : "";
+  const key = apiKey ? " \\\n  -H 'Authorization: Bearer KEY'" : "";
   const body = '{\n  "prompts": [{"text": "1 + 1 ="}], "group_size": 8,\n  "sampling": {"max_tokens": 200, "temperature": 1.0}\n}';
   return `curl ${new URL("v1/rollouts", location.href)}${key} -d '${body}'`;
 }
@@ -128,7 +133,7 @@ byId("open-key").addEventListener("click", () => askForKey("Sent with every requ
 byId("no-key").addEventListener("click", () => byId("key-dialog").close("cancel"));
 byId("key-dialog").addEventListener("close", () => {
   if (byId("key-dialog").returnValue !== "ok") return;
-  keys.api = byId("api-key").value;
+  apiKey = byId("api-key").value;
   showAddress();
   following.stop();
   setPaused(false);
@@ -143,19 +148,17 @@ document.addEventListener("visibilitychange", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   readColours();
-  charts.recolour();
+  charts.touch();
   timeline.touch();
 });
 
 function frame(time) {
   timeline.frame(time);
   charts.frame();
-  table.frame(time);
   lookup.frame();
   requestAnimationFrame(frame);
 }
 
-charts.recolour();
 showAddress();
 showEngine();
 setInterval(() => document.hidden || showEngine(), 1000 * HEALTH_SECONDS);

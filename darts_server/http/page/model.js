@@ -91,14 +91,5 @@ function summed(groups) {
   return sum;
 }
 
-function tally(group) {
-  const found = { running: 0, selected: 0, discarded: 0, tokens: 0 };
-  for (const candidate of group.candidates) {
-    if (candidate.state in found) found[candidate.state] += 1;
-    found.tokens += candidate.tokens;
-  }
-  return found;
-}
-
 const total = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
 const mean = (numbers) => (numbers.length ? total(numbers) / numbers.length : 0);

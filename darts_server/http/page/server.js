@@ -1,5 +1,5 @@
-// Requests to the server. Keys are kept only here, in memory.
-const keys = { api: "", admin: "" };
+// Requests to the server. The key is kept only here, in memory.
+let apiKey = "";
 const RETRY_SECONDS = [0.5, 1, 2, 4, 8];
 const SILENT_SECONDS = 15; // the server sends an event every two, unless it is very busy
 
@@ -7,12 +7,11 @@ class Refused extends Error {
   constructor(status, error) {
     super(error?.message ?? `status ${status}`);
     this.status = status;
-    this.field = error?.param ?? null;
   }
 }
 
-function authorised(key) {
-  return key ? { Authorization: `Bearer ${key}` } : {};
+function authorised() {
+  return apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
 }
 
 async function checked(answer) {
@@ -21,9 +20,8 @@ async function checked(answer) {
   throw new Refused(answer.status, typeof body.error === "object" ? body.error : { message: body.error });
 }
 
-async function ask(path, options = {}, key = keys.api) {
-  const answer = await fetch(path, { ...options, headers: { ...options.headers, ...authorised(key) } });
-  return (await checked(answer)).json();
+async function ask(path) {
+  return (await checked(await fetch(path, { headers: authorised() }))).json();
 }
 
 // Reads the server's events while the page is visible, and reconnects after a lost connection.
@@ -53,7 +51,7 @@ class Following {
   async #follow(abort) {
     let refused = null;
     try {
-      const headers = { Accept: "text/event-stream", ...authorised(keys.api) };
+      const headers = { Accept: "text/event-stream", ...authorised() };
       const answer = await checked(await fetch("v1/live", { headers, signal: abort.signal, cache: "no-store" }));
       await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), abort);
     } catch (error) {

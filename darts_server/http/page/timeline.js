@@ -171,7 +171,7 @@ class Timeline {
   }
 
   #label(context, group, y) {
-    const { selected, running } = tally(group);
+    const [selected, running] = ["selected", "running"].map((state) => group.candidates.filter((each) => each.state === state).length);
     const done = group.ended !== undefined;
     context.textBaseline = "top";
     context.fillStyle = colours.text;

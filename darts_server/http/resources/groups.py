@@ -1,10 +1,12 @@
-"""Response models of groups (provenance), prompts and state."""
+"""``/darts/v1/groups`` and ``/darts/v1/prompts``: how candidates ended, and what prompts were like."""
 
 from dataclasses import asdict
 from typing import Literal, Self
 
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+from darts_server.exceptions import NotFound
 from darts_server.http.resources.trajectories import (
     Counted,
     Cut,
@@ -18,8 +20,13 @@ from darts_server.http.resources.trajectories import (
     Weight,
     shared_fields,
 )
+from darts_server.identifiers import from_header
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.observers.reward_matching import GroupRewards
+from darts_server.rollout.learned.rewards import summarize
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
+from darts_server.serving.admission import caller
 from darts_server.types import FinishReason, Outcome
 
 
@@ -45,6 +52,21 @@ class CandidateAnswer(BaseModel):
     weight_version_end: int | None
     reward: float | None = Field(description="As reported; null until then.")
     correct: bool | None = Field(description="Whether it is correct, as reported.")
+
+    @classmethod
+    def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
+        began = group.started_at
+        reward, correct = rewards.by_index.get(record.index, (None, None))
+        others = {
+            "trajectory_id": f"{group.group_id}:{record.index}",
+            "length": record.tokens,
+            "rank": rank,
+            "start": None if record.started_at is None else record.started_at - began,
+            "stop": None if record.ended_at is None else record.ended_at - began,
+            "reward": reward,
+            "correct": correct,
+        }
+        return cls(**shared_fields(cls, record) | others)
 
 
 class ChosenAnswer(BaseModel):
@@ -103,7 +125,7 @@ class GroupAnswer(BaseModel):
             "members": list(record.request_ids),
             "chosen": None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
             "zero_variance": rewards.zero_variance,
-            "candidates": [_candidate(record, c, ranks.get(c.index), rewards) for c in record.candidates],
+            "candidates": [CandidateAnswer.of(record, c, ranks.get(c.index), rewards) for c in record.candidates],
         }
         return cls(**shared_fields(cls, record) | others)
 
@@ -151,22 +173,31 @@ class PromptAnswer(BaseModel):
     rewards: PromptRewardsAnswer | None = Field(description="Null while no trajectory has a reward.")
 
 
-class StateAnswer(BaseModel):
-    """Learned state after a restore."""
+def routes(provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> APIRouter:
+    api = APIRouter()
 
-    prompts: int = Field(description="Prompts with statistics.")
+    @api.get("/groups/{group_id:path}")  # callers' own request ids may have slashes
+    async def groups(group_id: str) -> GroupsAnswer:
+        """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
+        may_see = caller.get().may_see
+        records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
+        if not records:
+            raise NotFound(
+                "group_id", f"there is no group {group_id!r} of yours; only the latest shaped groups are kept"
+            )
+        return GroupsAnswer(groups=[GroupAnswer.of(record, reward_matcher.group_rewards(record)) for record in records])
 
+    @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
+    async def prompt(prompt_key: str) -> PromptAnswer:
+        """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
+        stats = statistics.prompts.stats(prompt_key)
+        if stats is None:
+            raise NotFound(
+                "prompt_key",
+                f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
+            )
+        reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
+        answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
+        return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
-def _candidate(group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> CandidateAnswer:
-    began = group.started_at
-    reward, correct = rewards.by_index.get(record.index, (None, None))
-    others = {
-        "trajectory_id": f"{group.group_id}:{record.index}",
-        "length": record.tokens,
-        "rank": rank,
-        "start": None if record.started_at is None else record.started_at - began,
-        "stop": None if record.ended_at is None else record.ended_at - began,
-        "reward": reward,
-        "correct": correct,
-    }
-    return CandidateAnswer(**shared_fields(CandidateAnswer, record) | others)
+    return api

@@ -45,7 +45,6 @@ from darts_server.rollout.batches.events import (
     CandidateDiscarded,
     Event,
     GroupEnded,
-    GroupResult,
     TokenDelta,
     TrajectorySelected,
 )
@@ -197,8 +196,8 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
     # Callers choose its numbers, which may be any that JSON has.
     head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
     lists = {
-        "groups": (group_fields(group) for group in sorted(done.results, key=lambda result: result.number)),
-        "unfinished": (UnfinishedOut.of(each).model_dump() | _metadata(each.metadata) for each in done.unfinished),
+        "groups": (GroupOut.of(group).model_dump() for group in sorted(done.results, key=lambda result: result.number)),
+        "unfinished": (UnfinishedOut.of(each).model_dump() for each in done.unfinished),
     }
     answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
     for place, (name, value) in enumerate(head.items()):
@@ -214,16 +213,6 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         answer.write(b"]")
     answer.write(b"}")
     return answer.getvalue()
-
-
-def group_fields(result: GroupResult, exclude: Any = None) -> dict[str, Any]:
-    """Return the fields of `GroupOut`, with arrays of tokens as they are."""
-    return GroupOut.of(result).model_dump(exclude=exclude) | _metadata(result.metadata)
-
-
-def _metadata(metadata: bytes | None) -> dict[str, Raw]:
-    """Return the caller's metadata as it was encoded, whatever numbers it has."""
-    return {} if metadata is None else {"metadata": Raw(metadata)}
 
 
 def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
@@ -252,7 +241,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
             return encode_text("delta", encode_ascii({**data, "token_ids": token_ids, "logprobs": logprobs}), number)
         case GroupEnded(result):
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-            return encode_text("group", encode_ascii(group_fields(result, left_out)), number)
+            return encode_text("group", encode_ascii(GroupOut.of(result).model_dump(exclude=left_out)), number)
         case TrajectorySelected(trajectory_id, group, sample, cut):
             name, data = "trajectory", {"trajectory_id": trajectory_id, "number": group}
             data |= {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}

@@ -4,12 +4,16 @@ import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
+from msgspec import Raw
 from pydantic import (
     BaseModel,
     Field,
     GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
     StrictInt,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -32,9 +36,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
-    generated_fields,
-    sample_fields,
-    shared_fields,
+    trajectory_fields,
 )
 from darts_server.identifiers import Name
 from darts_server.rollout.batches.batch import BatchRequest
@@ -54,6 +56,18 @@ def _as_json(kind: Any) -> GetPydanticSchema:
     return GetPydanticSchema(lambda _, handler: no_info_after_validator_function(encode, handler(kind)))
 
 
+def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
+    if metadata is None:
+        return None
+    return json.loads(metadata) if info.mode_is_json() else Raw(metadata)
+
+
+# Returned as it was encoded, whatever numbers it has.
+Metadata = Annotated[
+    Any,
+    PlainSerializer(_dump_metadata),
+    WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
+]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
 
@@ -155,7 +169,7 @@ class GroupOut(BaseModel):
     number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
     group_id: str
     prompt_key: str
-    metadata: dict[str, Any] | None
+    metadata: Metadata
     candidates: int
     counted: Counted | None
     num_shortest: NumShortest
@@ -182,7 +196,7 @@ class GroupOut(BaseModel):
             number=result.number,
             group_id=result.group_id,
             prompt_key=result.prompt_key,
-            metadata=None if result.metadata is None else json.loads(result.metadata),
+            metadata=result.metadata,
             candidates=len(candidates),
             counted=None if record is None or result.error is not None else record.counted,
             **{name: getattr(record, name, None) for name in OF_RECORD},
@@ -191,8 +205,7 @@ class GroupOut(BaseModel):
             aborted=_all_aborted(result),
             trajectories=[
                 TrajectoryOut(
-                    **shared_fields(TrajectoryOut, candidates[i])
-                    | sample_fields(f"{result.group_id}:{i}", sample, candidates[i]),
+                    **trajectory_fields(TrajectoryOut, f"{result.group_id}:{i}", sample, candidates[i]),
                     rank=order.index(i),
                 )
                 for i, sample in sorted(result.samples.items())
@@ -218,7 +231,7 @@ class UnfinishedOut(BaseModel):
 
     number: int
     prompt_key: str
-    metadata: dict[str, Any] | None
+    metadata: Metadata
     carry: Carry = Field(description="How it is kept for later batches.")
     error: dict[str, Any] | None = Field(
         description="Why its group was aborted; null if it was stopped because enough others were decided."
@@ -233,7 +246,7 @@ class UnfinishedOut(BaseModel):
         return cls(
             number=unfinished.number,
             prompt_key=unfinished.prompt_key,
-            metadata=None if unfinished.metadata is None else json.loads(unfinished.metadata),
+            metadata=unfinished.metadata,
             carry=unfinished.carry,
             error=None if unfinished.error is None else error_object(unfinished.error),
             aborted=None if unfinished.group is None else _all_aborted(unfinished.group),
@@ -264,19 +277,16 @@ def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     if result.aborted is None:
         return None
     candidates = {} if result.record is None else {candidate.index: candidate for candidate in result.record.candidates}
-    return [
-        AbortedCandidateOut(
-            **generated_fields(f"{result.group_id}:{index}", aborted.sample, candidates[index])
-            | {
-                "weight_version_start": aborted.version_spans[0][0] if aborted.version_spans else None,
-                "weight_version_end": aborted.version_spans[-1][0] if aborted.version_spans else None,
-                "version_spans": list(aborted.version_spans),
-            },
-            finish_reason=aborted.sample.finish_reason or "abort",
-            cut=candidates[index].cut,
+    aborted = []
+    for index, each in result.aborted.items():
+        fields = trajectory_fields(AbortedCandidateOut, f"{result.group_id}:{index}", each.sample, candidates[index])
+        fields["finish_reason"] = each.sample.finish_reason or "abort"
+        fields["version_spans"] = spans = list(each.version_spans)
+        fields["weight_version_start"], fields["weight_version_end"] = (
+            (spans[0][0], spans[-1][0]) if spans else (None, None)
         )
-        for index, aborted in result.aborted.items()
-    ]
+        aborted.append(AbortedCandidateOut(**fields))
+    return aborted
 
 
 def error_object(error: Exception) -> dict[str, Any]:

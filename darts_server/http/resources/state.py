@@ -1,37 +1,39 @@
 """``/darts/v1/state``: learned state as one file, to save and restore with a training checkpoint."""
 
-from typing import Protocol
-
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
-from darts_server.http.resources.groups import StateAnswer
 from darts_server.rollout.learned.prompts import KIND
 from darts_server.rollout.learned.statistics import Statistics
+from darts_server.store import Store
 
 FILE_NAME = "darts-state"
 MAX_FILE_BYTES = 1024**3
 """The store's own limit for decompressed files, so no valid file is larger."""
 
 
-class State(Protocol):
-    """The part of the store that these routes use. Its methods block on the disk."""
+class StateAnswer(BaseModel):
+    """Learned state after a restore."""
 
-    def export(self) -> bytes: ...
-
-    def restore(self, data: bytes) -> None: ...
-
-    def count(self, kind: str) -> int: ...
+    prompts: int = Field(description="Prompts with statistics.")
 
 
-def routes(state: State, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
+def routes(store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
     """Create the routes. ``max_bytes``: of a file."""
     api = APIRouter()
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
+
+    def replace(data: bytes) -> int:
+        try:
+            store.restore(data)
+        except (StateDamaged, StateTooNew) as error:
+            raise InvalidRequest("body", str(error)) from error
+        return store.count(KIND)
 
     @api.get(
         "/state",
@@ -42,7 +44,7 @@ def routes(state: State, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES
         """Return learned state as one file."""
         async with exporting:
             statistics.flush()
-            data = await run_sync(state.export)
+            data = await run_sync(store.export)
         return Response(
             data,
             media_type="application/octet-stream",
@@ -54,14 +56,6 @@ def routes(state: State, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES
         """Replace learned state by a saved file, or change nothing."""
         async with restoring:
             data = await read_body(request, max_bytes)
-            return StateAnswer(prompts=await run_sync(_restore, state, data))
+            return StateAnswer(prompts=await run_sync(replace, data))
 
     return api
-
-
-def _restore(state: State, data: bytes) -> int:
-    try:
-        state.restore(data)
-    except (StateDamaged, StateTooNew) as error:
-        raise InvalidRequest("body", str(error)) from error
-    return state.count(KIND)

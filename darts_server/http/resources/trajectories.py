@@ -117,25 +117,16 @@ def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
     return {name: getattr(record, name) for name in model.model_fields if hasattr(record, name)}
 
 
-def sample_fields(
-    trajectory_id: str, sample: Sample, candidate: CandidateRecord, with_logprobs: bool = True
+def trajectory_fields(
+    model: type[BaseModel], trajectory_id: str, sample: Sample, candidate: CandidateRecord
 ) -> dict[str, Any]:
-    """Return the fields of `SampleOut`."""
-    fields = generated_fields(trajectory_id, sample, candidate, with_logprobs)
-    return {**fields, "finish_reason": sample.finish_reason}
-
-
-def generated_fields(
-    trajectory_id: str, sample: Sample, candidate: CandidateRecord | None, with_logprobs: bool = True
-) -> dict[str, Any]:
-    """Return the fields of `GeneratedOut`."""
-    return {
+    """Return the fields of an answer's trajectory: those that the record has under the same names, and the sample."""
+    return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,
-        "logprobs": sample.logprobs if with_logprobs else None,
+        "logprobs": sample.logprobs,
         "text": sample.text,
         "length": len(sample.token_ids),
-        "weight_version_start": None if candidate is None else candidate.weight_version_start,
-        "weight_version_end": None if candidate is None else candidate.weight_version_end,
-        "version_spans": [] if candidate is None else list(candidate.version_spans),
+        "finish_reason": sample.finish_reason,
+        "version_spans": list(candidate.version_spans),
     }

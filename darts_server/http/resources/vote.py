@@ -10,7 +10,7 @@ from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import while_connected
 from darts_server.http.resources.rollouts_models import Messages
-from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, sample_fields
+from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
 from darts_server.types import PromptSpec, VoteWeights
@@ -132,7 +132,6 @@ class VoteOut(BaseModel):
         tally, ballots = result.tally, {ballot.index: ballot for ballot in result.ballots}
         candidates = {candidate.index: candidate for candidate in result.record.candidates}
         returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
-        with_logprobs = result.request.wants_logprobs
 
         def name(index: int) -> str:
             return f"{result.vote_id}:{index}"
@@ -147,10 +146,9 @@ class VoteOut(BaseModel):
             calibration=result.calibration,
             trajectories=[
                 VoterOut(
-                    **sample_fields(name(index), ballot.sample, candidates[index], with_logprobs=with_logprobs),
-                    answer=ballot.answer,
-                    score=ballot.score,
-                    weight=tally.vote_weights.get(index),
+                    **trajectory_fields(VoterOut, name(index), ballot.sample, candidates[index])
+                    | ({} if result.request.wants_logprobs else {"logprobs": None})
+                    | {"answer": ballot.answer, "score": ballot.score, "weight": tally.vote_weights.get(index)}
                 )
                 for index, ballot in ballots.items()
             ],

@@ -3,6 +3,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 from unittest.mock import Mock
 
 import anyio
@@ -93,7 +94,8 @@ async def _chunks(taken: list[int]) -> AsyncIterator[bytes]:
 
 @pytest.mark.anyio
 async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None:
-    slow, taken = Slow(), list[int]()
+    slow: Any = Slow()
+    taken = list[int]()
     app = FastAPI()
     errors.install(app)
     app.include_router(routes(slow, Mock(), max_bytes=5000))
@@ -108,7 +110,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
 
 @pytest.mark.anyio
 async def test_one_restore_runs_at_a_time_and_never_in_the_loop() -> None:
-    slow = Slow()
+    slow: Any = Slow()
     app = FastAPI()
     app.include_router(routes(slow, Mock()))
     async with (

@@ -28,12 +28,14 @@ def test_keys_come_from_the_arguments_and_the_file(file: Path) -> None:
     assert not Keys()
     assert not valid(Keys())
     assert Keys(["given"]).find(None) is None
-
-
-def test_equal_keys_have_a_name_that_is_not_the_key(file: Path) -> None:
     keys = Keys(["given"], file)
-    assert keys.find(b"one") == keys.find(b"one") != keys.find(b"two")
+    assert keys.find(b"one") == keys.find(b"one") != keys.find(b"two"), "a name, which is not the key"
     assert "one" not in (keys.find(b"one") or "")
+    file.rename(file.with_name("data"))
+    file.symlink_to("data")  # Kubernetes mounts secrets as links
+    assert valid(Keys([], file)) == {"one", "two", "schlüssel"}
+    with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
+        Keys([], file.with_name("nowhere"))
 
 
 def test_keys_are_reloaded_from_the_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,18 +86,6 @@ def test_a_pipe_in_place_of_the_file_is_refused_at_once(file: Path, caplog: pyte
     keys.reload()
     assert valid(keys) == {"one", "two", "schlüssel"}
     assert "is not a regular file" in caplog.text
-
-
-def test_the_file_may_be_a_link(file: Path) -> None:
-    """Kubernetes mounts secrets as links."""
-    file.rename(file.with_name("data"))
-    file.symlink_to("data")
-    assert valid(Keys([], file)) == {"one", "two", "schlüssel"}
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
-        Keys([], tmp_path / "nowhere")
 
 
 def test_callers_may_call_as_long_as_their_key_is_valid(file: Path) -> None:

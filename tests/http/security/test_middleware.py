@@ -168,10 +168,15 @@ def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewa
 def test_with_a_valid_key_the_server_answers_to_every_name_and_page() -> None:
     """Behind a proxy callers use its name; and no web page has a key unless its user gave it one."""
     elsewhere = {"Host": "rollouts.example.com", "Origin": "https://app.example.com"}
-    app = app_with_keys("one", admin=("root",))
-    for key in ("one", "root"):
+    app = app_with_keys("one", "two", admin=("root",))
+    names = []
+    for key in ("one", "two", "root", "one"):
         headers = {**elsewhere, "Authorization": f"Bearer {key}"}
-        assert app.client(OTHER_MACHINE).post("/v1/completions", json={"n": 1}, headers=headers).status_code == 200
+        answer = app.client(OTHER_MACHINE).post("/v1/completions", json={"n": 1}, headers=headers)
+        assert answer.status_code == 200
+        names.append(answer.json())
+    assert names[0] == names[3]
+    assert len({None, *names}) == 4, "each key is a caller of its own"
     only_admins = app_with_keys(admin=("root",))
     assert only_admins.client().post("/v1/completions", json={"n": 1}, headers=elsewhere).status_code == 403
 
@@ -184,10 +189,6 @@ def test_dangerous_routes_are_disabled_unless_allowed_and_then_for_admins() -> N
     assert App(Access(dangerous=True)).client(OTHER_MACHINE).post("/collective_rpc").status_code == 403
 
 
-def test_preflight_requests_need_no_key() -> None:
-    assert app_with_keys("one").client().options("/v1/completions").status_code == 405
-
-
 @pytest.mark.parametrize(
     ("header", "status"),
     [(b"Bearer one", 200), (b"bearer  one ", 200), (b"Bearer", 401), (b"Bearer \xff", 401), (b"Basic one", 401)],
@@ -195,6 +196,7 @@ def test_preflight_requests_need_no_key() -> None:
 def test_a_key_is_sent_as_bearer_token(header: bytes, status: int) -> None:
     answer = app_with_keys("one").client().post("/v1/completions", json={"n": 1}, headers={b"Authorization": header})
     assert answer.status_code == status
+    assert app_with_keys("one").client().options("/v1/completions").status_code == 405, "a preflight needs none"
 
 
 def test_websockets_need_a_key_too() -> None:
@@ -205,18 +207,6 @@ def test_websockets_need_a_key_too() -> None:
         pass
     assert refused.value.code == 1008
     assert app.refused == ["key"]
-
-
-def test_requests_with_the_same_key_have_the_same_caller() -> None:
-    app = app_with_keys("one", "two", admin=("root",))
-
-    def name(key: str) -> str | None:
-        answer = app.client().post("/v1/completions", json={"n": 1}, headers={"Authorization": f"Bearer {key}"})
-        found: str | None = answer.json()
-        return found
-
-    assert name("one") == name("one") != name("two")
-    assert name("root") not in (None, name("one"), name("two"))
 
 
 # --- bodies -----------------------------------------------------------------
@@ -239,10 +229,11 @@ def test_a_too_large_body_is_refused_whether_announced_or_not(path: str, body: A
     assert app.refused == ["body"]
 
 
-def test_a_body_of_the_maximum_size_is_accepted() -> None:
-    body = b'{"n": 1}'.ljust(LIMIT)
-    answer = App().client().post("/v1/completions", content=body)
+def test_a_body_of_the_maximum_size_is_accepted_and_weights_have_their_own_limit() -> None:
+    answer = App().client().post("/v1/completions", content=b'{"n": 1}'.ljust(LIMIT))
     assert (answer.status_code, answer.json()) == (200, None)
+    answer = App().client().put("/darts/v1/weights", content=chunks(300, 40))
+    assert (answer.status_code, answer.json()) == (200, 12_000)
 
 
 def status_for(app: App, chunks: AsyncIterator[bytes]) -> int:
@@ -260,7 +251,7 @@ def status_for(app: App, chunks: AsyncIterator[bytes]) -> int:
     return statuses[0]
 
 
-def test_a_body_is_not_read_beyond_the_limit() -> None:
+def test_a_body_is_not_read_beyond_the_limit_and_a_silent_sender_times_out() -> None:
     read = []
 
     async def endless() -> AsyncIterator[bytes]:
@@ -268,20 +259,12 @@ def test_a_body_is_not_read_beyond_the_limit() -> None:
             read.append(number)
             yield b"x" * 100
 
-    assert status_for(App(), endless()) == 413
-    assert len(read) == LIMIT // 100 + 1
-
-
-def test_weights_have_their_own_limit() -> None:
-    answer = App().client().put("/darts/v1/weights", content=chunks(300, 40))
-    assert (answer.status_code, answer.json()) == (200, 12_000)
-
-
-def test_a_silent_sender_times_out() -> None:
     async def silent() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.Event().wait()
 
+    assert status_for(App(), endless()) == 413
+    assert len(read) == LIMIT // 100 + 1
     assert status_for(App(stall=0.01), silent()) == 400
 
 
@@ -310,10 +293,7 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
     assert answer.json()["error"]["param"] == "n"
     assert app.refused == ["quota"]
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
-
-
-def test_an_error_that_a_route_answers_in_its_own_form_has_our_headers() -> None:
-    answer = App().client().post("/v1/responses")
+    answer = app.client().post("/v1/responses", headers=KEY)  # in a form of the route's own, with our headers
     assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, "busy", "3")
 
 
@@ -344,7 +324,7 @@ def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
 # --- shutdown ----------------------------------------------------------------
 
 
-def test_a_stopping_server_refuses_work_with_retry_after() -> None:
+def test_a_stopping_server_refuses_work_with_retry_after_but_returns_results_and_accepts_rewards() -> None:
     app = App()
     app.lifecycle.stop(ServerStopping("the server is stopping", 30))
     for answer in (app.client().post("/v1/completions", json={"n": 1}), app.client().get("/health")):
@@ -355,15 +335,10 @@ def test_a_stopping_server_refuses_work_with_retry_after() -> None:
     with pytest.raises(WebSocketDisconnect), app.client().websocket_connect("ws://127.0.0.1/v1/realtime"):
         pass
     assert app.refused == ["shutdown"] * 3
-
-
-def test_a_stopping_server_still_returns_results_and_accepts_rewards() -> None:
-    app = App()
-    app.lifecycle.stop(ServerStopping("the server is stopping", 30))
-    assert app.client().get("/brand_new").status_code == 200
-    assert app.client().post("/darts/v1/rewards").status_code == 200
     for path in ("/darts/v1/vote", "/darts/v1/rollouts"):
         assert app.client().post(path).status_code == 503
+    assert app.client().get("/brand_new").status_code == 200, "results"
+    assert app.client().post("/darts/v1/rewards").status_code == 200
 
 
 def test_requests_in_flight_when_the_engine_dies_get_its_error() -> None:

@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 from darts_server.exceptions import InvalidRequest, UpdateFailed
 from darts_server.http import dialects, errors
 from darts_server.http.body import BodyLimits
-from darts_server.http.dialects.controls import Controls
-from darts_server.http.dialects.nemo_rl import CompletionTokenIds
+from darts_server.http.dialects import CompletionTokenIds, Controls
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.route_table import access_of
@@ -247,7 +246,7 @@ def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, pa
     assert trainer.updated == ([other] if dangerous else [])
 
 
-def test_a_finished_session_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_session_is_finished_by_its_own_caller_alone_and_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
     for caller_name in ("", "another"):
         trainer.turns.add_answer(Turn([1, 2], session="u_1", caller=caller_name), [3])
     again = Turn([7, 8], session="u_1")
@@ -258,10 +257,6 @@ def test_a_finished_session_may_come_again(trainer: Trainer, tmp_path: Path) -> 
         assert caller.post("/finish_session").status_code == 422
     assert trainer.turns.classify(again) is TurnKind.OPENING
     assert trainer.turns.classify(Turn([7, 8], session="u_1", caller="another")) is TurnKind.SESSION
-
-
-def test_a_session_is_finished_by_its_own_caller_alone(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.turns.add_answer(Turn([1, 2], session="u_1", caller="another"), [3])
     with trainer.calling(tmp_path, "skyrl", keys=("key",), host="10.0.0.1") as caller:
         assert caller.post("/finish_session?session_id=u_1").status_code == 401
         headers = {"Authorization": "Bearer key"}
@@ -276,24 +271,20 @@ def completion(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | fields)
 
 
-def test_nemo_rl_gets_the_token_ids_that_it_requests() -> None:
+def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() -> None:
     extension, request = CompletionTokenIds(), completion()
     extension.before(request)
     assert request.return_token_ids is True
     answer = SimpleNamespace(choices=[SimpleNamespace(token_ids=[3, 4])])
     extension.after(request, answer)
     assert answer.nvext == {"completion_token_ids": [3, 4]}
-
-
-def test_requests_without_nvext_and_errors_stay_as_they_are() -> None:
-    extension, request = CompletionTokenIds(), completion(nvext=None)
-    extension.before(request)
-    extension.before(SimpleNamespace())
-    answer, error = SimpleNamespace(choices=[SimpleNamespace(token_ids=None)]), SimpleNamespace(error="x")
-    extension.after(request, answer)
-    extension.after(completion(), error)
-    assert request.return_token_ids is None
-    assert not hasattr(answer, "nvext")
+    plain, whole, error = completion(nvext=None), SimpleNamespace(choices=answer.choices), SimpleNamespace(error="x")
+    for other in (plain, SimpleNamespace()):
+        extension.before(other)
+    extension.after(plain, whole)
+    extension.after(request, error)
+    assert plain.return_token_ids is None
+    assert not hasattr(whole, "nvext")
     assert not hasattr(error, "nvext")
 
 

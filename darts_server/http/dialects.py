@@ -1,0 +1,348 @@
+"""Routes and fields by which trainers call servers of their own: thin aliases of ours.
+
+They are off unless ``--dialect`` names them. Each goes through the same checks, access rules and coordination as the
+route of ours or of vLLM's that it stands for; :mod:`darts_server.http.security.route_table` says who may call it. Of
+each trainer it is said which version and file was read (August 2026).
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field
+
+from darts_server.exceptions import Forbidden, InvalidRequest, UpdateUnsupported
+from darts_server.http.body import Body, parse_body, read_body
+from darts_server.http.openapi import FAILURES, json_body
+from darts_server.http.resources.weights import MAX_REQUEST_BYTES
+from darts_server.http.security.access import RouteAccess
+from darts_server.identifiers import LORA_NAME, NAME_CHARS
+from darts_server.rollout.turns import Turns
+from darts_server.serving.admission import caller
+from darts_server.weights.port import Rule
+from darts_server.weights.updates import Updates
+
+KEEP = Rule.KEEP
+"""These trainers pause the engine before an update, so that groups cannot be waited for; and where they do not, they
+let requests run through the update."""
+
+
+class Engine(Protocol):
+    """What vLLM's own control routes call, coordinated with groups and updates."""
+
+    async def pause_generation(self, *, mode: str) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def write_weights(self, update_info: dict[str, Any]) -> None: ...
+    async def finish_weight_update(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What the routes act on.
+
+    ``turns``: the trajectories' sessions. ``dangerous``: whether admins may call any method of the workers.
+    """
+
+    updates: Updates
+    engine: Engine
+    turns: Turns
+    dangerous: bool = False
+
+    async def load(self, field: str, path: str, *, lora: str | None = None, aborts: bool = False) -> None:
+        """Replace the weights by those in a file or folder, or serve the LoRA adapter in a folder as ``lora``.
+
+        ``field``: of the path in the request, to be named in errors. ``aborts``: what runs, unless the trainer has
+        paused.
+
+        Raises:
+            Forbidden, InvalidRequest, UpdateError, WeightsLost
+        """
+        has_paused = False
+
+        async def pause() -> None:
+            nonlocal has_paused
+            if aborts and not self.updates.coordinator.paused_by_trainer:
+                await self.engine.pause_generation(mode="abort")
+                has_paused = True
+
+        try:
+            if lora is None:
+                await self.updates.load(path, KEEP, when_staged=pause)
+            else:
+                await self.updates.loras.load(lora, path, KEEP, when_staged=pause)
+        except InvalidRequest as error:  # its sender knows the field by another name
+            if (name := {"path": field, "name": "lora_name"}.get(error.field)) is None:
+                raise
+            raise type(error)(name, error.message) from error
+        finally:
+            if has_paused:
+                await self.engine.resume_generation()
+
+
+class LoraIn(Body):
+    """A LoRA adapter, as vLLM's own route takes it."""
+
+    lora_name: str = Field(pattern=LORA_NAME, description="Model name in requests.")
+    lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
+
+
+def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
+    """Return vLLM's handler of a path that a dialect's route has too; ``None`` if this server has no such route."""
+    found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
+    return found[1].dependant.call if len(found) > 1 else None  # ours comes first
+
+
+# --- AReaL 1.0.4: areal/engine/vllm_remote.py sends, its own vLLM server answers ---
+# It sends /areal_pause_generation, which aborts, /areal_update_weights with a folder, and /areal_continue_generation.
+# LoRA adapters it loads by vLLM's route, each version under a name of its own. It counts all tokens of an answer to one
+# version, so an update without a pause aborts what runs, as on its own server.
+
+AREAL_NCCL = (
+    "/areal_init_weights_update_group",
+    "/areal_set_update_weight_meta",
+    "/areal_update_weights_xccl",
+    "/areal_set_update_weight_meta_lora",
+    "/areal_update_weights_lora_xccl",
+)
+"""Routes for weights by NCCL, which are methods of its own worker."""
+
+
+class ArealWeightsIn(Body):
+    """A folder with the weights. ``abort_all_requests`` changes nothing: they are aborted in any case."""
+
+    model_path: str = Field(description="Folder of safetensors files, under --weights-root.")
+    load_format: str | None = None
+    abort_all_requests: bool = False
+
+
+class ArealLoraIn(Body):
+    """A folder with a LoRA adapter."""
+
+    lora_model_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
+    lora_name: str = Field(pattern=LORA_NAME, description="Model name in requests.")
+    lora_int_id: int | None = None
+    base_model_name: str | None = None
+    load_format: str | None = None
+    abort_all_requests: bool = False
+
+
+class ArealAnswer(BaseModel):
+    """Whether it was done."""
+
+    success: bool = True
+    message: str
+
+
+def areal_routes(controls: Controls) -> APIRouter:
+    api = APIRouter()
+
+    @api.post("/areal_pause_generation")
+    async def pause() -> ArealAnswer:
+        """Abort what runs, each caller with its tokens so far, and let new requests wait."""
+        await controls.engine.pause_generation(mode="abort")
+        return ArealAnswer(message="Generation is paused, and all requests were aborted")
+
+    @api.post("/areal_continue_generation")
+    async def resume() -> ArealAnswer:
+        """End the pause."""
+        await controls.engine.resume_generation()
+        return ArealAnswer(message="Generation continues")
+
+    @api.post("/areal_update_weights", openapi_extra=json_body(ArealWeightsIn))
+    async def update(request: Request) -> ArealAnswer:
+        """Replace the weights by those in a folder, or change nothing."""
+        body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
+        await controls.load("model_path", body.model_path, aborts=True)
+        return ArealAnswer(message=f"The weights have version {controls.updates.version}")
+
+    @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
+    async def update_lora(request: Request) -> ArealAnswer:
+        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
+        await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
+        return ArealAnswer(message=f"The LoRA adapter has version {controls.updates.version}")
+
+    async def refuse(request: Request) -> None:
+        """Refuse weights by NCCL."""
+        raise UpdateUnsupported(
+            f"{request.url.path} is for weights by NCCL, which is not served in this form; set weight_update_mode: disk"
+        )
+
+    for path in AREAL_NCCL:
+        api.add_api_route(path, refuse, methods=["POST"])
+    return api
+
+
+# --- prime-rl 0.8.0: prime_rl/utils/client.py sends, its own vLLM server answers ---
+# It sends /pause?mode=keep, /update_weights with a folder and /resume; for LoRA /load_lora_adapter alone.
+
+UPDATE, WEIGHT_DIR = "/update_weights", "weight_dir"
+
+
+class PrimeWeightsIn(Body):
+    """A folder with the weights."""
+
+    weight_dir: str | None = Field(description="Folder of safetensors files, under --weights-root.")
+
+
+def prime_rl_routes(controls: Controls) -> APIRouter:
+    api, done = APIRouter(), {"status": "ok"}
+
+    @api.post(UPDATE, openapi_extra=json_body(PrimeWeightsIn))
+    async def update_from_folder(request: Request) -> Any:
+        """Replace the weights by those in a folder, or change nothing. Running groups go on with the new weights.
+
+        Without `weight_dir` this is vLLM's route of the same path, where the server has that.
+        """
+        text = await request.body()
+        if f'"{WEIGHT_DIR}"'.encode() not in text and (handler := vllms_handler(request.app, UPDATE)) is not None:
+            return await handler(raw_request=request)
+        body = await parse_body(PrimeWeightsIn, text)
+        if body.weight_dir is None:
+            what = 'is null, as for weights by NCCL, which is not served; set weight_broadcast.type = "filesystem"'
+            raise InvalidRequest(WEIGHT_DIR, what)
+        await controls.load(WEIGHT_DIR, body.weight_dir)
+        return done
+
+    @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
+    async def load_lora_adapter(request: Request) -> dict[str, str]:
+        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+        return done
+
+    return api
+
+
+# --- SkyRL 0.3.0: inference_servers/remote_inference_client.py sends ---
+# Its own vLLM server answers, behind vLLM's router, which has the route for sessions that have ended. Full weights it
+# sends by /collective_rpc, to methods of its worker that stand for vLLM's own routes for weights.
+
+RPC = "/collective_rpc"
+START, WRITE, FINISH = "skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update"
+
+
+class SkyrlCall(Body):
+    """A method of the workers."""
+
+    method: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    args: list[Any] = Field(default_factory=list)
+    timeout: float | None = None
+
+
+class SessionAnswer(BaseModel):
+    """The end of a session."""
+
+    known: bool = Field(description="Whether the session had an answer.")
+
+
+def skyrl_routes(controls: Controls) -> APIRouter:
+    api = APIRouter()
+
+    @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
+    async def load_lora(request: Request) -> str:
+        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+        return f"LoRA adapter {body.lora_name} is served"
+
+    @api.post("/finish_session")
+    async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> SessionAnswer:
+        """Forget a session of the caller's: the next request of that name opens a trajectory."""
+        return SessionAnswer(known=controls.turns.forget_session(caller.get().name or "", session_id))
+
+    @api.post(RPC, openapi_extra=json_body(SkyrlCall))
+    async def call_workers(request: Request) -> Any:
+        """Start, write or finish an update of the weights, as vLLM's own routes do.
+
+        Other methods are vLLM's, where dangerous routes are enabled.
+        """
+        call = await parse_body(SkyrlCall, await request.body())
+        if call.method == START:
+            if call.kwargs.get("is_checkpoint_format", True) is not True:
+                raise InvalidRequest("kwargs.is_checkpoint_format", "must be true: weights are written by their names")
+            await controls.engine.start_weight_update()
+        elif call.method == WRITE:
+            if not isinstance(info := call.kwargs.get("update_info"), dict):
+                raise InvalidRequest("kwargs.update_info", "must be an object, as for vLLM's /update_weights")
+            await controls.engine.write_weights(info)
+        elif call.method == FINISH:
+            await controls.engine.finish_weight_update()
+        else:
+            handler = vllms_handler(request.app, RPC)
+            if not controls.dangerous or handler is None:
+                raise Forbidden(
+                    f"of {RPC} only {START}, {WRITE} and {FINISH} are enabled; others call any method of the workers, "
+                    "and need --allow-dangerous-routes and vLLM's own route"
+                )
+            return await handler(raw_request=request)
+        return {"results": [None]}
+
+    return api
+
+
+# --- NeMo-RL 0.6.0: nemo_rl/models/generation/dynamo/dynamo_generation.py ---
+# It samples from an NVIDIA Dynamo front end by /v1/completions with token ids and n = 1, and reads the tokens of the
+# answer from nvext.completion_token_ids, which it requests by nvext.extra_fields.
+
+TOKEN_IDS = "completion_token_ids"
+
+
+class CompletionTokenIds:
+    """Adds ``nvext`` to the answer of a completions request that has ``nvext``."""
+
+    def before(self, request: Any) -> None:
+        """Check a parsed request of any of vLLM's generation routes, and request its token ids.
+
+        Raises:
+            InvalidRequest
+        """
+        nvext = getattr(request, "nvext", None)
+        if nvext is None:
+            return
+        fields = nvext.get("extra_fields") if isinstance(nvext, Mapping) else None
+        if fields != [TOKEN_IDS] or len(nvext) > 1:
+            raise InvalidRequest("nvext", f'must be {{"extra_fields": ["{TOKEN_IDS}"]}}, which alone is served')
+        prompt = getattr(request, "prompt", None)
+        if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
+            raise InvalidRequest("nvext", "is served on /v1/completions alone, for one prompt of token ids")
+        if (getattr(request, "n", None) or 1) != 1 or getattr(request, "stream", False):
+            raise InvalidRequest("nvext", "is served for n = 1 without stream; use return_token_ids for others")
+        request.return_token_ids = True
+
+    def after(self, request: Any, answer: Any) -> None:
+        """Add the token ids to the answer. An error of vLLM's stays as it is."""
+        choices = getattr(answer, "choices", None)
+        if getattr(request, "nvext", None) is not None and choices:
+            answer.nvext = {TOKEN_IDS: choices[0].token_ids}
+
+
+# --- what a server is given --------------------------------------------------
+
+ROUTES = {"areal": areal_routes, "prime-rl": prime_rl_routes, "skyrl": skyrl_routes}
+
+
+def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
+    """Add the routes of these dialects, before vLLM's: a dialect may give one of those a second meaning."""
+    api = APIRouter(tags=["dialects"], responses=FAILURES)
+    for dialect in dialects:
+        if dialect in ROUTES:
+            api.include_router(ROUTES[dialect](controls))
+    application.router.routes[:0] = api.routes
+
+
+def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
+    """Return routes, by method and path, that the route table closes to admins too, and that a dialect opens to them.
+
+    The handler checks more: SkyRL's refuses all methods but three.
+    """
+    return {("POST", RPC): RouteAccess.ADMIN} if "skyrl" in dialects else {}
+
+
+def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
+    """Create the extensions of the bodies of vLLM's generation routes."""
+    return [CompletionTokenIds()] if "nemo-rl" in dialects else []
