@@ -188,7 +188,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._engine, self._starts, self._clock = context.engine, context.starts, context.clock
         self._group, self._ticket, self._order = group, ticket, order
         self._on_events, self._on_bug = on_events, on_bug
-        self._cohort: Cohort | None = None
+        self.cohort: Cohort | None = None
+        """Counts them while they run, unless the group was allocated alone."""
         self._request = spec.request
         self._own_requests: deque[RequestT] = deque()  # of the candidates that start next, instead of the shared one
         self.carried = carried
@@ -221,11 +222,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             task = loop.create_task(self._run(candidate))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    def count_in(self, cohort: Cohort) -> None:
-        """Count the running candidates as the cohort's from now on."""
-        self._cohort = cohort
-        cohort.running += len(self.running)
 
     def poll(self) -> list[Progress | Scored]:
         """Return the progress of candidates that reached a count at which it matters, and scores of others."""
@@ -385,8 +381,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 finally:
                     self._ticket.mark_started(1)
                 self.running[index] = running
-                if self._cohort is not None:
-                    self._cohort.running += 1
+                if self.cohort is not None:
+                    self.cohort.running += 1
                 candidate.mark_started(self._clock(), self._engine.weight_version, carried.version_spans)
                 if state.running:
                     events: list[Event] = [Started(index)]
@@ -410,8 +406,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             else:
                 self._handle_result(candidate, result, self._engine.weight_version)
             finally:
-                if self.running.pop(index, None) is not None and self._cohort is not None:
-                    self._cohort.running -= 1
+                if self.running.pop(index, None) is not None and self.cohort is not None:
+                    self.cohort.running -= 1
         except Exception as error:  # a bug: nothing awaits this task
             self._fail_output(candidate, error)
             self._on_bug(error)

@@ -10,6 +10,7 @@ from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
+from darts_server.policy.deadline import place_of_need
 from darts_server.policy.events import (
     Complete,
     Cut,
@@ -25,7 +26,7 @@ from darts_server.policy.events import (
 from darts_server.policy.group import sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
-from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
@@ -81,7 +82,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
-        self._membership = CohortMembership(self, self._group)
+        self._cohort: Cohort | None = None  # one that was allocated alone has none
+        self._need_place = 1  # see `place_of_need`
+        self._tokens_needed: int | None = None  # as reported to the cohort
+        self._beyond: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate: float | None = None
         self._selected: int | None = None
@@ -111,14 +115,16 @@ class GroupRun(Generic[RequestT, OutputT]):
             allocation.drop()
             return
         self._earlier_pass_rate = earlier_pass_rate
-        if allocation.cohort is not None:
-            self.runner.count_in(allocation.cohort)
-            self._membership.join(allocation.cohort, rule, allocation)
+        if (cohort := allocation.cohort) is not None:
+            self._cohort = self.runner.cohort = cohort
+            cohort.running += len(self.runner.running)
+            self._need_place = place_of_need(
+                rule.completion_place, allocation.candidates, cohort.record.mean_candidates
+            )
+            cohort.join(self, self.set_deadline)
         if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
-        decisions = self._group.open(rule, allocation.candidates, max_candidates)
-        self._membership.report_need()
-        self._act(decisions)
+        self._act(self._group.open(rule, allocation.candidates, max_candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory of an open group once it is known to belong: as many as its rule selects.
@@ -156,7 +162,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._membership.reset_minimum()
+            self._reset_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -172,7 +178,18 @@ class GroupRun(Generic[RequestT, OutputT]):
         try:
             if self._reducible is not None:
                 self._give_up_extra(self._reducible)
-            self._membership.report_minimum(self.runner.running)
+            if (
+                self._cohort is not None
+                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._beyond)
+                and self._tokens_needed is None
+                and not self._group.is_paused
+            ):
+                # Report, once for each limit, if this group can only be complete beyond what the others allow it.
+                generated = {index: engine.tokens() or 0 for index, engine in self.runner.running.items()}
+                minimum = self._group.standings.nth_shortest_minimum(self._need_place, generated)
+                if minimum is None or minimum > limit:
+                    self._beyond = limit
+                    self._cohort.report_minimum(self, minimum)
             if events := self.runner.poll():
                 self._feed(*events)
         except Exception as error:
@@ -315,9 +332,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def _feed(self, *events: Event) -> None:
         """Pass events to the group and carry out its decisions."""
         try:
-            decisions = self._group.handle(*events)
-            self._membership.report_need()
-            self._act(decisions)
+            self._act(self._group.handle(*events))
         except Exception as error:
             self._handle_bug(error, *events)
 
@@ -336,7 +351,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         assert allocation.share is not None
         kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
         if decisions := self._group.reduce(kept):
-            self._membership.set_candidates(self._group.rule, kept)
+            if self._cohort is not None:
+                place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
+                self._need_place = place_of_need(place, kept, mean)
             self._act(decisions)
 
     def _deliver(self, index: int) -> None:
@@ -345,13 +362,24 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._delivered.add(index)
             self._deliveries.put_nowait(index)
 
+    def _reset_minimum(self) -> None:
+        """Take back the minimum that was reported to the cohort: new candidates may be short."""
+        if self._cohort is not None and self._beyond is not None and self._tokens_needed is None:
+            self._beyond = None
+            self._cohort.report_minimum(self, 0)
+
     def _act(self, decisions: list[Decision]) -> None:
+        """Report how many tokens the group needs, once that is known, and carry out its decisions."""
+        if self._cohort is not None and self._tokens_needed is None and self._group.is_open:
+            self._tokens_needed = self._group.standings.nth_shortest(self._need_place)
+            if self._tokens_needed is not None:
+                self._cohort.report_need(self, self._tokens_needed)
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._membership.reset_minimum()
+                    self._reset_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -381,16 +409,18 @@ class GroupRun(Generic[RequestT, OutputT]):
             if self.runner.scorer is not None:
                 self.runner.scorer.close(self._group.candidates)
             self._on_end(self)
-            self._membership.end(self.record)
+            if self._cohort is not None:
+                self._cohort.end_group(self, self.record)
 
     def _make_record(self, error: Exception | None) -> GroupRecord:
-        group, spec, now, cohort = self._group, self.spec, self._clock(), self._membership.cohort
+        group, spec, now, cohort = self._group, self.spec, self._clock(), self._cohort
         assert group.outcome is not None
-        explored = cohort is not None and cohort.terms.explored
-        rule = None if cohort is None else cohort.terms.deadline
+        explored = cohort is not None and cohort.record.explored
+        rule = None if cohort is None else cohort.rule
         deadline, bound = group.deadline, group.bound
         if cohort is not None and explored:  # what they would have been
-            deadline, bound = cohort.tokens, cohort.bound
+            deadline = cohort.deadline.tokens
+            bound = None if rule is None or deadline is None else rule.bound_of(deadline)
         weights = selection_weights(group)
         tail_wait, finish_times = None, self.runner.finish_times
         if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
@@ -417,9 +447,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             tail_share=tail_share(group),
             earlier_pass_rate=self._earlier_pass_rate,
             explored=explored,
-            tokens_needed=self._membership.tokens_needed,
+            tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            chosen=None if cohort is None else cohort.terms.chosen,
+            chosen=None if cohort is None else cohort.record.chosen,
             restarted_from=group.restarted_from,
             trace=self._trace,
             owner=self.owner,

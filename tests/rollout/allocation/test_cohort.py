@@ -1,13 +1,12 @@
 """Cohorts: the deadline that their groups determine together, and their record."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from darts_server.policy.deadline import Deadline
 from darts_server.records import CohortRecord
-from darts_server.rollout.allocation.cohort import Cohort, CohortTerms
+from darts_server.rollout.allocation.cohort import Cohort
 
 pytestmark = pytest.mark.anyio
 SURE = Deadline(exploration=0.0)
@@ -28,21 +27,20 @@ class RecordingMember:
 class CohortHarness:
     """A cohort and its members."""
 
-    def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: Any) -> None:  # of `CohortTerms`
+    def __init__(
+        self, groups: int, rule: Deadline = SURE, *, explored: bool = False, tokens: int | None = None
+    ) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
-        self.cohort = Cohort(
-            CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),
-            self.records.append,
-            lambda: self.now,
-        )
+        record = CohortRecord("cut", groups, 12.5, explored=explored, predicted_seconds=3.25)
+        self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, tokens=tokens)
         self.members: list[RecordingMember] = []
 
     def join(self, count: int = 1) -> list[RecordingMember]:
         new = [RecordingMember() for _ in range(count)]
         self.members += new
         for member in new:
-            self.cohort.join(member)
+            self.cohort.join(member, member.set_deadline)
         return new
 
     def need(self, *tokens: int) -> None:
@@ -64,7 +62,6 @@ async def turn() -> None:
 
 async def test_its_seconds_count_from_the_start_of_its_first_group() -> None:
     harness = CohortHarness(2)
-    assert not harness.cohort.has_started
     for harness.now in (15.0, 16.0):
         harness.join()
     harness.now = 18.0
@@ -76,7 +73,7 @@ async def test_its_seconds_count_from_the_start_of_its_first_group() -> None:
 async def test_a_cohort_of_which_nothing_started_took_no_time() -> None:
     harness = CohortHarness(1)
     harness.now = 18.0
-    harness.cohort.drop_group()
+    harness.cohort.end_group()
     assert [record.measured_seconds for record in harness.records] == [0.0]
 
 
@@ -92,7 +89,7 @@ async def test_the_deadline_is_set_when_the_group_of_the_quantiles_rank_has_repo
     for reports in range(1, rank):
         harness.cohort.report_need(harness.members[reports - 1], 10 * reports)
         await turn()
-        assert harness.cohort.tokens is None
+        assert harness.cohort.deadline.tokens is None
     harness.cohort.report_need(harness.members[rank - 1], 10 * rank)
     assert harness.deadlines == [[]] * groups, "the group that has just reported has not acted on its event yet"
     await turn()
@@ -108,9 +105,9 @@ async def test_groups_that_end_without_a_report_do_not_delay_the_deadline() -> N
     harness.need(1, 2, 3, 4, 5)
     for failed in harness.members[5:8]:
         harness.cohort.end_group(failed)
-    harness.cohort.drop_group()  # the tenth never came
+    harness.cohort.end_group()  # the tenth never came
     await turn()
-    assert harness.cohort.tokens is None, "five of six are known, and 0.9 of six are all six"
+    assert harness.cohort.deadline.tokens is None, "five of six are known, and 0.9 of six are all six"
     harness.cohort.end_group(harness.members[8])
     await turn()
     assert harness.deadlines[:5] == [[5]] * 5
@@ -122,7 +119,7 @@ async def test_groups_that_ended_after_their_report_still_count_but_get_no_deadl
     harness.need(7, 8)
     harness.cohort.end_group(harness.members[0])
     harness.cohort.end_group(harness.members[1])
-    assert harness.cohort.tokens is None
+    assert harness.cohort.deadline.tokens is None
     harness.cohort.report_need(harness.members[2], 9)
     await turn()
     assert harness.deadlines == [[], [], [9]]
@@ -161,16 +158,16 @@ async def test_groups_that_can_only_be_complete_beyond_the_bound_do_not_delay_th
     harness = CohortHarness(8)
     harness.join(8)
     harness.need(10, 10, 10, 10, 10)
-    assert harness.cohort.waits_beyond is None, "five of eight are too few"
+    assert harness.cohort.deadline.waits_beyond is None, "five of eight are too few"
     harness.cohort.report_need(harness.members[5], 12)
-    assert harness.cohort.waits_beyond == 24
+    assert harness.cohort.deadline.waits_beyond == 24
     harness.cohort.report_minimum(harness.members[6], None)
     harness.cohort.report_minimum(harness.members[7], 24)
     await turn()
     assert harness.deadlines == [[]] * 8
     harness.cohort.report_minimum(harness.members[7], 25)
     await turn()
-    assert (harness.cohort.tokens, harness.cohort.bound, harness.cohort.waits_beyond) == (12, 24, None)
+    assert (harness.cohort.deadline.tokens, harness.cohort.deadline.waits_beyond) == (12, None)
     assert [(m.deadlines, m.bounds) for m in harness.members] == [([12], [24])] * 8
 
 
@@ -180,10 +177,10 @@ async def test_a_minimum_is_forgotten_once_the_group_reports_its_need_or_ends() 
     harness.need(10, 10, 10, 10, 10, 12, 12)
     harness.cohort.report_minimum(harness.members[7], 90)
     harness.cohort.report_need(harness.members[7], 13)
-    assert (harness.cohort.tokens, harness.cohort.waits_beyond) == (None, 26)
+    assert (harness.cohort.deadline.tokens, harness.cohort.deadline.waits_beyond) == (None, 26)
     harness.cohort.report_minimum(harness.members[8], 20)
     harness.cohort.end_group(harness.members[8])
-    assert harness.cohort.tokens == 13
+    assert harness.cohort.deadline.tokens == 13
 
 
 @pytest.mark.parametrize("tokens", [None, 33])
@@ -207,7 +204,7 @@ async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_d
     harness.join(3)
     harness.need(5, 6, 7)
     harness.cohort.end_group(harness.members[0])
-    harness.cohort.drop_group()
+    harness.cohort.end_group()
     harness.cohort.end_group(harness.members[1])
     assert harness.records == []
     harness.now = 14.5

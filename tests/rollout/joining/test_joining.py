@@ -108,8 +108,10 @@ async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, w
     await harness.engine.step()
     for caller in callers:
         caller.disconnect()
-    await harness.assert_empty()
+    await settle()
+    assert harness.engine.running == []
     await harness.advance_clock(window)
+    await harness.assert_empty()
     assert len(harness.recorder.cohorts) == (1 if come == 4 and not window else 0)
     [record] = harness.recorder.records
     assert record.outcome is Outcome.CANCELLED
