@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+import numpy as np
+
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.policy.allocation import reduce_candidates
@@ -23,7 +25,7 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
-from darts_server.policy.group import sampled_from, selection_weights, tail_share
+from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
@@ -34,6 +36,9 @@ from darts_server.serving.admission import Ticket, caller
 from darts_server.types import GONE, DiscardReason, Outcome
 
 logger = logging.getLogger(__name__)
+
+SURVIVAL_STREAM = (1,)
+"""Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._engine, self._observer, self._clock = context.engine, context.observer, context.clock
         self._on_end = on_end
         self._is_closed = False
-        self._group = spec.new_group()
+        survival = None
+        if spec.pruning is not None:
+            survival = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
+        rng = np.random.default_rng(spec.tail_seed)
+        self._group = Group(rng=rng, deliver_early=spec.early, survival_rng=survival)
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
@@ -142,8 +151,10 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if isinstance(index, BaseException):
                     raise index
                 count += 1
-                output = await self.runner.output(index)
-                if not (candidate := self.runner.candidates[index]).aborted:
+                candidate = self.runner.candidates[index]
+                # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+                output = await asyncio.shield(candidate.output)
+                if not candidate.aborted:
                     spec, token_ids = self.spec, self._engine.token_ids(candidate.request, output)
                     self._observer.trajectory_returned(
                         TrajectoryRecord(
@@ -162,7 +173,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._reset_minimum()
+            if self._beyond is not None:
+                self._take_back_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -269,10 +281,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         Without those that failed: their errors are of no concern to the others.
         """
         candidates = enumerate(self.runner.candidates)
-        indices = [index for index, candidate in candidates if candidate.aborted or index in self._delivered]
-        outputs = await asyncio.gather(*map(self.runner.output, indices), return_exceptions=True)
+        waiting = {i: asyncio.shield(c.output) for i, c in candidates if c.aborted or i in self._delivered}
+        outputs = await asyncio.gather(*waiting.values(), return_exceptions=True)
         found: dict[int, OutputT] = {}
-        for index, output in zip(indices, outputs, strict=True):
+        for index, output in zip(waiting, outputs, strict=True):
             if isinstance(output, BaseException):
                 logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, output)
             else:
@@ -362,9 +374,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._delivered.add(index)
             self._deliveries.put_nowait(index)
 
-    def _reset_minimum(self) -> None:
+    def _take_back_minimum(self) -> None:
         """Take back the minimum that was reported to the cohort: new candidates may be short."""
-        if self._cohort is not None and self._beyond is not None and self._tokens_needed is None:
+        if self._cohort is not None and self._tokens_needed is None:
             self._beyond = None
             self._cohort.report_minimum(self, 0)
 
@@ -379,7 +391,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._reset_minimum()
+                    if self._beyond is not None:
+                        self._take_back_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -432,7 +445,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             size=group.size if group.is_open else len(group.candidates),
             outcome=group.outcome,
             # What happens to stopped candidates from now on does not change their records.
-            candidates=tuple(c.record(c.tokens, weights.get(c.state.index)) for c in self.runner.candidates),
+            candidates=tuple(c.record(weight=weights.get(c.state.index)) for c in self.runner.candidates),
             started_at=self.started_at,
             ended_at=now,
             tail_wait=tail_wait,
