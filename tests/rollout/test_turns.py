@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns, hash_of
+from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns
 from darts_server.types import RequestOptions, TurnKind
 from tests.rollout.helpers import Harness
 
@@ -243,11 +243,25 @@ def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(l
 # --- the index of what is known ------------------------------------------------
 
 SEQUENCES = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(SEQUENCES, SEQUENCES.filter(bool))
+def test_what_follows_a_sequence_has_the_hashes_of_the_whole(begin: list[int], end: list[int]) -> None:
+    index = TokenIndex(1)
+    whole = index.prefix_hashes([*begin, *end])
+    known = int(index.prefix_hashes(begin)[-1]) if begin else 0
+    assert index.prefix_hashes(end, known, len(begin)).tolist() == whole[len(begin) :].tolist()
+
+
 KNOWN = st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool)))
 
 
 def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None, caller: str = "") -> None:
-    index.add(caller, index.extend(hash_of(index.prefix_hashes(prompt)), len(prompt), answer), rank)
+    index.add(caller, hash_of(index, [*prompt, *answer]), rank)
+
+
+def hash_of(index: TokenIndex, tokens: list[int]) -> int:
+    return int(index.prefix_hashes(tokens)[-1])
 
 
 def known_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, Known]]:
@@ -293,7 +307,7 @@ def test_each_caller_has_its_own_sequences_also_if_they_are_the_same() -> None:
 
 def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
     index = TokenIndex(100)
-    key = hash_of(index.prefix_hashes([3, 4]))
+    key = hash_of(index, [3, 4])
     index.add("", key, 1, is_answer=True)
     index.add("", key, 2)
     assert known_prefixes(index, [3, 4]) == [(2, Known(is_answer=True, rank=2))]
