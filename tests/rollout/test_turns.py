@@ -197,29 +197,19 @@ def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> 
     assert turns.classify(turn([2], "0_0")) is TurnKind.OPENING
 
 
-def test_memory_is_bounded() -> None:
-    turns = Turns(kept=10)
-    for i in range(100):
-        turns.add_answer(turn([5, i], session=str(i)), [1])
-        turns.add_answer(turn([5, i], group_size=8), [], aborted=True)
-    assert (len(turns._sequences), len(turns._sessions), len(turns._restarts)) == (20, 10, 10)
-    assert turns.classify(turn([5, 99, 1])) is TurnKind.TOKENS
-    assert turns.classify(turn([5, 89, 1])) is TurnKind.OPENING
-
-
-def test_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
+def test_memory_is_bounded_and_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
     turns = Turns(kept=10)
     for caller, answers in (("few", 3), ("many", 100)):
         for i in range(answers):
             turns.add_answer(turn([5, i], session=str(i), caller=caller), [1])
             turns.add_answer(turn([6, i], group_size=8, caller=caller), [], aborted=True)
+    assert (len(turns._sequences), len(turns._sessions), len(turns._restarts)) == (20, 10, 10)
     for i in range(3):
         assert turns.classify(turn([5, i, 1], caller="few")) is TOKENS
         assert turns.classify(turn([9], session=str(i), caller="few")) is TurnKind.SESSION
         assert turns.classify(turn([6, i], caller="few")) is TOKENS
     assert turns.classify(turn([5, 99, 1], caller="many")) is TOKENS
     assert turns.classify(turn([5, 89, 1], caller="many")) is OPENING
-    assert (len(turns._sequences), len(turns._sessions)) == (20, 10)
 
 
 @pytest.mark.parametrize("later_turns", [False, True])
@@ -273,18 +263,7 @@ def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
 
 
 @given(KNOWN, SEQUENCES)
-def test_a_prompt_is_found_exactly_if_a_known_sequence_begins_it(
-    known: list[tuple[list[int], list[int]]], prompt: list[int]
-) -> None:
-    index = TokenIndex(100)
-    for parts in known:
-        add(index, *parts)
-    sequences = [[*begin, *answer] for begin, answer in known]
-    assert holds_prefix(index, prompt) == any(prompt[: len(sequence)] == sequence for sequence in sequences)
-
-
-@given(KNOWN, SEQUENCES)
-def test_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
+def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:
     index = TokenIndex(100)

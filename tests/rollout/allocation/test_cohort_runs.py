@@ -17,7 +17,7 @@ from darts_server.rollout.learned.statistics import MIN_COHORT
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason
-from tests.rollout.allocation.test_cohort import SURE, RecordingMember, turn
+from tests.rollout.allocation.test_cohort import SURE, turn
 from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
 
 pytestmark = pytest.mark.anyio
@@ -85,13 +85,12 @@ async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_fr
     assert isinstance(grants[0], Allocation)
     batch = grants[0].cohort
     assert batch is not None
-    members = [RecordingMember() for _ in grants]
-    for need, member in enumerate(members, 1):
-        batch.join(member, member.set_deadline)
-        batch.report_need(member, need)
+    for need, group in enumerate(grants, 1):
+        batch.join(id(group), lambda tokens, bound: None)
+        batch.report_need(id(group), need)
     assert batch.deadline.tokens == 9, "0.9 of the nine that are left are all nine"
-    for member in members:
-        batch.end_group(member)
+    for group in grants:
+        batch.end_group(id(group))
     assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
 
 
