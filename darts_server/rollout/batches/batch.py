@@ -216,13 +216,14 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
     """
     if not prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
-    low, high = (prompts * bound for bound in plan.shaping.bounds(plan.size))
-    if batch.budget is not None and not low <= batch.budget <= high:
-        raise InvalidRequest(
-            "budget",
-            f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
-            f"got {batch.budget}; change it, or leave it out",
-        )
+    if batch.budget is not None:
+        low, high = plan.shaping.bounds(plan.size)
+        if not prompts * low <= batch.budget <= prompts * high:
+            raise InvalidRequest(
+                "budget",
+                f"must be {prompts * low} to {prompts * high} for {prompts} groups of {plan.size} under policy "
+                f"{plan.policy!r}, got {batch.budget}; change it, or leave it out",
+            )
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
     if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:

@@ -61,7 +61,7 @@ class BatchRun:
         answer_format: how its listeners are answered.
         replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
         interval: seconds between two polls of what candidates have generated.
-        on_idle: called when the last listener has left.
+        on_idle: called when the last listener has left before its end.
         on_end: called when it has ended, with any outcome.
         clock: monotonic seconds.
     """
@@ -445,7 +445,7 @@ class Listener:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._batch.listeners -= 1
-        if not self._batch.listeners:
+        if not self._batch.listeners and self._batch.end is None:
             self._batch.on_idle(self._batch)
 
     def next_nowait(self) -> tuple[int, Event] | None:

@@ -1,6 +1,7 @@
 """Cohorts: the deadline that their groups determine together is passed on, and their record."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -24,9 +25,12 @@ class CohortHarness:
 
     def join(self, count: int = 1) -> None:
         for _ in range(count):
-            got: list[tuple[int, int]] = []
-            self.cohort.join(len(self.deadlines), lambda tokens, bound, got=got: got.append((tokens, bound)))
-            self.deadlines.append(got)
+            self.deadlines.append([])
+            group = len(self.deadlines) - 1
+            self.cohort.join(group, partial(self._set_deadline, group))
+
+    def _set_deadline(self, group: int, tokens: int, bound: int) -> None:
+        self.deadlines[group].append((tokens, bound))
 
     def need(self, *tokens: int) -> None:
         """The first groups report what they need, in order."""
