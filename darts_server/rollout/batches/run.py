@@ -292,17 +292,11 @@ class BatchRun:
         self._ended.set()
         decided = len(end.results) if isinstance(end, BatchDone) else 0
         seconds = round(self._clock() - self._started_at, 3)
-        policy = self.plan.policy
+        fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
         logger.info(
             "rollouts %s: %d of %d prompts decided in %.3f s",
-            *(self.batch_id, decided, self.size, seconds),
-            extra={
-                "batch_id": self.batch_id,
-                "prompts": self.size,
-                "decided": decided,
-                "policy": policy,
-                "seconds": seconds,
-            },
+            *fields.values(),
+            extra={**fields, "policy": self.plan.policy},
         )
         self._on_end(self)
 
