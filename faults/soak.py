@@ -425,7 +425,7 @@ class Callers:
         if key is not None and self._rng.random() < 0.3:
             with batch.listen() as listener, suppress(TimeoutError):  # disconnects, then comes back
                 async with asyncio.timeout(0.2):
-                    await listener.next()
+                    await (asyncio.sleep(1) if batch.feed is None else listener.next())
             if self._rng.random() < 0.2:
                 return "cancelled"
             batch = self._stack.batches.find(batch.batch_id)

@@ -78,12 +78,13 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """One candidate from its request on, with what its record says of it.
 
     ``state``: in the group's state machine. ``has_own_request``: whether it does not share ``request`` with others.
-    ``carried``: what it goes on from.
+    ``number``: among the candidates of its request. ``carried``: what it goes on from.
     """
 
     state: Candidate
     request: RequestT
     has_own_request: bool
+    number: int
     carried: CarriedCandidate[OutputT]
     output: asyncio.Future[OutputT]
     result: CandidateResult[OutputT] | None = None
@@ -104,29 +105,22 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """Of its tokens from before the weights changed last."""
     resumed: int = 0
 
-    @property
-    def number(self) -> int:
-        """Its number among the candidates of its request."""
-        return 0 if self.has_own_request else self.state.index
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that it has generated, as far as recorded; constant after its end."""
-        return max(self.state.tokens, self.stopped_tokens)
-
     def mark_started(self, now: float, weight_version: int, spans: VersionSpans) -> None:
         """``spans``: of what it goes on from. Not ``carried``, which a restart while it started has emptied."""
         self.started_at, self.version_start, self.earlier_spans = now, spans[0][0] if spans else weight_version, spans
-        self.resumed = sum(tokens for _, tokens in spans)
+        for _, tokens in spans:
+            self.resumed += tokens
 
     def version_spans(self, tokens: int) -> VersionSpans:
         """Return which weights sampled its first ``tokens`` tokens; none before it has started."""
         version = self.version_start if self.version_end is None else self.version_end
         return () if version is None else extend_spans(self.earlier_spans, version, tokens)
 
-    def record(self, tokens: int, weight: float | None = None) -> CandidateRecord:
-        """Its present state."""
+    def record(self, tokens: int | None = None, weight: float | None = None) -> CandidateRecord:
+        """Its present state. ``tokens``: of one that runs; ``None``: as far as recorded, constant after its end."""
         state = self.state
+        if tokens is None:
+            tokens = max(state.tokens, self.stopped_tokens)
         return CandidateRecord(
             index=state.index,
             tokens=tokens,
@@ -188,7 +182,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._engine, self._starts, self._clock = context.engine, context.starts, context.clock
         self._group, self._ticket, self._order = group, ticket, order
         self._on_events, self._on_bug = on_events, on_bug
-        self._cohort: Cohort | None = None
+        self.cohort: Cohort | None = None
+        """Counts them while they run, unless the group was allocated alone."""
         self._request = spec.request
         self._own_requests: deque[RequestT] = deque()  # of the candidates that start next, instead of the shared one
         self.carried = carried
@@ -216,26 +211,21 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             assert index == len(self.candidates), "decisions to start are carried out in their order"
             has_own = bool(self._own_requests)
             request = self._own_requests.popleft() if has_own else self._request
-            candidate = CandidateRun(self._group.candidates[index], request, has_own, carried, loop.create_future())
+            number, state = 0 if has_own else index, self._group.candidates[index]
+            candidate = CandidateRun(state, request, has_own, number, carried, loop.create_future())
             self.candidates.append(candidate)
             task = loop.create_task(self._run(candidate))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def count_in(self, cohort: Cohort) -> None:
-        """Count the running candidates as the cohort's from now on."""
-        self._cohort = cohort
-        cohort.running += len(self.running)
-
     def poll(self) -> list[Progress | Scored]:
         """Return the progress of candidates that reached a count at which it matters, and scores of others."""
-        events: list[Progress | Scored] = [
-            Progress(index, tokens)
-            for index, tokens_due in self._group.check_at.items()
-            if (running := self.running.get(index)) is not None
-            and (tokens := running.tokens()) is not None
-            and tokens >= tokens_due
-        ]
+        events: list[Progress | Scored] = []
+        for index, tokens_due in self._group.check_at.items():
+            if (running := self.running.get(index)) is not None:
+                tokens = running.tokens()
+                if tokens is not None and tokens >= tokens_due:
+                    events.append(Progress(index, tokens))
         if self.scorer is not None:
             events += self.scorer.poll()
         for index, kept in self._cuts.items():  # one that is generated again
@@ -263,21 +253,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     # --- outputs and tokens -------------------------------------------------
 
-    async def output(self, index: int) -> OutputT:
-        """Wait for the output of a candidate.
-
-        Raises:
-            EngineError: of a candidate that failed.
-        """
-        # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
-        return await asyncio.shield(self.candidates[index].output)
-
     def count_tokens(self, index: int) -> int:
         """Return how many tokens a candidate has generated so far; of a cut one, those that are kept."""
         candidate = self.candidates[index]
         running = self.running.get(index) if candidate.state.running else None
         tokens = None if running is None else running.tokens()
-        return candidate.tokens if tokens is None else tokens
+        return max(candidate.state.tokens, candidate.stopped_tokens) if tokens is None else tokens
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
         """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
@@ -365,19 +346,20 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Start a candidate in its turn, wait for its result, and report both."""
         index, state, carried = candidate.state.index, candidate.state, candidate.carried
+        resumed = len(carried.prefix.token_ids)
         try:
             if carried.result is not None or carried.saved_end is not None:
                 self._finish_carried(candidate)
                 return
             try:
-                await self._starts.candidate(carried.tokens)
+                await self._starts.candidate(resumed)
                 if not state.running:  # it was stopped while it waited
                     self._ticket.mark_started(1)
                     self._return_unstarted(candidate)
                     return
-                request, number, order = candidate.request, candidate.number, self._order.of(carried.tokens)
+                request, number, order = candidate.request, candidate.number, self._order.of(resumed)
                 try:
-                    if carried.tokens:
+                    if resumed:
                         running = await self._engine.resume(request, number, carried.prefix, order)
                     else:
                         probe = None if self.scorer is None else self.scorer.probe_for(index)
@@ -385,13 +367,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 finally:
                     self._ticket.mark_started(1)
                 self.running[index] = running
-                if self._cohort is not None:
-                    self._cohort.running += 1
+                if self.cohort is not None:
+                    self.cohort.running += 1
                 candidate.mark_started(self._clock(), self._engine.weight_version, carried.version_spans)
                 if state.running:
                     events: list[Event] = [Started(index)]
-                    if carried.tokens:
-                        events.append(Progress(index, carried.tokens))
+                    if resumed:
+                        events.append(Progress(index, resumed))
                     if self.scorer is not None:
                         events += self.scorer.mark_started(index)
                     self._on_events(*events)
@@ -410,8 +392,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             else:
                 self._handle_result(candidate, result, self._engine.weight_version)
             finally:
-                if self.running.pop(index, None) is not None and self._cohort is not None:
-                    self._cohort.running -= 1
+                if self.running.pop(index, None) is not None and self.cohort is not None:
+                    self.cohort.running -= 1
         except Exception as error:  # a bug: nothing awaits this task
             self._fail_output(candidate, error)
             self._on_bug(error)

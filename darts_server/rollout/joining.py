@@ -100,7 +100,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
-        self._groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
+        self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
+        """Those that run, by join key."""
         self._draining = False
         self._sealed_short: deque[bool] = deque(maxlen=WINDOW)  # of the newest groups
         self._short_is_logged = False
@@ -128,27 +129,27 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
     def expects(self, join_key: str) -> bool:
         """Whether a group with this key waits for further requests."""
-        return any(not group.is_closed for group in self._groups.get(join_key, ()))
+        return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
         """Abort the request with that id, if it waits."""
-        for groups in self._groups.values():
+        for groups in self.groups.values():
             for group in groups:
                 group.abort(request_id)
 
     def drain(self) -> None:
         """Close all groups with the requests that have arrived, and from now on every group with its first one."""
         self._draining = True
-        for groups in self._groups.values():
+        for groups in self.groups.values():
             for group in groups:
                 group.close_short()
 
     def _find_seat(
         self, request: JoinRequest[RequestT]
     ) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[RequestT, OutputT]]:
-        groups = self._groups.setdefault(request.join_key, [])
+        groups = self.groups.setdefault(request.join_key, [])
         for group in groups:
-            if not group.is_closed:
+            if not group.closed.is_set():
                 return group, group.add(request)
         for group in groups:
             if (vacant := group.take_vacant(request)) is not None:
@@ -159,12 +160,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         if self._draining:
             group.close_short()
         return group, seat
-
-    def remove(self, join_key: str, group: "_JoinedGroup[RequestT, OutputT]") -> None:
-        """Let no further caller join a group that has ended."""
-        self._groups[join_key].remove(group)
-        if not self._groups[join_key]:
-            del self._groups[join_key]
 
     def report_sealed(self, *, full: bool, planned: int) -> None:
         """Report a group that takes no more requests, and log once when many are sealed with fewer than planned."""
@@ -196,22 +191,18 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._seats: list[_Seat[RequestT, OutputT]] = []
         self._ended = False
         self._start_extras = True
-        self._closed = asyncio.Event()
+        self.closed = asyncio.Event()
+        """Whether no further request may join."""
         self._timer: asyncio.TimerHandle | None = None
         self._rng = random.Random()
         spec = GroupSpec.of_plan(
             first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
         )
         self._ticket = first.ticket.split(0)
-        self._run = joiner.collect(spec, self._closed.set, self._ticket)
+        self._run = joiner.collect(spec, self.closed.set, self._ticket)
         if first.name is not None:
             self._run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no further request may join."""
-        return self._closed.is_set()
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
@@ -224,15 +215,15 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         if self._timer is not None:
             self._timer.cancel()
         if len(self._seats) == self._first.plan.size:
-            self._closed.set()
+            self.closed.set()
         else:
-            self._timer = loop.call_later(self._timeout, self._closed.set)
+            self._timer = loop.call_later(self._timeout, self.closed.set)
         return seat
 
     def close_short(self) -> None:
         """Wait for no further request, and start no extra candidates. Harmless if the group is closed already."""
-        self._start_extras = self.is_closed
-        self._closed.set()
+        self._start_extras = self.closed.is_set()
+        self.closed.set()
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
         """Give the seat of a disconnected caller to a late one, while the group runs."""
@@ -253,15 +244,14 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             if seat.request_id == request_id and caller is not None and not caller.done() and not self._run.has_ended:
                 seat.aborted = True
                 aborting = self._run.runner.abort_request(seat.request)
-                aborting.add_done_callback(partial(self._pass_on, seat, caller))
+                aborting.add_done_callback(partial(self._answer_aborted, seat.request, caller))
 
-    def _pass_on(
-        self, seat: _Seat[RequestT, OutputT], caller: asyncio.Future[OutputT], aborting: asyncio.Future[OutputT | None]
+    def _answer_aborted(
+        self, request: RequestT, caller: asyncio.Future[OutputT], aborting: asyncio.Future[OutputT | None]
     ) -> None:
-        """Answer a caller with what its candidate has generated; with nothing if that has ended otherwise."""
         if not caller.done():
-            output = aborting.result()
-            caller.set_result(self._run.aborted_output(seat.request) if output is None else output)
+            output = aborting.result()  # `None` if the candidate has ended otherwise
+            caller.set_result(self._run.aborted_output(request) if output is None else output)
 
     def stop_if_unattended(self) -> None:
         """Stop everything once no caller waits any more."""
@@ -274,9 +264,20 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     async def _answer_callers(self) -> None:
         """Open the group once its callers are there, and answer a random one with each trajectory."""
         try:
-            await self._closed.wait()
+            await self.closed.wait()
+            first, size = self._first, len(self._seats)
             if not self._run.has_ended:
-                await self._open()
+                full = size == first.plan.size
+                plan = first.plan if full else first.plan.shrunk(size)
+                allocation, max_candidates = Allocation(plan.size), 0
+                pass_rate = self._joiner.pass_rate(first.prompt_key)
+                if self._start_extras:
+                    self._joiner.report_sealed(full=full, planned=first.plan.size)
+                    allocation = await self._joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
+                    if not self._run.has_ended:
+                        allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
+                    max_candidates = plan.shaping.max_candidates(plan.size)
+                self._run.open(allocation.rule(plan), allocation, max_candidates, pass_rate)
             async for trajectory in self._run.trajectories():
                 _answer(self._draw_seat(trajectory.index), trajectory.output)
             for seat in self._seats:
@@ -289,20 +290,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         finally:
             self._end()
 
-    async def _open(self) -> None:
-        first, size = self._first, len(self._seats)
-        full = size == first.plan.size
-        plan = first.plan if full else first.plan.shrunk(size)
-        allocation, max_candidates = Allocation(plan.size), 0
-        pass_rate = self._joiner.pass_rate(first.prompt_key)
-        if self._start_extras:
-            self._joiner.report_sealed(full=full, planned=first.plan.size)
-            allocation = await self._joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
-            if not self._run.has_ended:
-                allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-            max_candidates = plan.shaping.max_candidates(plan.size)
-        self._run.open(allocation.rule(plan), allocation, max_candidates, pass_rate)
-
     def _end(self) -> None:
         """Accept no further caller. Synchronous: the task may be cancelled before it has run at all."""
         if self._ended:
@@ -310,7 +297,10 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
-        self._joiner.remove(self._first.join_key, self)
+        groups, key = self._joiner.groups, self._first.join_key
+        groups[key].remove(self)
+        if not groups[key]:
+            del groups[key]
         self._run.cancel()
 
     def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:

@@ -6,10 +6,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+import numpy as np
+
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
+from darts_server.policy.deadline import place_of_need
 from darts_server.policy.events import (
     Complete,
     Cut,
@@ -22,10 +25,10 @@ from darts_server.policy.events import (
     Start,
     Stop,
 )
-from darts_server.policy.group import sampled_from, selection_weights, tail_share
+from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
-from darts_server.rollout.allocation.cohort import Allocation, CohortMembership
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
@@ -33,6 +36,9 @@ from darts_server.serving.admission import Ticket, caller
 from darts_server.types import GONE, DiscardReason, Outcome
 
 logger = logging.getLogger(__name__)
+
+SURVIVAL_STREAM = (1,)
+"""Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,18 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._engine, self._observer, self._clock = context.engine, context.observer, context.clock
         self._on_end = on_end
         self._is_closed = False
-        self._group = spec.new_group()
+        survival = None
+        if spec.pruning is not None:
+            survival = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
+        rng = np.random.default_rng(spec.tail_seed)
+        self._group = Group(rng=rng, deliver_early=spec.early, survival_rng=survival)
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
-        self._membership = CohortMembership(self, self._group)
+        self._cohort: Cohort | None = None  # one that was allocated alone has none
+        self._need_place = 1  # see `place_of_need`
+        self._tokens_needed: int | None = None  # as reported to the cohort
+        self._beyond: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate: float | None = None
         self._selected: int | None = None
@@ -110,14 +123,16 @@ class GroupRun(Generic[RequestT, OutputT]):
             allocation.drop()
             return
         self._earlier_pass_rate = earlier_pass_rate
-        if allocation.cohort is not None:
-            self.runner.count_in(allocation.cohort)
-            self._membership.join(allocation.cohort, rule, allocation)
+        if (cohort := allocation.cohort) is not None:
+            self._cohort = self.runner.cohort = cohort
+            cohort.running += len(self.runner.running)
+            self._need_place = place_of_need(
+                rule.completion_place, allocation.candidates, cohort.record.mean_candidates
+            )
+            cohort.join(self, self.set_deadline)
         if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
-        decisions = self._group.open(rule, allocation.candidates, max_candidates)
-        self._membership.report_need()
-        self._act(decisions)
+        self._act(self._group.open(rule, allocation.candidates, max_candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory of an open group once it is known to belong: as many as its rule selects.
@@ -135,8 +150,10 @@ class GroupRun(Generic[RequestT, OutputT]):
                 if isinstance(index, BaseException):
                     raise index
                 count += 1
-                output = await self.runner.output(index)
-                if not (candidate := self.runner.candidates[index]).aborted:
+                candidate = self.runner.candidates[index]
+                # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
+                output = await asyncio.shield(candidate.output)
+                if not candidate.aborted:
                     spec, token_ids = self.spec, self._engine.token_ids(candidate.request, output)
                     self._observer.trajectory_returned(
                         TrajectoryRecord(
@@ -155,7 +172,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._membership.reset_minimum()
+            if self._beyond is not None:
+                self._take_back_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -171,7 +189,18 @@ class GroupRun(Generic[RequestT, OutputT]):
         try:
             if self._reducible is not None:
                 self._give_up_extra(self._reducible)
-            self._membership.report_minimum(self.runner.running)
+            if (
+                self._cohort is not None
+                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._beyond)
+                and self._tokens_needed is None
+                and not self._group.is_paused
+            ):
+                # Report, once for each limit, if this group can only be complete beyond what the others allow it.
+                generated = {index: engine.tokens() or 0 for index, engine in self.runner.running.items()}
+                minimum = self._group.standings.nth_shortest_minimum(self._need_place, generated)
+                if minimum is None or minimum > limit:
+                    self._beyond = limit
+                    self._cohort.report_minimum(self, minimum)
             if events := self.runner.poll():
                 self._feed(*events)
         except Exception as error:
@@ -251,10 +280,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         Without those that failed: their errors are of no concern to the others.
         """
         candidates = enumerate(self.runner.candidates)
-        indices = [index for index, candidate in candidates if candidate.aborted or index in self._delivered]
-        outputs = await asyncio.gather(*map(self.runner.output, indices), return_exceptions=True)
+        waiting = {i: asyncio.shield(c.output) for i, c in candidates if c.aborted or i in self._delivered}
+        outputs = await asyncio.gather(*waiting.values(), return_exceptions=True)
         found: dict[int, OutputT] = {}
-        for index, output in zip(indices, outputs, strict=True):
+        for index, output in zip(waiting, outputs, strict=True):
             if isinstance(output, BaseException):
                 logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, output)
             else:
@@ -314,9 +343,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def _feed(self, *events: Event) -> None:
         """Pass events to the group and carry out its decisions."""
         try:
-            decisions = self._group.handle(*events)
-            self._membership.report_need()
-            self._act(decisions)
+            self._act(self._group.handle(*events))
         except Exception as error:
             self._handle_bug(error, *events)
 
@@ -335,7 +362,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         assert allocation.share is not None
         kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
         if decisions := self._group.reduce(kept):
-            self._membership.set_candidates(self._group.rule, kept)
+            if self._cohort is not None:
+                place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
+                self._need_place = place_of_need(place, kept, mean)
             self._act(decisions)
 
     def _deliver(self, index: int) -> None:
@@ -344,13 +373,25 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._delivered.add(index)
             self._deliveries.put_nowait(index)
 
+    def _take_back_minimum(self) -> None:
+        """Take back the minimum that was reported to the cohort: new candidates may be short."""
+        if self._cohort is not None and self._tokens_needed is None:
+            self._beyond = None
+            self._cohort.report_minimum(self, 0)
+
     def _act(self, decisions: list[Decision]) -> None:
+        """Report how many tokens the group needs, once that is known, and carry out its decisions."""
+        if self._cohort is not None and self._tokens_needed is None and self._group.is_open:
+            self._tokens_needed = self._group.standings.nth_shortest(self._need_place)
+            if self._tokens_needed is not None:
+                self._cohort.report_need(self, self._tokens_needed)
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._membership.reset_minimum()
+                    if self._beyond is not None:
+                        self._take_back_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -380,16 +421,18 @@ class GroupRun(Generic[RequestT, OutputT]):
             if self.runner.scorer is not None:
                 self.runner.scorer.close(self._group.candidates)
             self._on_end(self)
-            self._membership.end(self.record)
+            if self._cohort is not None:
+                self._cohort.end_group(self, self.record)
 
     def _make_record(self, error: Exception | None) -> GroupRecord:
-        group, spec, now, cohort = self._group, self.spec, self._clock(), self._membership.cohort
+        group, spec, now, cohort = self._group, self.spec, self._clock(), self._cohort
         assert group.outcome is not None
-        explored = cohort is not None and cohort.terms.explored
-        rule = None if cohort is None else cohort.terms.deadline
+        explored = cohort is not None and cohort.record.explored
+        rule = None if cohort is None else cohort.rule
         deadline, bound = group.deadline, group.bound
         if cohort is not None and explored:  # what they would have been
-            deadline, bound = cohort.tokens, cohort.bound
+            deadline = cohort.deadline.tokens
+            bound = None if rule is None or deadline is None else rule.bound_of(deadline)
         weights = selection_weights(group)
         tail_wait, finish_times = None, self.runner.finish_times
         if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
@@ -401,7 +444,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             size=group.size if group.is_open else len(group.candidates),
             outcome=group.outcome,
             # What happens to stopped candidates from now on does not change their records.
-            candidates=tuple(c.record(c.tokens, weights.get(c.state.index)) for c in self.runner.candidates),
+            candidates=tuple(c.record(weight=weights.get(c.state.index)) for c in self.runner.candidates),
             started_at=self.started_at,
             ended_at=now,
             tail_wait=tail_wait,
@@ -416,9 +459,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             tail_share=tail_share(group),
             earlier_pass_rate=self._earlier_pass_rate,
             explored=explored,
-            tokens_needed=self._membership.tokens_needed,
+            tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            chosen=None if cohort is None else cohort.terms.chosen,
+            chosen=None if cohort is None else cohort.record.chosen,
             restarted_from=group.restarted_from,
             owner=self.owner,
         )

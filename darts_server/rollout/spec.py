@@ -5,18 +5,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic
 
-import numpy as np
-
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.observers import GroupEvents
-from darts_server.policy.group import Group
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.start_queue import StartQueue
-
-SURVIVAL_STREAM = (1,)
-"""Keeps survival draws apart from tail draws, so that the tail is the same with and without pruning."""
 
 
 class OnAbort(Enum):
@@ -79,13 +73,6 @@ class GroupSpec(Generic[RequestT]):
             pruning=plan.shaping.pruning,
             on_abort=on_abort,
         )
-
-    def new_group(self) -> Group:
-        """Create the state machine with its own random streams."""
-        survival = None
-        if self.pruning is not None:
-            survival = np.random.default_rng(np.random.SeedSequence(self.tail_seed, spawn_key=SURVIVAL_STREAM))
-        return Group(rng=np.random.default_rng(self.tail_seed), deliver_early=self.early, survival_rng=survival)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,15 +60,13 @@ class StartQueue:
 
     def _next_turn(self) -> None:
         self._spent = 0
-        self._start(self._candidates)
-        if not self._candidates:
-            self._start(self._groups)
-
-    def _start(self, waiting: deque[tuple[asyncio.Future[None], int]]) -> None:
-        while waiting and (waiting[0][0].done() or self._spend(waiting[0][1])):
-            turn, _ = waiting.popleft()
-            if not turn.done():  # whoever waited may have been cancelled
-                turn.set_result(None)
+        for waiting in (self._candidates, self._groups):
+            while waiting and (waiting[0][0].done() or self._spend(waiting[0][1])):
+                turn, _ = waiting.popleft()
+                if not turn.done():  # whoever waited may have been cancelled
+                    turn.set_result(None)
+            if waiting:
+                return
 
 
 @dataclass(frozen=True, slots=True)

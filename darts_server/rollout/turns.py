@@ -44,7 +44,6 @@ BUCKET_BITS = 20
 """With 131,072 known sequences one prefix in 8 shares its bucket with one, and one in 140 with several."""
 BUCKET_SHIFT = np.uint64(64 - BUCKET_BITS)
 FIRST_WEIGHTS = 4096
-MASK = (1 << 64) - 1
 
 Hashes = NDArray[np.uint64]
 K = TypeVar("K", bound=Hashable)
@@ -123,14 +122,23 @@ class TokenIndex:
     def __len__(self) -> int:
         return len(self._known)
 
-    def prefix_hashes(self, tokens: Sequence[int]) -> Hashes:
-        """Return the hashes of all prefixes of a sequence, from its first token to all of it."""
-        terms = self._terms(tokens, 0)
-        return terms.cumsum(out=terms)
+    def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
+        """Return the hashes of all prefixes of a sequence, from its first token to all of it.
 
-    def extend(self, prompt: int, length: int, tokens: Sequence[int]) -> int:
-        """Return the hash of a prompt with more tokens. ``prompt``, ``length``: hash and tokens of the prompt."""
-        return (prompt + int(self._terms(tokens, length).sum(dtype=np.uint64))) & MASK
+        ``begin``, ``length``: hash and tokens of what it follows.
+        """
+        end = length + len(tokens)
+        while end > len(self._weights):
+            self._weights = np.concatenate([self._weights, self._draw_weights(len(self._weights))])
+        try:
+            packed = array("Q", tokens)  # "q" takes three times as long
+        except OverflowError:  # what stands for an image may be negative
+            packed = array("q", tokens)
+        terms = np.frombuffer(packed, dtype=np.uint64)
+        terms += np.uint64(1)
+        terms *= self._weights[length:end]
+        terms[:1] += np.uint64(begin)
+        return terms.cumsum(out=terms)
 
     def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
         """Add the sequence with this hash. What is known as an answer stays one."""
@@ -160,26 +168,8 @@ class TokenIndex:
         self._counts[bucket] = int(self._counts[bucket]) + change
         self._mixed[bucket] ^= np.uint64(key)
 
-    def _terms(self, tokens: Sequence[int], position: int) -> Hashes:
-        end = position + len(tokens)
-        while end > len(self._weights):
-            self._weights = np.concatenate([self._weights, self._draw_weights(len(self._weights))])
-        try:
-            packed = array("Q", tokens)  # "q" takes three times as long
-        except OverflowError:  # what stands for an image may be negative
-            packed = array("q", tokens)
-        terms = np.frombuffer(packed, dtype=np.uint64)
-        terms += np.uint64(1)
-        terms *= self._weights[position:end]
-        return terms
-
     def _draw_weights(self, count: int) -> Hashes:
         return self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
-
-
-def hash_of(prefixes: Hashes) -> int:
-    """Return the hash of a whole sequence, the last of its prefixes."""
-    return int(prefixes[-1]) if len(prefixes) else 0
 
 
 @dataclass(slots=True)
@@ -251,21 +241,21 @@ class Turns:
             return TurnKind.SCORING
         if turn.greedy:
             return TurnKind.GREEDY
-        hashes = self._prefix_hashes(turn)
+        hashes, prompt_hash = self._prefix_hashes(turn)
         session = None if turn.session is None else self._find_session(turn.caller, turn.session)
-        if session is not None and session.opening != hash_of(hashes):
+        if session is not None and session.opening != prompt_hash:
             turn.rank = session.rank
             return TurnKind.SESSION
         opens = turn.opens_session and turn.session is not None
         if turn.token_ids and not (opens and session is None):
             # One of the requests with this prompt that are expected again, if they are less than a whole group.
-            restarts = self._find_restarts(turn.caller, hash_of(hashes))
+            restarts = self._find_restarts(turn.caller, prompt_hash)
             if restarts is not None and restarts.count % restarts.group_size == 0:
-                self._restarts.pop(turn.caller, hash_of(hashes))
+                self._restarts.pop(turn.caller, prompt_hash)
             elif restarts is not None:
                 restarts.count -= 1
                 if not restarts.count:
-                    self._restarts.pop(turn.caller, hash_of(hashes))
+                    self._restarts.pop(turn.caller, prompt_hash)
                 turn.group_size = restarts.group_size  # it may be aborted once more
                 return TurnKind.TOKENS
         if opens:
@@ -280,12 +270,10 @@ class Turns:
         """Remember an answer to a request. ``aborted``: whether it is the beginning of one, which may be empty."""
         if turn.scoring:
             return
-        if turn.prompt_hash is None:
-            self._prefix_hashes(turn)
-        assert turn.prompt_hash is not None
+        prompt_hash = self._prefix_hashes(turn)[1] if turn.prompt_hash is None else turn.prompt_hash
         now = self._clock()
         if turn.session is not None:
-            session = self._find_session(turn.caller, turn.session) or _Session(turn.prompt_hash, now)
+            session = self._find_session(turn.caller, turn.session) or _Session(prompt_hash, now)
             session.used_at, session.rank = now, turn.rank
             session.answers += 1
             if session.answers == SUSPICIOUS_ANSWERS:
@@ -300,27 +288,31 @@ class Turns:
             return
         if token_ids:
             begun = token_ids[:-ANSWER_END] or token_ids[:1]
-            answered = self._sequences.extend(turn.prompt_hash, len(turn.token_ids), begun)
+            answered = int(self._sequences.prefix_hashes(begun, prompt_hash, len(turn.token_ids))[-1])
             self._sequences.add(turn.caller, answered, turn.rank, is_answer=True)
             if turn.stable_hash is not None:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
-            restarts = self._find_restarts(turn.caller, turn.prompt_hash) or _Restarts(turn.group_size, now)
+            restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
             restarts.aborted_at = now
             restarts.count += 1
-            self._restarts.put(turn.caller, turn.prompt_hash, restarts)
+            self._restarts.put(turn.caller, prompt_hash, restarts)
 
     def forget_session(self, caller: str, name: str) -> bool:
         """Forget a session that has ended; returns whether it was known. Its answers stay known by their tokens."""
         return self._sessions.pop(caller, name) is not None
 
-    def _prefix_hashes(self, turn: Turn) -> Hashes:
-        """Only two are kept with the turn: all of a long prompt's are hundreds of kilobytes."""
+    def _prefix_hashes(self, turn: Turn) -> tuple[Hashes, int]:
+        """Return the hashes of all prefixes of its prompt, and of the whole.
+
+        Two are kept with the turn: all of a long prompt's are hundreds of kilobytes.
+        """
         hashes = self._sequences.prefix_hashes(turn.token_ids)
-        turn.prompt_hash = hash_of(hashes)
+        turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
         # Every prompt may begin with the same single token, so that one says nothing.
-        turn.stable_hash = hash_of(hashes[: turn.stable_length]) if turn.stable_length > 1 else None
-        return hashes
+        stable = hashes[: turn.stable_length] if turn.stable_length > 1 else hashes[:0]
+        turn.stable_hash = int(stable[-1]) if len(stable) else None
+        return hashes, turn.prompt_hash
 
     def _find_session(self, caller: str, name: str) -> _Session | None:
         session = self._sessions.of(caller).get(name)

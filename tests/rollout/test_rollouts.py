@@ -1,13 +1,34 @@
+"""Groups of one server: ends by id, the queue in front of the engine, the gate, and restarts."""
+
 import asyncio
+import random
+from typing import Any
 
 import pytest
 
-from darts_server.engine.scripted import settle
-from darts_server.exceptions import GroupAborted, ServerStopping
+from darts_server.engine.scripted import Script, settle
+from darts_server.exceptions import GroupAborted, InvalidRequest, Overloaded, QuotaReached, ServerStopping
+from darts_server.policy.allocation import Brownout
 from darts_server.policy.reward_stats import RewardStats, single_length
-from tests.rollout.helpers import Harness, collect, lengths
+from darts_server.policy.shaping import Shaping
+from darts_server.rollout.batches.events import GroupResult
+from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.learned.prompts import observations
+from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.plan import Planner
+from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from darts_server.types import DiscardReason
+from tests.rollout.batches.test_batch import SIZE, batch_request, script, submit
+from tests.rollout.helpers import Documents, Harness, Recorder, collect, lengths
+from tests.rollout.joining.joining import by_caller, finish
 
 pytestmark = pytest.mark.anyio
+CAPACITY = 4
+PROMPTS = ["20", "30", "40"]
+STARTED = 18
+"""Candidates of these prompts: 6 for each group of ``SIZE``."""
 
 
 async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_group() -> None:
@@ -78,3 +99,351 @@ async def test_groups_with_one_id_are_all_restarted_and_record_their_versions() 
         assert [c.version_spans for c in record.candidates if c.selected_as] == [((0, 1), (1, 4))] * 2
     assert harness.rollouts.running == 0
     assert harness.rollouts.first_version("g") is None
+
+
+# --- while more candidates wait than the engine runs at once -------------------------
+
+
+class FullHarness(Harness):
+    """A harness whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
+
+    def __init__(self, max_waiting: int = 16) -> None:
+        super().__init__(lengths(5))
+        self.engine.capacity = CAPACITY
+        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(max_waiting))
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
+            self.engine,
+            Planner({"uniform": Shaping(redundancy=2.0, num_longest=0)}, "uniform", self.limits),
+            Statistics(Documents(), CAPACITY),
+            Intervals(poll=0),
+            admission=admission,
+            brownout=Brownout.for_queue(max_waiting, CAPACITY, 0.0),
+        )
+        self.recorder = Recorder(self.rollouts.observers)
+
+
+async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
+    harness = FullHarness()
+    runs, candidates = [], []
+    for number in range(5):
+        plan = harness.plan(4, "uniform")
+        grant = await harness.rollouts.allocator.allocate(plan, "p")
+        runs.append(harness.rollouts.start(GroupSpec.of_plan(plan, "p", str(number)), plan, grant))
+        await settle()
+        candidates.append(grant.candidates)
+    # Waiting before each: 0, 4, 12, 17, 21; the scale falls from 1 at 4 to 0 at 16.
+    assert candidates == [8, 8, 5, 4, 4]
+    assert harness.rollouts.redundancy_scale() == 0
+    for run in runs:
+        run.cancel()
+    await settle()
+    assert harness.rollouts.redundancy_scale() == 1
+
+
+async def test_a_batch_is_refused_while_the_queue_is_too_long_and_starts_nothing() -> None:
+    harness = Harness(script)
+    waiting = 0
+    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8 + STARTED))
+    waiting = 9
+    with pytest.raises(Overloaded, match=f"9 candidates wait .* with {STARTED} more"):
+        await submit(harness, batch_request(*PROMPTS))
+    waiting = 8
+    await submit(harness, batch_request(*PROMPTS))
+    with pytest.raises(Overloaded):
+        await submit(harness, batch_request("20"))
+    assert not harness.engine.started
+
+
+async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
+    harness = Harness(script)
+    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=STARTED))
+    token = caller.set(Caller("one"))
+    with pytest.raises(InvalidRequest, match="a key may have") as error:
+        await submit(harness, batch_request(*PROMPTS, "50"))
+    assert error.value.field == "prompts"
+    batch = await submit(harness, batch_request(*PROMPTS))
+    await settle()
+    caller.set(Caller("one"))
+    with pytest.raises(QuotaReached):
+        await submit(harness, batch_request("20"))
+    await harness.engine.run()
+    assert len((await batch.wait()).results) == len(PROMPTS)
+    assert harness.rollouts.admission.requests == 0
+    await submit(harness, batch_request(*PROMPTS))
+    caller.reset(token)
+
+
+# --- the gate: running groups are inside, new ones wait while it is closed -----------
+
+
+async def test_a_group_is_inside_the_gate_until_it_has_ended_with_any_outcome() -> None:
+    harness = Harness(lengths(3, 4, 5, 6))
+    run = harness.run(2)
+    assert harness.rollouts.gate.inside == 1
+    await harness.group(run)
+    assert harness.rollouts.gate.inside == 0
+    for end in ("cancel", "abort"):
+        run = harness.run(2, group_id=end)
+        await settle()
+        assert harness.rollouts.gate.inside == 1
+        getattr(run, end)()
+        assert harness.rollouts.gate.inside == 0
+
+
+async def test_all_groups_of_a_batch_wait_for_a_closed_gate_together() -> None:
+    harness = Harness(script)
+    first = await submit(harness, batch_request("20", "30"))
+    await settle()
+    harness.rollouts.gate.close()
+    second = await submit(harness, batch_request("10"))
+    emptied = asyncio.create_task(harness.rollouts.gate.wait_until_empty())
+    await settle()
+    assert {candidate.request for candidate in harness.engine.started} == {"20", "30"}
+    assert not emptied.done()
+    await harness.engine.run()
+    await first.wait()
+    await settle()
+    assert emptied.done()
+    assert second.end is None
+    harness.rollouts.gate.open()
+    await settle()
+    await harness.engine.run()
+    assert [len(result.samples) for result in (await second.wait()).results] == [SIZE]
+
+
+async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothing() -> None:
+    harness = Harness(script)
+    harness.rollouts.gate.close()
+    batch = await submit(harness, batch_request("20", "30"), "cut")
+    await settle()
+    assert batch.cancel("too late")
+    await settle()
+    assert harness.engine.started == []
+    assert harness.rollouts.gate.inside == 0
+
+
+async def test_a_joined_group_expects_its_missing_requests() -> None:
+    harness = Harness(lengths(3, 4))
+    plan = harness.plan(2, "shortest")
+
+    def joining(number: int, same: str = "a") -> JoinRequest[str]:
+        return JoinRequest("prompt", f"r{number}", plan, "key", same, harness.rollouts.admission.admit(1))
+
+    assert not harness.rollouts.joiner.expects(joining(0).join_key)
+    first = asyncio.create_task(harness.rollouts.joiner.join(joining(0), lambda _: None))
+    await settle()
+    assert harness.rollouts.joiner.expects(joining(1).join_key)
+    assert not harness.rollouts.joiner.expects(joining(1, "b").join_key)
+    second = asyncio.create_task(harness.rollouts.joiner.join(joining(1), lambda _: None))
+    await settle()
+    assert not harness.rollouts.joiner.expects(joining(2).join_key)
+    await harness.engine.run()
+    await asyncio.gather(first, second)
+    assert harness.rollouts.gate.inside == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_groups_that_wait_for_the_gate_all_complete_without_mixed_versions(seed: int) -> None:
+    """As the rule ``finish`` does it: close, wait until nothing is inside, change the version, open."""
+    rng = random.Random(seed)
+    harness = Harness(lambda _, index: Script(rng.randint(1, 9), delay=rng.randint(0, 3)))
+    results: list[GroupResult] = []
+
+    async def ask(number: int) -> None:
+        for turn in range(5):
+            batch = await submit(harness, batch_request(f"{number}{turn}", f"{turn}{number}"))
+            results.extend((await batch.wait()).results)
+
+    asking = asyncio.gather(*(ask(number) for number in range(6)))
+
+    async def update() -> None:
+        for _ in range(8):
+            await settle()
+            harness.rollouts.gate.close()
+            await harness.rollouts.gate.wait_until_empty()
+            harness.engine.weight_version += 1
+            harness.rollouts.gate.open()
+
+    updating = asyncio.create_task(update())
+    while not asking.done():
+        await harness.engine.step()
+    await asking
+    await updating
+    assert len(results) == 60
+    assert {version for r in results if r.record for version in versions(r)} > {0, 1}
+    for result in results:
+        assert len(result.samples) == SIZE
+        assert result.record is not None
+        assert not result.record.mixed_versions
+        assert len(versions(result)) == 1
+
+
+def versions(result: GroupResult) -> set[int | None]:
+    assert result.record is not None
+    return {v for c in result.record.selected for v in (c.weight_version_start, c.weight_version_end)}
+
+
+# --- groups that are suspended and restarted for an update of the weights ------------
+
+
+async def update(harness: Any) -> None:
+    """All candidates are stopped, the weights change, and groups go on."""
+    await harness.rollouts.suspend()
+    harness.engine.weight_version += 1
+    harness.rollouts.resume()
+    await settle()
+
+
+async def test_a_suspended_group_restarts_and_has_one_version() -> None:
+    harness = Harness(lengths(3, 9, 9, 9, 9, 9, 4, 5, 6, 9))
+    run = harness.run(4)
+    waiting = asyncio.create_task(collect(run))
+    await settle()
+    for _ in range(4):
+        await harness.engine.step()
+    await update(harness)
+    await harness.engine.run()
+    record = harness.record("g")
+    assert [t.index for t in await waiting] == [c.index for c in record.selected]
+    assert min(c.index for c in record.selected) == 6
+    assert {(c.weight_version_start, c.weight_version_end) for c in record.selected} == {(1, 1)}
+    assert not record.mixed_versions
+    assert [c.reason for c in record.candidates[:6]] == [DiscardReason.RESTARTED] * 6
+    assert record.restarted_from == 6
+    assert len(observations(record)) == 6
+    assert record.tail_wait is None or record.tail_wait >= 0
+
+
+async def test_weights_stand_for_the_candidates_since_the_restart_although_some_were_stopped_before() -> None:
+    harness = Harness(lengths(1, 1, 1, 9, 9, 9, 4, 5, 6, 9))
+    waiting = asyncio.create_task(collect(harness.run(4, "uniform")))
+    await settle()
+    for _ in range(3):
+        await harness.engine.step()
+    await update(harness)
+    await harness.engine.run()
+    await waiting
+    record = harness.record("g")
+    assert DiscardReason.TAIL_PRUNED in [c.reason for c in record.candidates[:6]]
+    assert record.counted == sum(c.weight or 0.0 for c in record.candidates) == 6
+
+
+async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
+    harness = Harness(lengths(5))
+    runs = [harness.run(2, group_id="a")]
+    await settle()
+    await harness.rollouts.suspend()
+    runs.append(harness.run(2, group_id="b"))
+    await settle()
+    assert harness.engine.running == []
+    assert not any(run.has_ended for run in runs)
+    harness.engine.weight_version += 1
+    harness.rollouts.resume()
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    await harness.engine.run()
+    assert [len(await each) for each in waiting] == [2, 2]
+    for name in "ab":
+        assert {c.weight_version_start for c in harness.record(name).selected} == {1}
+
+
+async def test_suspending_waits_for_groups_that_have_delivered_trajectories() -> None:
+    harness = Harness(lengths(2, 6, 9))
+    early, late = harness.run(2, early=True, group_id="early"), harness.run(2, group_id="late")
+    waiting = [asyncio.create_task(collect(run)) for run in (early, late)]
+    await settle()
+    for _ in range(3):
+        await harness.engine.step()
+    restart = asyncio.create_task(harness.rollouts.suspend())
+    await settle()
+    assert not restart.done()
+    assert {candidate.request for candidate in harness.engine.running} == {"early"}
+    await harness.engine.run()
+    await restart
+    assert {c.weight_version_end for c in harness.record("early").selected} == {0}
+    harness.engine.weight_version = 1
+    harness.rollouts.resume()
+    await settle()
+    await harness.engine.run()
+    assert [len(await each) for each in waiting] == [2, 2]
+    assert {c.weight_version_start for c in harness.record("late").selected} == {1}
+
+
+async def test_a_caller_that_leaves_a_suspended_group_leaves_nothing_running() -> None:
+    harness = Harness(lengths(5))
+    waiting = asyncio.create_task(collect(harness.run(2)))
+    await settle()
+    await harness.rollouts.suspend()
+    waiting.cancel()
+    await settle()
+    harness.rollouts.resume()
+    await settle()
+    assert harness.engine.running == []
+    assert harness.rollouts.running == 0
+
+
+async def test_single_requests_are_restarted_with_their_own_seeds() -> None:
+    harness = by_caller(7, 8, 9, 10, 20)
+    callers = await harness.send_all()
+    await harness.steps(2)
+    await update(harness)
+    group_id = callers[0].group_id
+    assert [harness.origin(group_id, index) for index in range(6, 10)] == [(f"p:c{n}", 0) for n in range(4)]
+    results = await finish(harness, callers)
+    assert all(caller.is_answered for caller in callers), results
+    record = harness.record(group_id)
+    assert {c.weight_version_start for c in record.selected} == {1}
+    assert not record.mixed_versions
+
+
+async def test_single_requests_may_join_a_suspended_group() -> None:
+    harness = by_caller(7, 8, 9, 10, 20)
+    callers = [harness.send("c0"), harness.send("c1")]
+    await settle()
+    await harness.rollouts.suspend()
+    callers += [harness.send("c2"), harness.send("c3")]
+    await settle()
+    assert harness.engine.running == []
+    harness.engine.weight_version = 1
+    harness.rollouts.resume()
+    await settle()
+    await finish(harness, callers)
+    assert len({caller.group_id for caller in callers}) == 1
+    assert all(caller.is_answered for caller in callers)
+    assert {c.weight_version_start for c in harness.record(callers[0].group_id).selected} == {1}
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_suspending_at_any_time_leaves_every_group_complete_and_of_one_version(seed: int) -> None:
+    chance = random.Random(seed)
+    drawn = [chance.randint(1, 15) for _ in range(64)]
+    harness = Harness(lambda name, index: Script(drawn[(index + ord(name[0])) % 64]))
+    waiting = {}
+    for number in range(5):
+        name = "abcde"[number]
+        run = harness.run(
+            chance.randint(2, 5),
+            chance.choice(["shortest", "uniform", "longest"]),
+            group_id=name,
+            early=chance.random() < 0.5,
+        )
+        waiting[name] = asyncio.create_task(collect(run))
+        await settle()
+        for _ in range(chance.randint(0, 6)):
+            await harness.engine.step()
+        if chance.random() < 0.7:
+            restart = asyncio.create_task(harness.rollouts.suspend())
+            await settle()
+            while not restart.done():
+                await harness.engine.step()
+                await settle()
+            harness.engine.weight_version += 1
+            harness.rollouts.resume()
+            await settle()
+    await harness.engine.run()
+    for name, task in waiting.items():
+        trajectories = await task
+        record = harness.record(name)
+        assert len(trajectories) == record.size == len(record.selected)
+        assert not record.mixed_versions
+    assert harness.rollouts.running == 0

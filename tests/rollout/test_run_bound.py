@@ -136,7 +136,7 @@ async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.
     runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
     tasks = [asyncio.create_task(collect(run)) for run in runs]
     await settle()
-    cohort = runs[7]._membership.cohort
+    cohort = runs[7]._cohort
     assert cohort is not None
     return harness, runs, tasks, cohort
 
@@ -146,16 +146,16 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     harness, runs, tasks, cohort = await eight(script)
     for _ in range(15):
         await harness.engine.step()
-    assert (cohort.tokens, cohort.waits_beyond) == (None, 20)
+    assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20)
     assert runs[7].suspend()
     for _ in range(10):
         runs[7].poll()
-    assert cohort.tokens is None, "it has no candidates, but will have"
+    assert cohort.deadline.tokens is None, "it has no candidates, but will have"
     script[GROUPS[7]] = Script(13)
     runs[7].resume()
     await harness.engine.run()
     await asyncio.gather(*tasks)
-    assert cohort.tokens == 13
+    assert cohort.deadline.tokens == 13
 
 
 async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> None:
@@ -163,17 +163,19 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
     harness, _, tasks, cohort = await eight(script)
     for _ in range(25):
         await harness.engine.step()
-    assert (cohort.tokens, cohort.waits_beyond) == (None, 20), "it is beyond that, the group before is not"
+    assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20), (
+        "it is beyond that, the group before is not"
+    )
     script[GROUPS[7]] = Script(13)
     for candidate in harness.engine.running:
         if candidate.request == GROUPS[7]:
             candidate._finish(None)  # the engine has aborted it
     for _ in range(8):
         await harness.engine.step()
-    assert cohort.tokens is None, "the new candidates may be short"
+    assert cohort.deadline.tokens is None, "the new candidates may be short"
     await harness.engine.run()
     await asyncio.gather(*tasks)
-    assert cohort.tokens == 13
+    assert cohort.deadline.tokens == 13
 
 
 async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +187,7 @@ async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monk
     for _ in range(40):
         await harness.engine.step()
         runs[6].poll()
-    assert cohort.waits_beyond == 20
+    assert cohort.deadline.waits_beyond == 20
     assert reports == [21, 21], "of two groups"
     for task in tasks:
         task.cancel()

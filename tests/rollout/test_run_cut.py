@@ -20,6 +20,9 @@ from tests.rollout.helpers import Recorder, collect
 pytestmark = pytest.mark.anyio
 # With this seed candidate 3 is the first to be drawn, then 2.
 SEED = 0
+CUT_RUNNING = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
+CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
+"""The tail ends by itself beyond a limit of 5 before the third shortest, which began late, is known."""
 
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
@@ -51,8 +54,7 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
 
 
 async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> None:
-    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
-    got, recorder, engine = await play(script, limit=7)
+    got, recorder, engine = await play(CUT_RUNNING, limit=7)
     [record] = recorder.records
     tail = the_tail(record)
     assert tail.cut
@@ -64,11 +66,10 @@ async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> No
 
 
 async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
-    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
-    engine = ScriptedEngine(lambda _, index: script[index])
+    engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
     run = started(engine, Recorder())
-    run.open(CutTail(2, 1), Allocation(len(script)))
+    run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))
     waiting = asyncio.create_task(collect(run))
     await settle()
     run.set_deadline(7)
@@ -83,17 +84,14 @@ async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> 
 
 
 async def test_a_group_whose_m_th_shortest_is_longer_than_the_limit_is_cut_at_that_length() -> None:
-    script = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(11)}
-    got, recorder, _ = await play(script, limit=7)
+    got, recorder, _ = await play(CUT_RUNNING | {4: Script(11)}, limit=7)
     [record] = recorder.records
     assert (the_tail(record).index, the_tail(record).tokens) == (3, 11)
     assert got[3] == list(range(11))
 
 
 async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:
-    # The tail ends by itself beyond the limit before the third shortest, which began late, is known.
-    script = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
-    got, recorder, _ = await play(script, limit=5)
+    got, recorder, _ = await play(CUT_ENDED, limit=5)
     [record] = recorder.records
     tail = the_tail(record)
     assert len(got[tail.index]) == 5
@@ -101,9 +99,6 @@ async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_trunc
 
 
 # --- faults after the cut --------------------------------------------------------
-
-CUT_RUNNING = {0: Script(2), 1: Script(3), 2: Script(50), 3: Script(60), 4: Script(5)}
-CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
 
 
 class CannotCut(ScriptedEngine):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns, hash_of
+from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns
 from darts_server.types import RequestOptions, TurnKind
 from tests.rollout.helpers import Harness
 
@@ -197,29 +197,19 @@ def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> 
     assert turns.classify(turn([2], "0_0")) is TurnKind.OPENING
 
 
-def test_memory_is_bounded() -> None:
-    turns = Turns(kept=10)
-    for i in range(100):
-        turns.add_answer(turn([5, i], session=str(i)), [1])
-        turns.add_answer(turn([5, i], group_size=8), [], aborted=True)
-    assert (len(turns._sequences), len(turns._sessions), len(turns._restarts)) == (20, 10, 10)
-    assert turns.classify(turn([5, 99, 1])) is TurnKind.TOKENS
-    assert turns.classify(turn([5, 89, 1])) is TurnKind.OPENING
-
-
-def test_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
+def test_memory_is_bounded_and_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
     turns = Turns(kept=10)
     for caller, answers in (("few", 3), ("many", 100)):
         for i in range(answers):
             turns.add_answer(turn([5, i], session=str(i), caller=caller), [1])
             turns.add_answer(turn([6, i], group_size=8, caller=caller), [], aborted=True)
+    assert (len(turns._sequences), len(turns._sessions), len(turns._restarts)) == (20, 10, 10)
     for i in range(3):
         assert turns.classify(turn([5, i, 1], caller="few")) is TOKENS
         assert turns.classify(turn([9], session=str(i), caller="few")) is TurnKind.SESSION
         assert turns.classify(turn([6, i], caller="few")) is TOKENS
     assert turns.classify(turn([5, 99, 1], caller="many")) is TOKENS
     assert turns.classify(turn([5, 89, 1], caller="many")) is OPENING
-    assert (len(turns._sequences), len(turns._sessions)) == (20, 10)
 
 
 @pytest.mark.parametrize("later_turns", [False, True])
@@ -243,11 +233,25 @@ def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(l
 # --- the index of what is known ------------------------------------------------
 
 SEQUENCES = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(SEQUENCES, SEQUENCES.filter(bool))
+def test_what_follows_a_sequence_has_the_hashes_of_the_whole(begin: list[int], end: list[int]) -> None:
+    index = TokenIndex(1)
+    whole = index.prefix_hashes([*begin, *end])
+    known = int(index.prefix_hashes(begin)[-1]) if begin else 0
+    assert index.prefix_hashes(end, known, len(begin)).tolist() == whole[len(begin) :].tolist()
+
+
 KNOWN = st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool)))
 
 
 def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None, caller: str = "") -> None:
-    index.add(caller, index.extend(hash_of(index.prefix_hashes(prompt)), len(prompt), answer), rank)
+    index.add(caller, hash_of(index, [*prompt, *answer]), rank)
+
+
+def hash_of(index: TokenIndex, tokens: list[int]) -> int:
+    return int(index.prefix_hashes(tokens)[-1])
 
 
 def known_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, Known]]:
@@ -259,18 +263,7 @@ def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
 
 
 @given(KNOWN, SEQUENCES)
-def test_a_prompt_is_found_exactly_if_a_known_sequence_begins_it(
-    known: list[tuple[list[int], list[int]]], prompt: list[int]
-) -> None:
-    index = TokenIndex(100)
-    for parts in known:
-        add(index, *parts)
-    sequences = [[*begin, *answer] for begin, answer in known]
-    assert holds_prefix(index, prompt) == any(prompt[: len(sequence)] == sequence for sequence in sequences)
-
-
-@given(KNOWN, SEQUENCES)
-def test_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
+def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:
     index = TokenIndex(100)
@@ -293,7 +286,7 @@ def test_each_caller_has_its_own_sequences_also_if_they_are_the_same() -> None:
 
 def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
     index = TokenIndex(100)
-    key = hash_of(index.prefix_hashes([3, 4]))
+    key = hash_of(index, [3, 4])
     index.add("", key, 1, is_answer=True)
     index.add("", key, 2)
     assert known_prefixes(index, [3, 4]) == [(2, Known(is_answer=True, rank=2))]

@@ -127,9 +127,8 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
             raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
         after = int(text)
         batch = batches.find(batch_id)
-        streams = batch.answer_format.stream is not StreamMode.OFF
-        media_type = choose_form(request.headers, streams=streams)
-        if streams and after > batch.feed.last_number:
+        media_type = choose_form(request.headers, streams=batch.feed is not None)
+        if batch.feed is not None and after > batch.feed.last_number:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )

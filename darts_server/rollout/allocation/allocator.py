@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -25,7 +25,7 @@ from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
-from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import Parse, StoredValues
 from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
@@ -33,37 +33,16 @@ from darts_server.rollout.plan import UNSHAPED, Plan
 
 logger = logging.getLogger(__name__)
 
-Kind = tuple[str, int]
-"""Policy and group size: groups that are allocated together must be comparable."""
-
 PRICE_KIND = "price"
 PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)}
 """How values are parsed, by kind."""
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Groups of one kind that wait for their allocation."""
-
-    plan: Plan
-    groups: list[tuple[str, RequestTokens, asyncio.Future[Allocation]]] = field(default_factory=list)
-    """Prompt key, tokens of the request, and what the group waits for."""
-
-    @property
-    def keys(self) -> list[str]:
-        return [key for key, _, _ in self.groups]
-
-    @property
-    def tokens(self) -> list[RequestTokens]:
-        return [tokens for _, tokens, _ in self.groups]
-
-    def leave_out_cancelled(self) -> None:
-        self.groups = [group for group in self.groups if not group[-1].cancelled()]
-
-    def fail(self, error: Exception) -> None:
-        self.leave_out_cancelled()
-        for _, _, waiting in self.groups:
-            waiting.set_exception(error)
+class _WaitingGroup:
+    prompt_key: str
+    tokens: RequestTokens
+    allocation: asyncio.Future[Allocation]
 
 
 class Allocator:
@@ -97,7 +76,6 @@ class Allocator:
         self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = AutoCohorts(statistics, clock)
-        self._choosing: set[asyncio.Task[None]] = set()
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
@@ -105,26 +83,48 @@ class Allocator:
         self._opening = opening
         self._unfinished = unfinished
         self._capacity = statistics.latency.capacity
-        self._pending: dict[Kind, _Pending] = {}
-        self._remainders: dict[Kind, float] = {}
+        # By policy and group size: groups that are allocated together must be comparable.
+        self._waiting: dict[str, list[_WaitingGroup]] = {}
+        self._remainders: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def allocate(self, plan: Plan, prompt_key: str, tokens: RequestTokens = UNKNOWN_TOKENS) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
         if not plan.uses_cohort:
             return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
-        loop = asyncio.get_running_loop()
-        kind = (plan.policy, plan.size)
-        if kind not in self._pending:
-            self._pending[kind] = _Pending(plan)
-            loop.call_later(self._window, self._allocate_pending, kind)
-        allocation: asyncio.Future[Allocation] = loop.create_future()
-        self._pending[kind].groups.append((prompt_key, tokens, allocation))
+        name = f"{plan.policy}/{plan.size}"
+        if name not in self._waiting:
+            self._waiting[name] = []
+            task = asyncio.create_task(self._allocate_waiting(name, plan))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        allocation: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+        self._waiting[name].append(_WaitingGroup(prompt_key, tokens, allocation))
         try:
             return await allocation
         except asyncio.CancelledError:
             if allocation.done() and not allocation.cancelled() and allocation.exception() is None:
                 allocation.result().drop()
             raise
+
+    async def _allocate_waiting(self, name: str, plan: Plan) -> None:
+        """Allocate candidates to all groups that have come within the window, and still wait."""
+        await asyncio.sleep(self._window)
+        groups = self._waiting.pop(name)
+        try:
+            groups = [group for group in groups if not group.allocation.cancelled()]
+            keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
+            if (chosen := await self.choose(plan, keys, tokens)) is not None:  # which took a while
+                groups = [group for group in groups if not group.allocation.cancelled()]
+                keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
+            allocations = self.allocate_cohort(plan, keys, tokens, chosen=chosen) if groups else []
+        except Exception as error:  # raised in every caller that waits
+            for group in groups:
+                if not group.allocation.cancelled():
+                    group.allocation.set_exception(error)
+            return
+        for group, allocation in zip(groups, allocations, strict=True):
+            group.allocation.set_result(allocation)
 
     async def choose(
         self,
@@ -171,26 +171,23 @@ class Allocator:
             return self._allocate_chosen(plan, chosen, prompt_keys, tokens, room)
         groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
         counts, mean = self._counts(plan, prompt_keys, budget)
-        name, scale = _name(plan.policy, size), 1.0 if budget is not None else self._scale()
+        name, scale = f"{plan.policy}/{size}", 1.0 if budget is not None else self._scale()
         rule, tokens_from_recent = self.deadlines.current_rule(shaping, plan.policy), None
         few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
         if rule is not None and few:
             tokens_from_recent = self.deadlines.recent_lengths(name).deadline(rule)
         elif rule is not None:
             rule = replace(rule, recent=self.deadlines.recent_lengths(name).quantile(rule))
-        terms = CohortTerms(
+        record = CohortRecord(
             policy=plan.policy,
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
             predicted_seconds=self._statistics.predict_seconds(
                 sum(counts) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
             ),
-            deadline=rule,
-            tokens=tokens_from_recent,
-            few=few,
             explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
         )
-        cohort = Cohort(terms, self._on_cohort_end, self._clock)
+        cohort = Cohort(record, rule, self._on_cohort_end, self._clock, tokens=tokens_from_recent, few=few)
         # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
         # spread, which the load does not change.
         return [
@@ -201,38 +198,7 @@ class Allocator:
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
         if record.max_lost is not None and record.chosen is None:
-            self.deadlines.learn(record, _name(record.policy, record.size))
-
-    def _allocate_pending(self, kind: Kind) -> None:
-        pending = self._pending.pop(kind)
-        if pending.plan.auto is None:
-            self._settle(pending, None)
-            return
-        task = asyncio.get_running_loop().create_task(self._choose_pending(pending))
-        self._choosing.add(task)
-        task.add_done_callback(self._choosing.discard)
-
-    async def _choose_pending(self, pending: _Pending) -> None:
-        pending.leave_out_cancelled()
-        try:
-            chosen = await self.choose(pending.plan, pending.keys, pending.tokens)
-        except Exception as error:  # raised in every caller that waits
-            pending.fail(error)
-            return
-        self._settle(pending, chosen)
-
-    def _settle(self, pending: _Pending, chosen: Choice | None) -> None:
-        """Allocate candidates to all groups that still wait."""
-        pending.leave_out_cancelled()
-        if not pending.groups:
-            return
-        try:
-            allocations = self.allocate_cohort(pending.plan, pending.keys, pending.tokens, chosen=chosen)
-        except Exception as error:  # raised in every caller that waits
-            pending.fail(error)
-            return
-        for (_, _, waiting), allocation in zip(pending.groups, allocations, strict=True):
-            waiting.set_result(allocation)
+            self.deadlines.learn(record, f"{record.policy}/{record.size}")
 
     def _allocate_chosen(
         self, requested: Plan, choice: Choice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
@@ -252,20 +218,18 @@ class Allocator:
             return self._allocate_chosen(requested, unshaped, keys, tokens, room)
         applied = applied_policy(requested.policy, choice.option.name)
         rule = self.deadlines.current_rule(shaping, applied)
-        terms = CohortTerms(
+        record = CohortRecord(
             policy=requested.policy,
             groups=len(keys),
             mean_candidates=size + (plan.mean_candidates - size) * scale,
             predicted_seconds=None if choice.forecast is None else choice.seconds,
-            deadline=rule,
-            few=len(keys) < MIN_COHORT,
             explored=rule is not None
             and not choice.explores
             and self.deadlines.should_explore(rule, applied, len(keys)),
             chosen=ChosenOption(choice.option.name, choice.reason),
         )
         # With fewer candidates, or past its deadline, it says nothing about what was forecast.
-        counts = scale == 1 and not terms.explored
+        as_forecast = scale == 1 and not record.explored
         opening: int | None = None
         started = 0
 
@@ -273,9 +237,9 @@ class Allocator:
             nonlocal opening, started
             opening = self._opening()
             if learns:
-                started = self.auto.start(size, choice, explores=terms.explored)
+                started = self.auto.start(size, choice, explores=record.explored)
 
-        def end(record: CohortRecord) -> None:
+        def end(_: CohortRecord) -> None:
             # Where too few are admitted, groups get fewer candidates than they were allocated.
             is_full = not record.reduced and (
                 choice.num_groups is not None or record.candidates >= sum(plan.candidates)
@@ -285,15 +249,15 @@ class Allocator:
             self._on_cohort_end(record)
             if resumes:
                 self.auto.learn_stale(size, record, auto.limits.most_stale)
-            if not learns or not cohort.has_started:
+            if not learns or cohort.started_at is None:
                 return
+            counts = as_forecast and is_full and was_open
             try:
-                as_forecast = counts and is_full and was_open
-                self.auto.end(size, keys, tokens, choice, record, started, counts=as_forecast)
+                self.auto.end(size, keys, tokens, choice, record, started, counts=counts)
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
 
-        cohort = Cohort(terms, end, self._clock, start)
+        cohort = Cohort(record, rule, end, self._clock, start, few=len(keys) < MIN_COHORT)
 
         def share() -> float:
             return share_left(self._capacity, self._unfinished(), cohort.running)
@@ -304,46 +268,32 @@ class Allocator:
         ]
 
     def _counts(self, plan: Plan, keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return how many candidates each group of a cohort gets, before the load reduces them, and M'."""
-        kind, shaping, stds = (
-            (plan.policy, plan.size),
-            plan.shaping,
-            [self._statistics.prompts.std(key) for key in keys],
-        )
-        low, high = shaping.bounds(plan.size)
+        """Return how many candidates each group of a cohort gets, before the load reduces them, and M'.
+
+        M' is the mean candidates of a group, at most M_up: a request may name a policy that allows less than the
+        server's. That of a policy that gives all prompts the same number is a whole number, as where groups come one by
+        one. While there are too few statistics, every kind of budget is the fixed one.
+        """
+        shaping, size, name = plan.shaping, plan.size, f"{plan.policy}/{plan.size}"
+        stds = [self._statistics.prompts.std(key) for key in keys]
+        low, high = shaping.bounds(size)
         if budget is not None:
             # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
             spreads = stds if shaping.adaptive else [None] * len(stds)
             return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
-        mean = self._mean(shaping, plan.size)
-        if not shaping.adaptive:
-            return self._even(kind, mean, len(stds)), mean
-        if len(stds) >= MIN_COHORT:
-            return allocate_by_std(stds, budget=sum(self._even(kind, mean, len(stds))), low=low, high=high), mean
-        price = ShadowPrice(mean, low, high, self._prices.load(_name(*kind)))
-        counts = [price.candidates(std) for std in stds]
-        recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
-        self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
-        return counts, mean
-
-    def _mean(self, shaping: Shaping, size: int) -> float:
-        """Choose M', the mean candidates of a cohort of groups of ``size``, at most M_up.
-
-        A request may name a policy that allows less than the server's. That of a policy that gives all prompts the same
-        number is a whole number, as where groups come one by one. While there are too few statistics, every kind of
-        budget is the fixed one.
-        """
-        high = shaping.bounds(size)[1]
         stats = self._statistics.dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
         if stats is None or stats.std is None or not stats.mean:
-            return min(shaping.redundancy * size if shaping.adaptive else shaping.candidates(size), high)
-        return min(cv_log_mean(stats.std, stats.mean, size), high)
-
-    def _even(self, kind: Kind, target: float, groups: int) -> list[int]:
-        """Whole numbers of candidates with ``target`` as their mean, over this cohort and those before it."""
-        counts, self._remainders[kind] = allocate_evenly(target, groups, self._remainders.get(kind, 0.0))
-        return counts
-
-
-def _name(policy: str, size: int) -> str:
-    return f"{policy}/{size}"
+            mean = min(shaping.redundancy * size if shaping.adaptive else shaping.candidates(size), high)
+        else:
+            mean = min(cv_log_mean(stats.std, stats.mean, size), high)
+        if shaping.adaptive and len(stds) < MIN_COHORT:
+            price = ShadowPrice(mean, low, high, self._prices.load(name))
+            counts = [price.candidates(std) for std in stds]
+            recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
+            self._prices.save(name, {"recent": list(recent), "debt": debt, "carry": carry})
+            return counts, mean
+        # Whole numbers with M' as their mean, over this cohort and those before it.
+        counts, self._remainders[name] = allocate_evenly(mean, len(stds), self._remainders.get(name, 0.0))
+        if shaping.adaptive:
+            return allocate_by_std(stds, budget=sum(counts), low=low, high=high), mean
+        return counts, mean

@@ -80,8 +80,8 @@ class PreparedGroup(Generic[RequestT]):
 class PreparedBatch(Generic[RequestT]):
     """A batch that was checked and allocated, of which nothing has started.
 
-    ``sampling``: in force. ``terms``: see `terms_of`. ``ticket``: holds its candidates. ``enough``: complete groups
-    with which it ends. ``begun``: groups that run at once, others start where one of them fails.
+    ``sampling``: in force. ``terms``: see `terms_of`, if it resumes. ``ticket``: holds its candidates. ``enough``:
+    complete groups with which it ends. ``begun``: groups that run at once, others start where one of them fails.
     """
 
     batch_id: str
@@ -123,16 +123,17 @@ async def prepare_batch(
             for number, prompt in enumerate(prompts)
         ]
         identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
+        carried: list[CarriedPrompt | None] = [None] * len(prompts)
         if batch.carried or batch.carry is not Carry.DROP:
             taken = kept.take(caller.get().name, identities, others=batch.carried)
-        carried = list(match(identities, taken))
-        others, lost = await _render_carried(renderer, batch, batch_id, _without(taken, carried))
-        taken = _without(taken, lost)
-        for other, request in others:
-            requests.append(request)
-            prompts.append(other.prompt)
-            identities.append(_identity(renderer, other.prompt, request))
-            carried.append(other)
+            carried = list(match(identities, taken))
+            others, lost = await _render_carried(renderer, batch, batch_id, _without(taken, carried))
+            taken = _without(taken, lost)
+            for other, request in others:
+                requests.append(request)
+                prompts.append(other.prompt)
+                identities.append(_identity(renderer, other.prompt, request))
+                carried.append(other)
         check_numbers(batch, plan, len(prompts))
         resumes = batch.carry is Carry.RESUME
         if resumes:
@@ -143,7 +144,7 @@ async def prepare_batch(
                     "lengths; use 'restart'",
                 )
             rollouts.check_resumable(requests[0])  # all have the same sampling parameters
-        terms, version = terms_of(plan, sampling), rollouts.weight_version
+        terms, version = terms_of(plan, sampling) if resumes else "", rollouts.weight_version
         resumed = [
             old.group
             if resumes
@@ -215,13 +216,14 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
     """
     if not prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
-    low, high = (prompts * bound for bound in plan.shaping.bounds(plan.size))
-    if batch.budget is not None and not low <= batch.budget <= high:
-        raise InvalidRequest(
-            "budget",
-            f"must be {low} to {high} for {prompts} groups of {plan.size} under policy {plan.policy!r}, "
-            f"got {batch.budget}; change it, or leave it out",
-        )
+    if batch.budget is not None:
+        low, high = plan.shaping.bounds(plan.size)
+        if not prompts * low <= batch.budget <= prompts * high:
+            raise InvalidRequest(
+                "budget",
+                f"must be {prompts * low} to {prompts * high} for {prompts} groups of {plan.size} under policy "
+                f"{plan.policy!r}, got {batch.budget}; change it, or leave it out",
+            )
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
     if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:

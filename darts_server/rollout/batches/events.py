@@ -5,7 +5,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from darts_server.engine.port import TokenSlice
@@ -187,12 +187,12 @@ class CandidateCursor:
         cut = self._run.candidates[self._index].cut
         self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
 
-    def close(self, reason: DiscardReason) -> None:
-        """End the candidate: discard it unless it was selected. ``reason``: used if it has no reason of its own."""
+    def close(self) -> None:
+        """End the candidate: discard it unless it was selected. One that has no reason of its own was cancelled."""
         if self._end is None and self._run is not None:
-            own_reason = self._run.candidates[self._index].reason
+            reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
             length = self._run.runner.count_tokens(self._index)
-            self._end = CandidateDiscarded(self.trajectory_id, self._number, length, own_reason or reason)
+            self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[TokenRange | TrajectorySelected | CandidateDiscarded]:
@@ -205,7 +205,7 @@ class CandidateCursor:
         if self._end is None and self._run is not None:
             state = self._run.candidates[self._index]
             if state.reason is not None:
-                self.close(state.reason)
+                self.close()
             elif self._run.runner.count_tokens(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
                 yield from self._add_tokens(self._run.runner.read_tokens(self._index, len(self._token_ids)))
         if self._end is None:
@@ -386,26 +386,25 @@ class EventFeed:
             yield self._end
 
 
+@dataclass(slots=True)
 class _GroupCursor:
     """The cursors of a group's candidates, and its result once it has ended."""
 
-    def __init__(self, number: int, group_id: str, run: GroupRun[Any, Any] | None) -> None:
-        self.number = number
-        self.result: GroupResult | None = None
-        self._group_id = group_id
-        self._run = run
-        self._candidates: list[CandidateCursor] = []
+    number: int
+    group_id: str
+    run: GroupRun[Any, Any] | None
+    result: GroupResult | None = None
+    cursors: list[CandidateCursor] = field(default_factory=list)
 
     def candidates(self) -> Sequence[CandidateCursor]:
         """The cursors of all candidates started so far."""
-        run = self._run
-        if run is not None:
-            for index in range(len(self._candidates), len(run.candidates)):
-                self._candidates.append(CandidateCursor(run, f"{self._group_id}:{index}", self.number, index))
-        return self._candidates
+        if (run := self.run) is not None:
+            for index in range(len(self.cursors), len(run.candidates)):
+                self.cursors.append(CandidateCursor(run, f"{self.group_id}:{index}", self.number, index))
+        return self.cursors
 
     def close(self) -> None:
-        """End all candidates; those that are not selected and have no reason of their own were cancelled."""
+        """End all candidates."""
         for candidate in self.candidates():
-            candidate.close(DiscardReason.CANCELLED)
-        self._run = None
+            candidate.close()
+        self.run = None

@@ -265,10 +265,9 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     def _handle_idle(self, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
-        durable = self._durable.get(batch.batch_id)
-        if durable is None:
+        if (durable := self._durable.get(batch.batch_id)) is None:
             batch.cancel("the caller disconnected")
-        elif batch.end is None:
+        else:
             durable.schedule(self._retention.resume_seconds, self._cancel_if_idle)
 
     def _cancel_if_idle(self, durable: _DurableBatch) -> None:

@@ -61,7 +61,7 @@ class BatchRun:
         answer_format: how its listeners are answered.
         replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
         interval: seconds between two polls of what candidates have generated.
-        on_idle: called when the last listener has left.
+        on_idle: called when the last listener has left before its end.
         on_end: called when it has ended, with any outcome.
         clock: monotonic seconds.
     """
@@ -89,13 +89,13 @@ class BatchRun:
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self.answer_format = answer_format
-        self.feed = EventFeed(
-            BatchStarted(self.batch_id, self.plan.policy, self.size, self.plan.shaping.return_survivors, self.sampling),
-            answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None,
-            interval,
-            replayable,
-            clock,
-        )
+        self.feed: EventFeed | None = None
+        """Its events; ``None`` if they are not streamed."""
+        if answer_format.stream is not StreamMode.OFF:
+            survivors = self.plan.shaping.return_survivors
+            first = BatchStarted(self.batch_id, self.plan.policy, self.size, survivors, self.sampling)
+            chunk = answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None
+            self.feed = EventFeed(first, chunk, interval, replayable, clock)
         self.listeners = 0
         """Number of listeners."""
         self.end: BatchEnd | None = None
@@ -208,7 +208,8 @@ class BatchRun:
         def decide(result: GroupResult) -> None:
             self._decided.add(result.number)
             results.append(result)
-            self.feed.group_ended(result)
+            if self.feed is not None:
+                self.feed.group_ended(result)
 
         tasks: dict[int, asyncio.Task[GroupResult | None]] = {}
         try:
@@ -237,7 +238,18 @@ class BatchRun:
                             decide(result)
         finally:
             self._ticket.release()
-            await self._cancel(tasks)
+            for number, task in tasks.items():
+                if number not in self._started:
+                    task.cancel()
+            try:
+                for task in tasks.values():
+                    if not task.done():
+                        task.cancel()
+                        await asyncio.sleep(0)  # each stops its candidates, so they take turns
+            finally:  # also if this is cancelled
+                for task in tasks.values():
+                    task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
             for group in self._groups:
                 if group.number not in self._started:
                     group.allocation.drop()
@@ -275,21 +287,16 @@ class BatchRun:
         if self.end is not None:
             return
         self.end = end
-        self.feed.batch_ended(end)
+        if self.feed is not None:
+            self.feed.batch_ended(end)
         self._ended.set()
         decided = len(end.results) if isinstance(end, BatchDone) else 0
         seconds = round(self._clock() - self._started_at, 3)
-        policy = self.plan.policy
+        fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
         logger.info(
             "rollouts %s: %d of %d prompts decided in %.3f s",
-            *(self.batch_id, decided, self.size, seconds),
-            extra={
-                "batch_id": self.batch_id,
-                "prompts": self.size,
-                "decided": decided,
-                "policy": policy,
-                "seconds": seconds,
-            },
+            *fields.values(),
+            extra={**fields, "policy": self.plan.policy},
         )
         self._on_end(self)
 
@@ -304,21 +311,6 @@ class BatchRun:
         known = [mean for mean in means.values() if mean is not None]
         usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
         return sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
-
-    async def _cancel(self, tasks: Mapping[int, asyncio.Task[GroupResult | None]]) -> None:
-        """Cancel the tasks of all groups, and wait for their ends. Each stops its candidates, so they take turns."""
-        for number, task in tasks.items():
-            if number not in self._started:
-                task.cancel()
-        try:
-            for task in tasks.values():
-                if not task.done():
-                    task.cancel()
-                    await asyncio.sleep(0)
-        finally:  # also if this is cancelled
-            for task in tasks.values():
-                task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     # --- one group ----------------------------------------------------------
 
@@ -435,11 +427,10 @@ class BatchRun:
 
 
 class Listener:
-    """Read the events of a batch for one caller. As a context manager it counts as a listener of the batch."""
+    """Read the events of a streamed batch for one caller. As a context manager it counts as a listener of any."""
 
     def __init__(self, batch: BatchRun, after: int) -> None:
         self._batch = batch
-        self._feed = batch.feed
         self._number = after
 
     def __enter__(self) -> Self:
@@ -448,20 +439,23 @@ class Listener:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._batch.listeners -= 1
-        if not self._batch.listeners:
+        if not self._batch.listeners and self._batch.end is None:
             self._batch.on_idle(self._batch)
 
     def next_nowait(self) -> tuple[int, Event] | None:
         """The next event and its number; ``None`` if there is none yet."""
-        found = self._feed.next_after(self._number)
+        assert self._batch.feed is not None
+        found = self._batch.feed.next_after(self._number)
         if found is not None:
             self._number = found[0]
         return found
 
     async def next(self) -> tuple[int, Event] | None:
         """Wait for the next event and its number; ``None`` after the last. Safe to cancel: no event is lost."""
+        feed = self._batch.feed
+        assert feed is not None
         while (found := self.next_nowait()) is None:
-            if self._feed.ends_at(self._number):
+            if feed.ends_at(self._number):
                 return None
-            await self._feed.wait()
+            await feed.wait()
         return found

@@ -138,11 +138,11 @@ def test_a_requested_budget_is_not_scaled() -> None:
     assert sum(grant.candidates for grant in allocations) == 96
 
 
-def test_the_cohorts_terms_have_the_scaled_mean() -> None:
+def test_the_cohorts_record_has_the_scaled_mean() -> None:
     allocator = new_allocator(prompts(), scale=0.5)
     batch = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), [f"p{i}" for i in range(8)])[0].cohort
     assert batch is not None
-    assert batch.terms.mean_candidates == 10
+    assert batch.record.mean_candidates == 10
 
 
 # --- deadlines --------------------------------------------------------------------
@@ -157,22 +157,22 @@ def cohort_of(allocator: Allocator, shaping: Shaping, groups: int) -> Cohort:
     return first.cohort
 
 
-@pytest.mark.parametrize(("groups", "few"), [(MIN_COHORT - 1, True), (MIN_COHORT, False)])
-def test_a_few_groups_are_known_as_such_and_explore_as_others_do(groups: int, few: bool) -> None:
-    terms = cohort_of(new_allocator(prompts()), EXPLORING, groups).terms
-    assert (terms.groups, terms.few, terms.explored) == (groups, few, True)
+@pytest.mark.parametrize("groups", [MIN_COHORT - 1, MIN_COHORT])
+def test_a_few_groups_explore_as_others_do(groups: int) -> None:
+    record = cohort_of(new_allocator(prompts()), EXPLORING, groups).record
+    assert (record.groups, record.explored) == (groups, True)
 
 
 def test_a_cohort_has_what_recent_groups_needed_and_a_few_groups_have_it_as_their_deadline() -> None:
     documents = prompts()
     documents.put("deadline", f"cut/{SIZE}", {"value": "[30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0]"})
     allocator = new_allocator(documents)
-    terms = cohort_of(allocator, EXPLORING, MIN_COHORT).terms
-    assert terms.deadline == replace(EXPLORING.deadline or Deadline(), recent=30)
-    assert terms.tokens is None
-    alone = cohort_of(allocator, EXPLORING, 1).terms
-    assert alone.deadline == EXPLORING.deadline
-    assert alone.tokens == 43, "a third of them was cut"
+    cohort = cohort_of(allocator, EXPLORING, MIN_COHORT)
+    assert cohort.rule == replace(EXPLORING.deadline or Deadline(), recent=30)
+    assert cohort.deadline.tokens is None
+    alone = cohort_of(allocator, EXPLORING, 1)
+    assert alone.rule == EXPLORING.deadline
+    assert alone.deadline.tokens == 43, "a third of them was cut"
 
 
 def test_the_load_reduces_what_groups_get_but_for_a_budget() -> None:

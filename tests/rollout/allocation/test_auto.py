@@ -286,7 +286,10 @@ async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_fro
     assert record.cut > 0
     allocation, *_ = await allocate(made, "next")
     assert allocation.cohort is not None
-    assert allocation.cohort.tokens == allocation.cohort.bound is not None
+    tokens, rule = allocation.cohort.deadline.tokens, allocation.cohort.rule
+    assert tokens is not None
+    assert rule is not None
+    assert rule.bound_of(tokens) == tokens
 
 
 async def test_an_options_deadline_is_stretched_by_what_that_option_has_lost() -> None:

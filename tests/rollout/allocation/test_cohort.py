@@ -1,140 +1,90 @@
-"""Cohorts: the deadline that their groups determine together, and their record."""
+"""Cohorts: the deadline that their groups determine together is passed on, and their record."""
 
 import asyncio
-from typing import Any
+from functools import partial
 
 import pytest
 
 from darts_server.policy.deadline import Deadline
 from darts_server.records import CohortRecord
-from darts_server.rollout.allocation.cohort import Cohort, CohortTerms
+from darts_server.rollout.allocation.cohort import Cohort
 
 pytestmark = pytest.mark.anyio
 SURE = Deadline(exploration=0.0)
 
 
-class RecordingMember:
-    """A member that records the deadlines that it gets."""
-
-    def __init__(self) -> None:
-        self.deadlines: list[int] = []
-        self.bounds: list[int] = []
-
-    def set_deadline(self, tokens: int, bound: int) -> None:
-        self.deadlines.append(tokens)
-        self.bounds.append(bound)
-
-
 class CohortHarness:
-    """A cohort and its members."""
+    """A cohort whose groups are numbers, and the deadlines that they get."""
 
-    def __init__(self, groups: int, deadline: Deadline | None = SURE, **terms: Any) -> None:  # of `CohortTerms`
+    def __init__(self, groups: int, rule: Deadline = SURE, explored: bool = False, tokens: int | None = None) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
-        self.cohort = Cohort(
-            CohortTerms("cut", groups, 12.5, 3.25, deadline, **terms),
-            self.records.append,
-            lambda: self.now,
-        )
-        self.members: list[RecordingMember] = []
+        record = CohortRecord("cut", groups, 12.5, explored=explored, predicted_seconds=3.25)
+        self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, tokens=tokens)
+        self.deadlines: list[list[tuple[int, int]]] = []
 
-    def join(self, count: int = 1) -> list[RecordingMember]:
-        new = [RecordingMember() for _ in range(count)]
-        self.members += new
-        for member in new:
-            self.cohort.join(member)
-        return new
+    def join(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.deadlines.append([])
+            group = len(self.deadlines) - 1
+            self.cohort.join(group, partial(self._set_deadline, group))
+
+    def _set_deadline(self, group: int, tokens: int, bound: int) -> None:
+        self.deadlines[group].append((tokens, bound))
 
     def need(self, *tokens: int) -> None:
         """The first groups report what they need, in order."""
-        for member, each in zip(self.members, tokens, strict=False):
-            self.cohort.report_need(member, each)
-
-    @property
-    def deadlines(self) -> list[list[int]]:
-        return [member.deadlines for member in self.members]
+        for group, each in enumerate(tokens):
+            self.cohort.report_need(group, each)
 
 
 async def turn() -> None:
     await asyncio.sleep(0)
 
 
-# --- how long it takes ----------------------------------------------------------
+# --- the deadline -----------------------------------------------------------------
 
 
-async def test_its_seconds_count_from_the_start_of_its_first_group() -> None:
-    harness = CohortHarness(2)
-    assert not harness.cohort.has_started
-    for harness.now in (15.0, 16.0):
-        harness.join()
-    harness.now = 18.0
-    for member in harness.members:
-        harness.cohort.end_group(member)
-    assert [record.measured_seconds for record in harness.records] == [3.0]
-
-
-async def test_a_cohort_of_which_nothing_started_took_no_time() -> None:
-    harness = CohortHarness(1)
-    harness.now = 18.0
-    harness.cohort.drop_group()
-    assert [record.measured_seconds for record in harness.records] == [0.0]
-
-
-# --- when the deadline is known -----------------------------------------------
-
-
-@pytest.mark.parametrize(("groups", "quantile", "rank"), [(1, 0.9, 1), (8, 0.9, 8), (10, 0.9, 9), (20, 0.5, 10)])
-async def test_the_deadline_is_set_when_the_group_of_the_quantiles_rank_has_reported(
-    groups: int, quantile: float, rank: int
-) -> None:
+@pytest.mark.parametrize(("groups", "quantile", "rank"), [(1, 0.9, 1), (10, 0.9, 9), (20, 0.5, 10)])
+async def test_the_deadline_is_set_once_in_the_turn_after_it_is_known(groups: int, quantile: float, rank: int) -> None:
     harness = CohortHarness(groups, Deadline(quantile, exploration=0.0))
     harness.join(groups)
-    for reports in range(1, rank):
-        harness.cohort.report_need(harness.members[reports - 1], 10 * reports)
-        await turn()
-        assert harness.cohort.tokens is None
-    harness.cohort.report_need(harness.members[rank - 1], 10 * rank)
+    harness.need(*range(1, rank))
+    await turn()
+    assert harness.cohort.deadline.tokens is None
+    harness.cohort.report_need(rank - 1, 10 * rank)
     assert harness.deadlines == [[]] * groups, "the group that has just reported has not acted on its event yet"
     await turn()
-    assert harness.deadlines == [[10 * rank]] * groups
-    harness.cohort.report_need(harness.members[-1], 1)
+    harness.cohort.report_minimum(groups - 1, 1)
     await turn()
-    assert harness.deadlines == [[10 * rank]] * groups, "set once"
+    assert harness.deadlines == [[(10 * rank, 20 * rank)]] * groups
 
 
 async def test_groups_that_end_without_a_report_do_not_delay_the_deadline() -> None:
     harness = CohortHarness(10)
-    harness.join(10)
+    harness.join(9)
     harness.need(1, 2, 3, 4, 5)
-    for failed in harness.members[5:8]:
+    for failed in (5, 6, 7, None):  # the tenth never came
         harness.cohort.end_group(failed)
-    harness.cohort.drop_group()  # the tenth never came
     await turn()
-    assert harness.cohort.tokens is None, "five of six are known, and 0.9 of six are all six"
-    harness.cohort.end_group(harness.members[8])
+    assert harness.cohort.deadline.tokens is None, "five of six are known, and 0.9 of six are all six"
+    harness.cohort.report_minimum(8, None)
     await turn()
-    assert harness.deadlines[:5] == [[5]] * 5
+    assert harness.deadlines[:5] == [[(5, 10)]] * 5
 
 
-async def test_groups_that_ended_after_their_report_still_count_but_get_no_deadline() -> None:
-    harness = CohortHarness(3)
-    harness.join(3)
-    harness.need(7, 8)
-    harness.cohort.end_group(harness.members[0])
-    harness.cohort.end_group(harness.members[1])
-    assert harness.cohort.tokens is None
-    harness.cohort.report_need(harness.members[2], 9)
-    await turn()
-    assert harness.deadlines == [[], [], [9]]
-
-
-async def test_a_group_that_ends_before_the_next_turn_gets_no_deadline() -> None:
+@pytest.mark.parametrize("ends_before", [False, True])
+async def test_groups_that_ended_after_their_report_still_count_but_get_no_deadline(ends_before: bool) -> None:
     harness = CohortHarness(2)
     harness.join(2)
-    harness.need(7, 8)
-    harness.cohort.end_group(harness.members[1])
+    harness.cohort.report_need(0, 8)
+    if ends_before:
+        harness.cohort.end_group(0)
+    harness.cohort.report_need(1, 7)
+    if not ends_before:  # in the turn in which it is known
+        harness.cohort.end_group(0)
     await turn()
-    assert harness.deadlines == [[8], []]
+    assert harness.deadlines == [[], [(8, 16)]]
 
 
 async def test_a_group_that_joins_late_gets_the_deadline_once_in_a_later_turn() -> None:
@@ -142,48 +92,22 @@ async def test_a_group_that_joins_late_gets_the_deadline_once_in_a_later_turn() 
     harness.join(2)
     harness.need(7, 8)
     await turn()
-    [late] = harness.join()
-    assert late.deadlines == []
+    harness.join()
+    assert harness.deadlines[2] == []
     await turn()
-    assert harness.deadlines == [[8], [8], [8]]
+    assert harness.deadlines == [[(8, 16)]] * 3
 
 
-async def test_a_deadline_known_from_the_start_is_set_for_every_member() -> None:
+async def test_a_deadline_known_from_the_start_is_set_for_every_group() -> None:
     harness = CohortHarness(2, tokens=33)
     harness.join(2)
     await turn()
     harness.need(50, 60)
     await turn()
-    assert harness.deadlines == [[33], [33]]
+    assert harness.deadlines == [[(33, 66)]] * 2
 
 
-async def test_groups_that_can_only_be_complete_beyond_the_bound_do_not_delay_the_deadline() -> None:
-    harness = CohortHarness(8)
-    harness.join(8)
-    harness.need(10, 10, 10, 10, 10)
-    assert harness.cohort.waits_beyond is None, "five of eight are too few"
-    harness.cohort.report_need(harness.members[5], 12)
-    assert harness.cohort.waits_beyond == 24
-    harness.cohort.report_minimum(harness.members[6], None)
-    harness.cohort.report_minimum(harness.members[7], 24)
-    await turn()
-    assert harness.deadlines == [[]] * 8
-    harness.cohort.report_minimum(harness.members[7], 25)
-    await turn()
-    assert (harness.cohort.tokens, harness.cohort.bound, harness.cohort.waits_beyond) == (12, 24, None)
-    assert [(m.deadlines, m.bounds) for m in harness.members] == [([12], [24])] * 8
-
-
-async def test_a_minimum_is_forgotten_once_the_group_reports_its_need_or_ends() -> None:
-    harness = CohortHarness(9)
-    harness.join(9)
-    harness.need(10, 10, 10, 10, 10, 12, 12)
-    harness.cohort.report_minimum(harness.members[7], 90)
-    harness.cohort.report_need(harness.members[7], 13)
-    assert (harness.cohort.tokens, harness.cohort.waits_beyond) == (None, 26)
-    harness.cohort.report_minimum(harness.members[8], 20)
-    harness.cohort.end_group(harness.members[8])
-    assert harness.cohort.tokens == 13
+# --- the record ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [None, 33])
@@ -193,23 +117,27 @@ async def test_explored_groups_get_no_deadline_but_the_record_has_it(tokens: int
     harness.need(7, 8)
     await turn()
     assert harness.deadlines == [[], []]
-    for member in harness.members:
-        harness.cohort.end_group(member)
+    for group in range(2):
+        harness.cohort.end_group(group)
     [record] = harness.records
     assert (record.explored, record.deadline) == (True, tokens or 8)
 
 
-# --- the record ----------------------------------------------------------------
-
-
 async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_dropped() -> None:
     harness = CohortHarness(4)
-    harness.join(3)
+    for harness.now in (11.0, 12.0, 13.0):  # its seconds count from the first
+        harness.join()
     harness.need(5, 6, 7)
-    harness.cohort.end_group(harness.members[0])
-    harness.cohort.drop_group()
-    harness.cohort.end_group(harness.members[1])
+    for group in (0, None, 1):
+        harness.cohort.end_group(group)
     assert harness.records == []
-    harness.now = 14.5
-    harness.cohort.end_group(harness.members[2])
+    harness.now = 15.5
+    harness.cohort.end_group(2)
     assert harness.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
+
+
+async def test_a_cohort_of_which_nothing_started_took_no_time() -> None:
+    harness = CohortHarness(1)
+    harness.now = 18.0
+    harness.cohort.end_group()
+    assert [record.measured_seconds for record in harness.records] == [0.0]

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,12 @@ from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.allocation.allocator import Allocator
-from darts_server.rollout.allocation.cohort import Allocation, Cohort, CohortTerms
+from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.learned.statistics import MIN_COHORT
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason
-from tests.rollout.allocation.test_cohort import SURE, RecordingMember, turn
+from tests.rollout.allocation.test_cohort import SURE, turn
 from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
 
 pytestmark = pytest.mark.anyio
@@ -86,13 +85,12 @@ async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_fr
     assert isinstance(grants[0], Allocation)
     batch = grants[0].cohort
     assert batch is not None
-    members = [RecordingMember() for _ in grants]
-    for need, member in enumerate(members, 1):
-        batch.join(member)
-        batch.report_need(member, need)
-    assert batch.tokens == 9, "0.9 of the nine that are left are all nine"
-    for member in members:
-        batch.end_group(member)
+    for need, group in enumerate(grants, 1):
+        batch.join(id(group), lambda tokens, bound: None)
+        batch.report_need(id(group), need)
+    assert batch.deadline.tokens == 9, "0.9 of the nine that are left are all nine"
+    for group in grants:
+        batch.end_group(id(group))
     assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
 
 
@@ -121,9 +119,9 @@ def gathered(harness: Harness, name: str, candidates: int) -> GroupRun[str, list
     return run
 
 
-def a_batch(harness: Harness, groups: int, **terms: Any) -> Cohort:
-    made = CohortTerms("cut", groups, 6.0, None, SURE, **terms)
-    return Cohort(made, harness.recorder.cohorts.append, lambda: harness.engine.now)
+def a_batch(harness: Harness) -> Cohort:
+    record = CohortRecord("cut", 1, 6.0)
+    return Cohort(record, SURE, harness.recorder.cohorts.append, lambda: harness.engine.now)
 
 
 async def test_a_group_whose_need_is_clear_before_it_opens_reports_it_when_it_opens() -> None:
@@ -132,9 +130,9 @@ async def test_a_group_whose_need_is_clear_before_it_opens_reports_it_when_it_op
     await settle()
     for _ in range(5):
         await harness.engine.step()
-    batch = a_batch(harness, 1)
+    batch = a_batch(harness)
     run.open(Shaping(num_longest=0).selection_rule(1), Allocation(3, batch))
-    assert batch.tokens == 5
+    assert batch.deadline.tokens == 5
     run.cancel()
 
 
@@ -143,7 +141,7 @@ async def test_a_group_that_failed_before_it_opened_is_dropped_from_its_cohort()
     harness.engine.start_error = EngineRefused("no")
     run = gathered(harness, "p", 4)
     await settle()
-    run.open(DARTS_CUT.selection_rule(4), Allocation(6, a_batch(harness, 1)))
+    run.open(DARTS_CUT.selection_rule(4), Allocation(6, a_batch(harness)))
     with pytest.raises(EngineRefused):
         await collect(run)
     assert len(harness.recorder.cohorts) == 1
@@ -173,12 +171,12 @@ async def test_the_record_has_no_deadline_that_did_not_apply_to_the_group() -> N
     script = [Script(2), Script(2), Script(2, delay=11), Script(12, finish_reason=FinishReason.LENGTH), Script(3)]
     harness = Harness(lambda _, index: script[index], {"cut": DARTS_CUT})
     run = harness.collect("p", "cut", (TAIL_SEED_FOR_3,))
-    batch = a_batch(harness, 1)
+    batch = a_batch(harness)
     run.open(DARTS_CUT.selection_rule(4), Allocation(5, batch))
     task = asyncio.create_task(collect(run))
     await harness.engine.run()
     assert {t.index: len(t.output) for t in await task} == {0: 2, 1: 2, 2: 2, 3: 12}
-    assert batch.tokens == 3
+    assert batch.deadline.tokens == 3
     assert harness.record("p").deadline is None
 
 

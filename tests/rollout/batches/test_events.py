@@ -151,6 +151,7 @@ async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -
         assert await listener.next() is not None
         for _ in range(190):
             await harness.engine.step()
+        assert batch.feed is not None
         assert len(batch.feed._log) == 1
         events = [await listener.next() for _ in range(6)]
     assert all(
@@ -163,6 +164,7 @@ async def test_events_of_a_batch_without_replay_are_not_kept() -> None:
     batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     assert len(events) > 20
+    assert batch.feed is not None
     assert len(batch.feed._log) == 0
 
 
@@ -225,6 +227,7 @@ async def test_slow_polls_are_done_less_often() -> None:
     listening = asyncio.ensure_future(read_events(batch))
     for _ in range(10):
         await harness.engine.step()
+    assert batch.feed is not None
     events = batch.feed.last_number
     assert events > 1
     for seconds, more in ((9.9, False), (0.2, True)):

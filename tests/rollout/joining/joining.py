@@ -256,7 +256,7 @@ class JoiningHarness:
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""
-        groups = [g for groups in self.rollouts.joiner._groups.values() for g in groups]
+        groups = [g for groups in self.rollouts.joiner.groups.values() for g in groups]
         [group] = [g for g in groups if g.group_id == group_id]
         return group._seats
 
@@ -265,7 +265,7 @@ class JoiningHarness:
         await settle()
         assert self.engine.running == []
         assert self.rollouts.running == 0
-        assert self.rollouts.joiner._groups == {}
+        assert self.rollouts.joiner.groups == {}
         assert asyncio.all_tasks() == self._others
 
 

@@ -1,25 +1,32 @@
 """Groups put together from single requests: each sentence of the contract by itself."""
 
 import asyncio
+import logging
+import re
 
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import ServerStopping
+from darts_server.exceptions import EngineDead, EngineRefused, ServerStopping
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord
+from darts_server.rollout.candidates import CandidateRunner
+from darts_server.rollout.joining import WINDOW
 from darts_server.rollout.observers.provenance import Provenance
+from darts_server.rollout.plan import Limits
 from darts_server.serving.admission import Caller as From
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
+    NAMED_WAIT,
     POLICIES,
     SAMPLED,
     SHORTEST,
     WAIT,
     Caller,
     JoiningHarness,
+    SignedOutput,
     by_caller,
     finish,
     same_group,
@@ -31,10 +38,6 @@ TRIALS = 80
 """Draws of one of four seats: enough that each way of falling is seen but once in ten thousand million runs."""
 LONG_TAIL = 5
 """A seed of tail_seed with which one of the last two of six candidates is the first to be drawn."""
-
-
-def indices(callers: list[Caller]) -> list[tuple[str, int]]:
-    return sorted((c.result.request, c.result.index) for c in callers)
 
 
 # --- seats and the seal ----------------------------------------------------------
@@ -107,8 +110,10 @@ async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, w
     await harness.engine.step()
     for caller in callers:
         caller.disconnect()
-    await harness.assert_empty()
+    await settle()
+    assert harness.engine.running == []
     await harness.advance_clock(window)
+    await harness.assert_empty()
     assert len(harness.recorder.cohorts) == (1 if come == 4 and not window else 0)
     [record] = harness.recorder.records
     assert record.outcome is Outcome.CANCELLED
@@ -256,6 +261,163 @@ async def test_groups_that_are_closed_together_are_allocated_together() -> None:
     [batch] = harness.recorder.cohorts
     assert isinstance(batch, CohortRecord)
     assert (batch.groups, batch.mean_candidates) == (9, 6)
+
+
+# --- requests that come one after another, as from a pool of trajectories of limited size ---
+
+
+def observed(harness: JoiningHarness) -> list[bool]:
+    """Whether each group was full when it was sealed."""
+    sealed: list[bool] = []
+    harness.rollouts.observers.group_sealed.add(sealed.append)
+    return sealed
+
+
+@pytest.mark.parametrize("name", [None, "uid"])
+async def test_a_named_group_is_not_sealed_by_silence(name: str | None) -> None:
+    """Its trajectories may all be in their environments."""
+    harness = JoiningHarness(lengths(9), SAMPLED)
+    sealed = observed(harness)
+    for number in range(4):
+        harness.send(f"c{number}", name=name)
+        await settle()
+        await harness.advance_clock(0.9 * NAMED_WAIT)
+    await harness.engine.run()
+    assert len({caller.group_id for caller in harness.callers}) == (4 if name is None else 1)
+    assert sealed == ([False] * 4 if name is None else [True])
+
+
+async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> None:
+    """As where the pool is smaller than the group: the others come only after an answer."""
+    harness = JoiningHarness(lengths(9), SAMPLED)
+    sealed = observed(harness)
+    harness.send("c0", name="uid")
+    harness.send("c1", name="uid")
+    await settle()
+    for others in range(6):
+        assert sealed == [False] * others
+        harness.send(f"other {others}", prompt=f"p{others}")
+        await settle()
+        await harness.advance_clock(NAMED_WAIT / 6)
+    assert sealed == [False] * 7
+    assert harness.callers[0].group_id == harness.callers[1].group_id
+    await harness.engine.run()
+    assert all(caller.is_answered for caller in harness.callers)
+    await harness.assert_empty()
+
+
+async def test_a_named_group_waits_at_least_as_long_as_another() -> None:
+    harness = JoiningHarness(lengths(9), SAMPLED, wait=2 * NAMED_WAIT)
+    sealed = observed(harness)
+    harness.send("c0", name="uid")
+    await settle()
+    await harness.advance_clock(1.9 * NAMED_WAIT)
+    assert sealed == []
+    await harness.advance_clock(0.1 * NAMED_WAIT)
+    assert sealed == [False]
+    await harness.engine.run()
+    await harness.assert_empty()
+
+
+async def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_sealed
+    with caplog.at_level(logging.WARNING):
+        for number in range(3 * WINDOW):
+            report(full=number % 3 > 0, planned=8)
+        assert len(caplog.records) == 1
+        assert "sealed with fewer than 8" in caplog.text
+        for _ in range(WINDOW):
+            report(full=True, planned=8)
+        for _ in range(WINDOW):
+            report(full=False, planned=8)
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("session", "name"),
+    [("uid_3", "uid"), ("a_b_12", "a_b"), ("uid", None), ("uid_x", None), ("_1", None), (None, None)],
+)
+def test_a_session_names_its_group_if_it_matches_the_pattern(session: str | None, name: str | None) -> None:
+    assert Limits(8, group_pattern=re.compile("(.+)_[0-9]+")).group_name(session) == name
+    assert Limits(8).group_name(session) is None
+
+
+# --- the engine, the store or our own code fails: every caller gets an error at once ---
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("error", [EngineDead, EngineRefused])
+async def test_a_refusing_engine_fails_every_caller_at_once(count: int, error: type[Exception]) -> None:
+    harness = JoiningHarness(lengths(9), SAMPLED)
+    harness.engine.start_error = error("no")
+    callers = [harness.send(f"c{i}") for i in range(count)]
+    await harness.assert_empty()  # without waiting for the timeout
+    assert [type(c.task.exception()) for c in callers] == [error] * count
+    assert [r.outcome for r in harness.recorder.records] == [Outcome.FAILED]
+    assert harness.engine.started == []
+
+
+async def test_a_failing_store_fails_every_caller() -> None:
+    harness = JoiningHarness(lengths(9), POLICIES["adaptive"])
+
+    def broken(kind: str, key: str) -> None:
+        raise OSError("the disk is gone")
+
+    harness.store.get = broken  # type: ignore[method-assign]  # to fail
+    callers = [harness.send(f"c{i}") for i in range(4)]
+    await harness.assert_empty()
+    assert [str(c.task.exception()) for c in callers] == ["the disk is gone"] * 4
+    assert [r.outcome for r in harness.recorder.records] == [Outcome.CANCELLED]
+
+
+async def test_a_bug_fails_every_caller(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = JoiningHarness(lengths(9), SHORTEST)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("recorder broke")
+
+    monkeypatch.setattr(CandidateRunner, "_handle_result", broken)
+    callers = await harness.send_all()
+    assert {str(r) for r in await finish(harness, callers) if isinstance(r, Exception)} == {"recorder broke"}
+    assert "group group-c0 failed" in caplog.text
+
+
+async def test_aborting_one_request_ends_its_wait_alone_and_leaves_its_seat() -> None:
+    harness = by_caller(3, 10, 11, 12, 50)
+    callers = await harness.send_all()
+    harness.rollouts.abort("c2")
+    await settle()
+    assert callers[2].result == SignedOutput("p:c2", 0, 0), "its own candidate's tokens so far"
+    late = harness.send("late")
+    await finish(harness, [c for c in [*callers, late] if c is not callers[2]])
+    assert late.group_id == "group-c0"
+    assert sorted(c.result.tokens for c in [*callers, late] if c is not callers[2]) == [3, 10, 12, 50]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_aborting_a_group_ends_it_for_all_at_once(sealed: bool) -> None:
+    harness = JoiningHarness(lengths(9), SAMPLED)
+    callers = await harness.send_all(4 if sealed else 3)
+    await harness.steps(3)
+    harness.rollouts.abort("group-c0")
+    late = harness.send("late")
+    await settle()
+    assert [c.result for c in callers] == [SignedOutput(f"p:c{i}", 0, 3) for i in range(len(callers))]
+    assert late.group_id == "group-late"
+    harness.rollouts.abort("late")
+    await harness.assert_empty()
+
+
+async def test_a_group_that_fails_while_it_waits_for_its_allocation_leaves_its_cohort() -> None:
+    harness = JoiningHarness(lengths(9), POLICIES["adaptive"], window=1.0)
+    callers = await harness.send_all()
+    harness.engine.kill()
+    await settle()
+    assert len(harness.recorder.records) == 1
+    await harness.advance_clock(1.0)
+    await harness.assert_empty()
+    assert [type(c.task.exception()) for c in callers] == [EngineDead] * 4
+    assert len(harness.recorder.cohorts) == 1
 
 
 # --- the server stops --------------------------------------------------------
