@@ -257,11 +257,6 @@ def test_observations_without_any_token_are_refused(nothing: list[Observation]) 
         estimate_lengths(nothing)
 
 
-def test_a_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
-        Observation(-1)
-
-
 # --- keys -------------------------------------------------------------------
 
 
@@ -314,7 +309,6 @@ def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
     assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
     second = update_stats(first, ended(30, 30, 30), 4)
     assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4)
-    assert update_stats(first, ended(30, 30, 30), None, alpha=1) == PromptStats(0, 30, 2, 5, None)
 
 
 def test_a_group_of_one_does_not_change_the_std() -> None:
@@ -323,12 +317,6 @@ def test_a_group_of_one_does_not_change_the_std() -> None:
     second = update_stats(first, ended(10, 20), 1)
     assert second.std_ema == pytest.approx(math.sqrt(50))
     assert update_stats(second, ended(99), 1).std_ema == second.std_ema
-
-
-@pytest.mark.parametrize("alpha", [0, -0.1, 1.1, math.nan])
-def test_alpha_out_of_range_is_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
-        update_stats(None, ended(1, 2), 0, alpha)
 
 
 def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.policy.allocation import (
     ShadowPrice,
-    ShadowPriceState,
     allocate_by_std,
     allocate_evenly,
     cv_log_mean,
@@ -37,7 +36,7 @@ Kind = tuple[str, int]
 """Policy and group size: groups that are allocated together must be comparable."""
 
 PRICE_KIND = "price"
-PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)}
+PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPrice(**value)}
 """How values are parsed, by kind."""
 
 
@@ -320,10 +319,9 @@ class Allocator:
             return self._even(kind, mean, len(stds)), mean
         if len(stds) >= MIN_COHORT:
             return allocate_by_std(stds, budget=sum(self._even(kind, mean, len(stds))), low=low, high=high), mean
-        price = ShadowPrice(mean, low, high, self._prices.load(_name(*kind)))
-        counts = [price.candidates(std) for std in stds]
-        recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
-        self._prices.save(_name(*kind), {"recent": list(recent), "debt": debt, "carry": carry})
+        price: ShadowPrice = self._prices.load(_name(*kind)) or ShadowPrice()
+        counts = [price.candidates(std, mean, low, high) for std in stds]
+        self._prices.save(_name(*kind), asdict(price))
         return counts, mean
 
     def _mean(self, shaping: Shaping, size: int) -> float:
