@@ -216,19 +216,6 @@ def test_a_state_is_not_changed_by_later_observations() -> None:
 # --- what is refused --------------------------------------------------------
 
 
-@pytest.mark.parametrize("ratio", [-0.1, math.nan, math.inf])
-def test_a_ratio_out_of_range_is_refused_with_its_whole_group(ratio: float) -> None:
-    profile = LengthProfile()
-    with pytest.raises(ValueError, match="ratios must be finite and at least 0"):
-        profile.observe([(1.0, False), (ratio, True)])
-    assert profile.state == ProfileState()
-
-
-def test_zero_quantiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="n must be at least 1"):
-        LengthProfile().quantiles(0)
-
-
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])
 def test_a_state_out_of_range_or_with_other_bins_is_refused(count: float) -> None:
     bins = len(EDGES) - 1
