@@ -172,11 +172,12 @@ class Group:
         """
         for event in events:
             self._apply(event)
-        if self.outcome is not None or not self.candidates or self.is_paused:
+        if self.outcome is not None or not self.candidates or self._owed is not None:
             return []
-        if not self.is_open:
+        if self.rule is UNOPENED:
             return list(self._give_up()) if self._failed_for_good else []
-        return [*self._prune(), *self._decide()]
+        decisions = list(self._prune()) if self._pending_scores else []
+        return [*decisions, *self._decide()] if self._needs_decision else decisions
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
         """Stop everything, as the caller has disconnected, or for another ``reason``."""
@@ -319,7 +320,10 @@ class Group:
             left = len(standings.running) + len(standings.valid)
             can_prune = self._survival_rng is not None and left > self.rule.fewest
             survival = score.survival if can_prune else 1.0
-            if candidate.sample_survival(survival):
+            # One random number serves all scores of a candidate: given that it is below the product so far, it is
+            # uniform below that, so it falls below the product with this survival with exactly this probability.
+            candidate.survival *= survival
+            if candidate.survival_draw < candidate.survival:
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1
@@ -327,8 +331,6 @@ class Group:
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _decide(self) -> Iterator[Decision]:
-        if not self._needs_decision:
-            return
         self._needs_decision = False
         selector = self.standings
         missing = self.rule.fewest - len(selector)

@@ -136,7 +136,7 @@ class LatencyState:
         object.__setattr__(self, "starts", tuple((batch, started, value) for batch, started, value in self.starts))
         if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
             raise ValueError("batches, seconds and ages must be equally many")
-        bins = set()
+        bins: set[int] = set()
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
             check_length("batches", batches, STEPS_PER_BIN)
             for batch in batches:

@@ -90,10 +90,6 @@ class Shaping:
         """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
-    def completion_place(self, size: int) -> int:
-        """Return which of a group's shortest candidates the deadline lets finish in any case."""
-        return size if self.completion_share is None else ceil(self.completion_share * size - ROUNDING)
-
     def max_candidates(self, size: int) -> int:
         """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
@@ -141,7 +137,7 @@ class Shaping:
         if self.sample_survivors:
             return SampledSurvivors(size)
         if self.completion_share is not None:
-            place = self.completion_place(size)
+            place = ceil(self.completion_share * size - ROUNDING)
             return CutTail(place, size - place, place)
         shortest, longest = self.num_shortest, self.num_longest
         if shortest is None:

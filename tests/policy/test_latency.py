@@ -197,11 +197,6 @@ def test_the_state_stays_small() -> None:
     assert max(len(steps) for steps in model.state.seconds) == STEPS_PER_BIN
 
 
-def test_an_empty_state_has_no_curve() -> None:
-    assert LatencyModel(LatencyState()).curve is None
-    assert LatencyModel().state == LatencyState()
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
