@@ -108,15 +108,6 @@ class Candidate:
             by_caller = isinstance(event, Lost) and event.by_caller
             self.reason = DiscardReason.ABORTED if by_caller else DiscardReason.FAILED
 
-    def sample_survival(self, survival: float) -> bool:
-        """Decide with probability ``survival`` whether to keep the candidate, given that it was kept so far.
-
-        One random number serves all scores of a candidate: given that it is below the product so far, it is uniform
-        below that, so it falls below the product with ``survival`` with exactly this probability.
-        """
-        self.survival *= survival
-        return self.survival_draw < self.survival
-
     def select(self, selected_as: SelectedAs) -> None:
         self.state = State.SELECTED
         self.selected_as = selected_as

@@ -40,7 +40,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.pruning.survival import weight_factor
-from darts_server.policy.selection import AllSurvivors, SelectionRule, Standings
+from darts_server.policy.selection import AllSurvivors, SelectionRule, Selector
 from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
@@ -51,7 +51,7 @@ class UniformGenerator(Protocol):
 
 
 UNOPENED = AllSurvivors(0)
-"""Follows the candidates of a group that is not open yet: this rule stops none."""
+"""The rule of a group that is not open yet: it stops none."""
 MAX_LOSSES = 3
 """How often a group may lose all that it returns with its engine."""
 
@@ -85,8 +85,10 @@ class Group:
         """Length at which every candidate is cut, set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate since the last restart."""
-        self._rule: SelectionRule | None = None
-        self._selector = UNOPENED.selector(deliver_early)  # of the rule, once the group is open
+        self.rule: SelectionRule = UNOPENED
+        """The rule that selects the group, once it is open."""
+        self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
+        """Its candidates in the order of lengths, without discarded ones and those before a restart."""
         self._check_at: dict[int, int] | None = None  # as long as nothing changed
         self._rng = rng
         self._survival_rng = survival_rng
@@ -107,34 +109,18 @@ class Group:
         self._needs_decision = True  # an event came that may change what is certain
 
     @property
-    def rule(self) -> SelectionRule:
-        """The rule that selects the group.
-
-        Raises:
-            IllegalMove: the group is not open yet.
-        """
-        if self._rule is None:
-            raise IllegalMove("the group is not open yet")
-        return self._rule
-
-    @property
     def size(self) -> int:
-        """M, the number of trajectories that are returned."""
+        """M, the number of trajectories that are returned; 0 before the group is open."""
         return self.rule.size
 
     @property
     def is_open(self) -> bool:
-        return self._rule is not None
+        return self.rule is not UNOPENED
 
     @property
     def completion_length(self) -> int | None:
         """Length of the shortest at the rule's ``completion_place`` so far; ``None`` while there are too few."""
-        return self.standings.nth_shortest(self.rule.completion_place)
-
-    @property
-    def standings(self) -> Standings:
-        """Its candidates in the order of lengths, without discarded ones and those before a restart."""
-        return self._selector
+        return self.standings.nth_shortest(self.rule.completion_place) if self.is_open else None
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -142,12 +128,12 @@ class Group:
         if self.outcome is not None:
             return {}
         if self._check_at is None:
-            self._check_at = self._selector.check_at()
+            self._check_at = self.standings.check_at()
         return self._check_at
 
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
-        if self._rule is not None:
+        if self.is_open:
             raise IllegalMove("the group is open already")
         if self._owed is not None:
             self._owed += 1
@@ -161,11 +147,11 @@ class Group:
         """
         if candidates < rule.size:
             raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
-        if self._rule is not None:
+        if self.is_open:
             raise IllegalMove("the group is open already")
         if self.outcome is not None:
             return []
-        self._rule = rule
+        self.rule = rule
         self._max_candidates = max_candidates
         self._allocated = candidates
         self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
@@ -186,11 +172,12 @@ class Group:
         """
         for event in events:
             self._apply(event)
-        if self.outcome is not None or not self.candidates or self.is_paused:
+        if self.outcome is not None or not self.candidates or self._owed is not None:
             return []
-        if self._rule is None:
+        if self.rule is UNOPENED:
             return list(self._give_up()) if self._failed_for_good else []
-        return [*self._prune(), *self._decide()]
+        decisions = list(self._prune()) if self._pending_scores else []
+        return [*decisions, *self._decide()] if self._needs_decision else decisions
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
         """Stop everything, as the caller has disconnected, or for another ``reason``."""
@@ -273,7 +260,7 @@ class Group:
             # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
             if self.deadline is None:
                 self.deadline, self.bound = event.tokens, event.bound
-                self._selector.deadline, self._selector.bound = event.tokens, event.bound
+                self.standings.deadline, self.standings.bound = event.tokens, event.bound
                 self._check_at = None
             return
         if not 0 <= event.index < len(self.candidates):
@@ -284,7 +271,7 @@ class Group:
         match event:
             case Scored() if was_running:
                 self._pending_scores.append(event)
-            case Finished() if was_running and self._selector.has_deadline:
+            case Finished() if was_running and self.standings.has_deadline:
                 # One that finished beyond the bound is cut, so that it does not matter how often progress is reported.
                 if self.bound is not None and candidate.tokens > self.bound:
                     candidate.cut_at(self.bound)
@@ -305,13 +292,13 @@ class Group:
             self._update(candidate)
 
     def _update(self, candidate: Candidate) -> None:
-        self._selector.update(candidate)
+        self.standings.update(candidate)
         self._check_at = None
 
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
-        self._selector = (self._rule or UNOPENED).selector(self._deliver_early)
-        self._selector.deadline, self._selector.bound = self.deadline, self.bound
+        self.standings = self.rule.selector_type(self.rule, self._deliver_early)
+        self.standings.deadline, self.standings.bound = self.deadline, self.bound
         self._check_at = None
         for candidate in self.candidates[self.restarted_from :]:
             self._update(candidate)
@@ -333,7 +320,10 @@ class Group:
             left = len(standings.running) + len(standings.valid)
             can_prune = self._survival_rng is not None and left > self.rule.fewest
             survival = score.survival if can_prune else 1.0
-            if candidate.sample_survival(survival):
+            # One random number serves all scores of a candidate: given that it is below the product so far, it is
+            # uniform below that, so it falls below the product with this survival with exactly this probability.
+            candidate.survival *= survival
+            if candidate.survival_draw < candidate.survival:
                 yield Keep(score.index, survival)
             else:
                 self._free_places += 1
@@ -341,10 +331,8 @@ class Group:
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _decide(self) -> Iterator[Decision]:
-        if not self._needs_decision:
-            return
         self._needs_decision = False
-        selector = self._selector
+        selector = self.standings
         missing = self.rule.fewest - len(selector)
         if missing > self._replacements_left:
             yield from self._give_up()
@@ -374,7 +362,14 @@ class Group:
                 yield self._cut(index, tokens)
 
         if not selector.running:
-            yield self._complete()
+            selection = selector.select()
+            for candidate in self.candidates:
+                if candidate.index in selection:
+                    candidate.select(selection[candidate.index])
+                elif candidate.alive:
+                    candidate.discard(self.rule.discard_reason(candidate))
+            self.outcome = Outcome.COMPLETED
+            yield Complete(dict(sorted(selection.items())))
         elif self._deliver_early:
             for index in sorted(selector.deliveries()):
                 if index not in self._delivered:
@@ -404,24 +399,13 @@ class Group:
 
     # --- outcomes -----------------------------------------------------------
 
-    def _complete(self) -> Complete:
-        selection = self._selector.select()
-        for candidate in self.candidates:
-            if candidate.index in selection:
-                candidate.select(selection[candidate.index])
-            elif candidate.alive:
-                candidate.discard(self.rule.discard_reason(candidate))
-        self.outcome = Outcome.COMPLETED
-        return Complete(dict(sorted(selection.items())))
-
     def _give_up(self) -> Iterator[Decision]:
-        error = self._last_error or GroupFailed("too few candidates could finish")
         yield from self._close(Outcome.FAILED)
-        yield GiveUp(error)
+        yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End without a complete group. Trajectories that were delivered stay selected: the caller has them."""
-        selection = self._selector.select() if self._delivered else {}
+        selection = self.standings.select() if self._delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)

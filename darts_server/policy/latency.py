@@ -13,9 +13,9 @@ kinds of engine, was off by 5 % and 17 %, since some engines' curves bend the ot
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import fmean, linear_regression, median
 
 import numpy as np
@@ -61,31 +61,13 @@ Start = tuple[int, int, float]
 class LatencyCurve:
     """PTL(b): seconds of one decode step while b sequences run, linear between the points (``batches``, ``seconds``).
 
-    Below the first point it is constant; beyond the last it rises by ``per_sequence`` seconds a sequence. Plain fields:
-    ``LatencyCurve(**json)`` restores it.
-
-    Raises:
-        ValueError: there is no point, the batches do not increase, or the curve falls somewhere or is not positive.
+    Below the first point it is constant; beyond the last it rises by ``per_sequence`` seconds a sequence. Batches
+    increase, and seconds never fall.
     """
 
     batches: tuple[float, ...]
     seconds: tuple[float, ...]
     per_sequence: float = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", tuple(self.batches))  # JSON has lists only
-        object.__setattr__(self, "seconds", tuple(self.seconds))
-        if not self.batches or len(self.batches) != len(self.seconds):
-            raise ValueError("batches and seconds must be equally many, and at least one")
-        for name, values in (("batches", self.batches), ("seconds", self.seconds)):
-            if not all(math.isfinite(x) and x > 0 for x in values):
-                raise ValueError(f"{name} must be finite and above 0, got {values}")
-        if not all(one < two for one, two in pairwise(self.batches)):
-            raise ValueError(f"batches must increase, got {self.batches}")
-        if not all(one <= two for one, two in pairwise(self.seconds)):
-            raise ValueError(f"seconds must not decrease, got {self.seconds}")
-        if not (math.isfinite(self.per_sequence) and self.per_sequence >= 0):
-            raise ValueError(f"per_sequence must be finite and at least 0, got {self.per_sequence}")
 
     def scaled(self, weight: float, slower: float = 1.0) -> "LatencyCurve":
         """Return the curve for sequences of which each stands for ``weight``, with steps ``slower`` times as long."""
@@ -154,18 +136,18 @@ class LatencyState:
         object.__setattr__(self, "starts", tuple((batch, started, value) for batch, started, value in self.starts))
         if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
             raise ValueError("batches, seconds and ages must be equally many")
+        bins: set[int] = set()
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
             check_length("batches", batches, STEPS_PER_BIN)
             for batch in batches:
                 check_count("batches", batch, 1)
-            if len({_bin_index(batch) for batch in batches}) != 1:
-                raise ValueError(f"batches must be at least one, and of one bin, got {batches}")
+            indices = {_bin_index(batch) for batch in batches}
+            if len(indices) != 1 or indices & bins:
+                raise ValueError(f"batches must be at least one, and of one bin that has no other entry, got {batches}")
+            bins |= indices
             for value in seconds:
                 check_number("seconds", value, *SECONDS)
             check_count("ages", age)
-        bins = [_bin_index(batches[0]) for batches in self.batches]
-        if len(set(bins)) != len(bins):
-            raise ValueError("batches must have one entry for each bin")
         check_length("starts", self.starts, MAX_STARTS)
         for batch, started, value in self.starts:
             check_count("starts", started, 1)
@@ -185,23 +167,25 @@ class LatencyModel:
 
     def __init__(self, state: LatencyState | None = None) -> None:
         state = state or LatencyState()
-        self._bins: dict[int, _Bin] = {}
         self._steps = 0
-        self._curve: LatencyCurve | None = None
-        self._starts = deque(state.starts, MAX_STARTS)
-        self._start_seconds: float | None = None
+        self._bins: dict[int, deque[tuple[int, float]]] = {}  # last steps with about the same batch size: it, seconds
+        self._last_step: dict[int, int] = {}  # number of the latest step of each bin
         for batches, seconds, age in zip(state.batches, state.seconds, state.ages, strict=True):
-            steps = (deque(batches, STEPS_PER_BIN), deque(seconds, STEPS_PER_BIN))
-            self._bins[_bin_index(batches[0])] = _Bin(*steps, last_step=-age)
+            index = _bin_index(batches[0])
+            self._bins[index] = deque(zip(batches, seconds, strict=True), STEPS_PER_BIN)
+            self._last_step[index] = -age
+        self._starts = deque(state.starts, MAX_STARTS)
+        self._curve: LatencyCurve | None = None
+        self._start_seconds: float | None = None
         self._is_fitted = not self._bins
 
     @property
     def state(self) -> LatencyState:
-        bins = [self._bins[index] for index in sorted(self._bins)]
+        bins = sorted(self._bins.items())
         return LatencyState(
-            batches=tuple(tuple(b.batches) for b in bins),
-            seconds=tuple(tuple(b.seconds) for b in bins),
-            ages=tuple(min(self._steps - b.last_step, LARGEST) for b in bins),
+            batches=tuple(tuple(batch for batch, _ in steps) for _, steps in bins),
+            seconds=tuple(tuple(seconds for _, seconds in steps) for _, steps in bins),
+            ages=tuple(min(self._steps - self._last_step[index], LARGEST) for index, _ in bins),
             starts=tuple(self._starts),
         )
 
@@ -224,13 +208,9 @@ class LatencyModel:
             self._starts.append((batch, started, seconds))
             return
         index = _bin_index(batch)
-        known = self._bins.get(index)
-        if known is None:
-            known = self._bins[index] = _Bin(deque(maxlen=STEPS_PER_BIN), deque(maxlen=STEPS_PER_BIN), 0)
         self._steps += 1
-        known.batches.append(batch)
-        known.seconds.append(seconds)
-        known.last_step = self._steps
+        self._last_step[index] = self._steps
+        self._bins.setdefault(index, deque(maxlen=STEPS_PER_BIN)).append((batch, seconds))
 
     @property
     def curve(self) -> LatencyCurve | None:
@@ -256,16 +236,16 @@ class LatencyModel:
 
     def _fit(self) -> LatencyCurve | None:
         points = []
-        for known in self._bins.values():
-            if len(known.seconds) < MIN_STEPS:
+        for index, steps in self._bins.items():
+            if len(steps) < MIN_STEPS:
                 continue
             # Within a bin, a step is taken to last as long as the root of its batch: half-way between flat and
             # proportional.
-            batch = median(known.batches)
-            ordered = sorted(s / math.sqrt(b) for s, b in zip(known.seconds, known.batches, strict=True))
+            batch = median(size for size, _ in steps)
+            ordered = sorted(seconds / math.sqrt(size) for size, seconds in steps)
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
             usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
-            weight = len(known.seconds) * math.exp2((known.last_step - self._steps) / HALF_LIFE)
+            weight = len(steps) * math.exp2((self._last_step[index] - self._steps) / HALF_LIFE)
             points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, MIN_WEIGHT)))
         points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:
@@ -276,27 +256,15 @@ class LatencyModel:
         # of those that run. No engine is that bad, but the slope of a few noisy points may be.
         first = max(2, bisect_right(batches, SPREAD * batches[0]))
         last = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
-        below = _slope(batches[:first], seconds[:first], bound=seconds[0] / batches[0])
-        above = _slope(batches[last:], seconds[last:], bound=seconds[-1] / batches[-1])
+        below = linear_regression(batches[:first], seconds[:first]).slope
+        below = min(max(below, 0.0), seconds[0] / batches[0])
+        above = linear_regression(batches[last:], seconds[last:]).slope
+        above = min(max(above, 0.0), seconds[-1] / batches[-1])
         if batches[0] > 1:
             seconds.insert(0, seconds[0] - below * (batches[0] - 1))
             batches.insert(0, 1)
         return LatencyCurve(tuple(batches), tuple(seconds), above)
 
 
-@dataclass(slots=True)
-class _Bin:
-    """The last steps with about the same batch size. ``last_step``: number of the latest one."""
-
-    batches: deque[int]
-    seconds: deque[float]
-    last_step: int
-
-
 def _bin_index(batch: int) -> int:
     return int(BINS_PER_OCTAVE * math.log2(batch))
-
-
-def _slope(batches: Sequence[float], seconds: Sequence[float], bound: float) -> float:
-    """Return the seconds a sequence adds, by least squares, in [0, ``bound``]."""
-    return min(max(float(linear_regression(batches, seconds).slope), 0.0), bound)

@@ -121,12 +121,7 @@ class LengthProfile:
         """Record candidates: length over mean length of the prompt, and whether it is censored.
 
         Candidates that were stopped before their first token are ignored.
-
-        Raises:
-            ValueError: a ratio is negative or not finite; nothing is recorded.
         """
-        if not all(math.isfinite(ratio) and ratio >= 0 for ratio, _ in ratios):
-            raise ValueError(f"ratios must be finite and at least 0, got {[ratio for ratio, _ in ratios]}")
         informative = [(ratio, censored) for ratio, censored in ratios if ratio > 0 or not censored]
         if not informative:
             return
@@ -140,12 +135,7 @@ class LengthProfile:
         """Return the ratios at the probabilities (i + 1/2) / n, ascending, shape (n,).
 
         Taken as equally likely values they represent the distribution. ``None`` before any candidate has finished.
-
-        Raises:
-            ValueError: ``n`` is below 1.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
         probability = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n  # of a longer one
         finished, censored = self._counts
         total = float(finished.sum())

@@ -54,11 +54,9 @@ PRIOR_VOTES = 0.5
 PRIOR_VARIATION = 0.5
 """Prior on the spread: half an observation that is off by half the mean. Matters if all known lengths are equal."""
 NEWTON_STEPS = 50
-"""A bound that is never reached: five steps are taken on average, and 14 at most in 3,000 samples of all kinds."""
+"""A bound that is never reached: four steps are taken on average, and 11 at most in 80,000 samples of all kinds."""
 NEWTON_TOLERANCE = 1e-6
 """Relative, of the shape's parameters."""
-ROUNDING = 1e-9
-"""A step that loses less log-likelihood than this does not count as overshooting."""
 ERFC_RANGE = 30.0
 """Beyond it erfc underflows, and the asymptotic form is exact to a part in a million."""
 
@@ -84,10 +82,6 @@ class Observation:
 
     tokens: int
     censored: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 0:
-            raise ValueError(f"tokens must be at least 0, got {self.tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,25 +192,14 @@ class FittedShape:
         right-censored normal sample is concave. The prior counts as `PRIOR_VOTES` deviations. The mean takes one degree
         of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
         """
-        roots = [_root(x) for x in finished]
-        rooted = Counter(_root(c + 0.5) for c in censored)  # longer than c means at least c + 1, rounded
+        roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
+        rooted = Counter((c + 0.5) ** (1 / SHAPE_ROOT) for c in censored)  # longer than c means at least c + 1, rounded
         scale = (math.fsum(roots) + math.fsum(rooted.elements())) / (len(finished) + len(censored))
         known, limits = [y / scale for y in roots], {c / scale: n for c, n in rooted.items()}  # all average one
         count, total, freedom = len(known), math.fsum(known), len(known) - 1 + PRIOR_VOTES
         squares = math.fsum(y * y for y in known) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
-
-        def log_likelihood(location: float, precision: float) -> float:
-            """Up to a constant."""
-            if precision <= 0:
-                return -math.inf
-            deviations = precision**2 * squares - 2 * precision * location * total + count * location**2
-            survived = sum(n * _log_survival(precision * c - location) for c, n in limits.items())
-            return freedom * math.log(precision) - deviations / 2 + survived
-
         precision = math.sqrt(freedom / (squares - total**2 / count))
-        location = precision * total / count
-        value = log_likelihood(location, precision)
-        steps, moved = NEWTON_STEPS, math.inf
+        location, steps, moved = precision * total / count, NEWTON_STEPS, math.inf
         while steps and moved > NEWTON_TOLERANCE * (abs(location) + precision):
             # Newton's step: minus the inverse of the second derivatives, times the first.
             to_location = precision * total - count * location
@@ -234,11 +217,10 @@ class FittedShape:
             determinant = twice_location * twice_precision - mixed**2
             by_location = (mixed * to_precision - twice_precision * to_location) / determinant
             by_precision = (mixed * to_location - twice_location * to_precision) / determinant
-            # A step that overshoots is halved.
-            while (better := log_likelihood(location + by_location, precision + by_precision)) < value - ROUNDING:
-                by_location, by_precision = by_location / 2, by_precision / 2
-            location, precision, value = location + by_location, precision + by_precision, better
-            steps, moved = steps - 1, abs(by_location) + abs(by_precision)
+            # Few lengths far below the stopped ones make it overshoot. It does not if it leaves half of the precision.
+            share = 1.0 if by_precision >= -precision / 2 else -precision / 2 / by_precision
+            location, precision = location + share * by_location, precision + share * by_precision
+            steps, moved = steps - 1, share * (abs(by_location) + abs(by_precision))
         wait = (sum(finished) + sum(censored)) / len(finished)
         return FittedShape(scale * location / precision, scale / precision, wait)
 
@@ -249,7 +231,7 @@ class FittedShape:
         E[Z^j | Z > z] = (j - 1) E[Z^(j-2) | Z > z] + z^(j-1) hazard(z). Both are bounded by those of a constant chance
         to end from here on, one in ``wait`` tokens.
         """
-        z = (_root(tokens + 0.5) - self.mean) / self.std
+        z = ((tokens + 0.5) ** (1 / SHAPE_ROOT) - self.mean) / self.std
         powers = [1.0, _hazard(z)]  # E[Z^j | Z > z]
         for j in range(2, 2 * SHAPE_ROOT + 1):
             powers.append((j - 1) * powers[j - 2] + z ** (j - 1) * powers[1])
@@ -262,22 +244,11 @@ class FittedShape:
         return min(moment(SHAPE_ROOT), constant[0]), min(moment(2 * SHAPE_ROOT), constant[1])
 
 
-def _root(tokens: float) -> float:
-    return float(tokens ** (1 / SHAPE_ROOT))
-
-
 def _hazard(z: float) -> float:
     """Return density over survival of the standard normal."""
     if z > ERFC_RANGE:
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
-
-
-def _log_survival(z: float) -> float:
-    """Return log P(Z > z) of the standard normal."""
-    if z > ERFC_RANGE:
-        return -z * z / 2 - math.log(z * math.sqrt(2 * math.pi))
-    return math.log(math.erfc(z / math.sqrt(2)) / 2)
 
 
 # --- statistics of a prompt, and of the data set ----------------------------
@@ -317,34 +288,26 @@ class PromptStats:
 
 
 def update_stats(
-    stats: PromptStats | None,
-    observations: Sequence[Observation],
-    weight_version: int | None,
-    alpha: float = EMA_ALPHA,
+    stats: PromptStats | None, observations: Sequence[Observation], weight_version: int | None
 ) -> PromptStats:
-    """Return the statistics after one more group. The first group counts fully, later ones with weight ``alpha``.
+    """Return the statistics after one more group. The first group counts fully, later ones with weight `EMA_ALPHA`.
 
     Raises:
-        ValueError: ``alpha`` is out of range, or no candidate generated anything.
+        ValueError: no candidate generated anything.
     """
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     latest = estimate_lengths(observations)
     if stats is None:
         return PromptStats(latest.std, latest.mean, 1, len(observations), weight_version)
+    std = latest.std if stats.std_ema is None else stats.std_ema
+    if stats.std_ema is not None and latest.std is not None:
+        std = EMA_ALPHA * latest.std + (1 - EMA_ALPHA) * stats.std_ema
     return PromptStats(
-        std_ema=_average(stats.std_ema, latest.std, alpha),
-        mean_ema=alpha * latest.mean + (1 - alpha) * stats.mean_ema,
+        std_ema=std,
+        mean_ema=EMA_ALPHA * latest.mean + (1 - EMA_ALPHA) * stats.mean_ema,
         groups=min(stats.groups + 1, LARGEST),
         candidates=min(stats.candidates + len(observations), LARGEST),
         weight_version=weight_version,
     )
-
-
-def _average(old: float | None, new: float | None, alpha: float) -> float | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return alpha * new + (1 - alpha) * old
 
 
 @dataclass(frozen=True, slots=True)

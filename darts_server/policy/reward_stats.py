@@ -117,23 +117,6 @@ class MeanDifference:
     pattern: TailPattern | None = None
 
 
-def compare_means(right: Moments, wrong: Moments) -> MeanDifference:
-    """Compare the mean lengths of right and wrong trajectories.
-
-    The standard error is Welch's, since the two may differ in their spread. A pattern needs `MIN_TRAJECTORIES` lengths
-    on each side, and means that are `MIN_STANDARD_ERRORS` apart. Equal means without any spread are unclear.
-    """
-    if not right.count or not wrong.count:
-        return MeanDifference()
-    tokens = right.mean - wrong.mean
-    if right.square_error is None or wrong.square_error is None:
-        return MeanDifference(tokens, None, TailPattern.UNCLEAR)
-    error = math.sqrt(right.square_error + wrong.square_error)
-    if min(right.count, wrong.count) < MIN_TRAJECTORIES or tokens == 0 or abs(tokens) < MIN_STANDARD_ERRORS * error:
-        return MeanDifference(tokens, error, TailPattern.UNCLEAR)
-    return MeanDifference(tokens, error, TailPattern.DEPTH if tokens > 0 else TailPattern.VERBOSITY)
-
-
 @dataclass(frozen=True, slots=True)
 class RewardStats:
     """Reward statistics of one prompt, or of all prompts.
@@ -174,7 +157,21 @@ class RewardStats:
 
     @property
     def difference(self) -> MeanDifference:
-        return compare_means(self.right, self.wrong)
+        """Compare the mean lengths of right and wrong trajectories.
+
+        The standard error is Welch's, since the two may differ in their spread. A pattern needs `MIN_TRAJECTORIES`
+        lengths on each side, and means that are `MIN_STANDARD_ERRORS` apart. Equal means without spread are unclear.
+        """
+        right, wrong = self.right, self.wrong
+        if not right.count or not wrong.count:
+            return MeanDifference()
+        tokens, error = right.mean - wrong.mean, None
+        if right.square_error is not None and wrong.square_error is not None:
+            error = math.sqrt(right.square_error + wrong.square_error)
+        are_few = min(right.count, wrong.count) < MIN_TRAJECTORIES
+        if error is None or are_few or tokens == 0 or abs(tokens) < MIN_STANDARD_ERRORS * error:
+            return MeanDifference(tokens, error, TailPattern.UNCLEAR)
+        return MeanDifference(tokens, error, TailPattern.DEPTH if tokens > 0 else TailPattern.VERBOSITY)
 
     @property
     def state(self) -> list[list[float]]:

@@ -11,77 +11,31 @@ from dataclasses import dataclass
 from math import inf
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.selection import SelectionRule, Selector, Standings, remove_sorted
+from darts_server.policy.selection import SelectionRule, Selector, Standings
 from darts_server.types import DiscardReason, SelectedAs
 
 Draw = tuple[float, int]
 """(tail draw, index)"""
 
 
-class SampledTail(SelectionRule):
-    """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
-
-    The random numbers are drawn before anything runs: once the K shortest are certain, so is who wins among the rest,
-    and the others can be stopped. Drawn later, they would favour candidates that finish early. It also makes the group
-    a function of lengths and seed alone.
-
-    A sampled candidate stays in the group however it ends. Replacing one that hits the length limit would hide from the
-    trainer that running on earns nothing. If fewer than K are valid, their places are sampled from the rest too. So
-    each of the rest has the same probability to be returned, in every case.
-    """
-
-    __slots__ = ()
-
-    @property
-    def samples_rest(self) -> bool:
-        return True
-
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        if any(c.survival < 1 for c in candidates):
-            return None  # who could be pruned depends on who was stopped, and so on tail draws
-        selected = [c for c in candidates if c.selected_as is not None]
-        short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
-        sampled, rest = len(selected) - short, len(candidates) - short
-        if rest and not sampled:  # the tail has no places
-            return None
-        return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
-
-    def selector(self, deliver_early: bool) -> Selector:
-        return SampledTailSelector(self, deliver_early, stop_place=self.num_shortest)
-
-
-@dataclass(frozen=True, slots=True)
-class CutTail(SampledTail):
-    """Select the K shortest and L sampled from the rest, of these only the first D tokens. An extension of ours.
-
-    It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
-    Candidates that lost the tail run until they are longer than the M-th shortest rather than the K-th, since the
-    deadline is at least the M-th shortest length, which must be known.
-
-    ``last_needed``: whose length the deadline is at least, if not the M-th shortest's.
-    """
-
-    last_needed: int | None = None
-
-    @property
-    def completion_place(self) -> int:
-        return self.size if self.last_needed is None else self.last_needed
-
-    def selector(self, deliver_early: bool) -> Selector:
-        return CutTailSelector(self, deliver_early, stop_place=self.completion_place)
+def remove_sorted(draws: list[Draw], draw: Draw) -> None:
+    """Remove ``draw`` from a sorted list, if it is there."""
+    rank = bisect_left(draws, draw)
+    if draws[rank : rank + 1] == [draw]:
+        del draws[rank]
 
 
 class SampledTailSelector(Selector):
     """The K shortest valid candidates are in the group and, of all others, the L with the lowest tail draws.
 
-    Candidates that are longer than the shortest at ``stop_place`` are stopped as soon as L others have a lower draw in
-    every future.
+    Candidates that are longer than the K-th shortest or, with a deadline, than the one that it lets finish, are stopped
+    as soon as L others have a lower draw in every future.
     """
 
-    def __init__(self, rule: SelectionRule, deliver_early: bool, stop_place: int) -> None:
+    def __init__(self, rule: SelectionRule, deliver_early: bool) -> None:
         super().__init__(rule, deliver_early)
-        self._stop_place = stop_place
-        self._stop_threshold = self.threshold(stop_place)  # that `_beyond` was found with
+        self._stop_place = rule.completion_place if self.has_deadline else rule.num_shortest
+        self._stop_threshold = self.threshold(self._stop_place)  # that `_beyond` was found with
         self._beyond: list[Draw] = []  # running candidates beyond it, lowest draw first
         self._num_certain = 0  # so many of the shortest are certain to be among the K
         self._rest: list[Draw] = []  # all other candidates, lowest draw first
@@ -290,3 +244,52 @@ class CutTailSelector(SampledTailSelector):
         if bound is None:
             return checks
         return {index: min(bound, checks.get(index, bound)) for _, index in self.running}
+
+
+# --- the rules ----------------------------------------------------------------
+
+
+class SampledTail(SelectionRule):
+    """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
+
+    The random numbers are drawn before anything runs: once the K shortest are certain, so is who wins among the rest,
+    and the others can be stopped. Drawn later, they would favour candidates that finish early. It also makes the group
+    a function of lengths and seed alone.
+
+    A sampled candidate stays in the group however it ends. Replacing one that hits the length limit would hide from the
+    trainer that running on earns nothing. If fewer than K are valid, their places are sampled from the rest too. So
+    each of the rest has the same probability to be returned, in every case.
+    """
+
+    __slots__ = ()
+    selector_type = SampledTailSelector
+    samples_rest = True
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        if any(c.survival < 1 for c in candidates):
+            return None  # who could be pruned depends on who was stopped, and so on tail draws
+        selected = [c for c in candidates if c.selected_as is not None]
+        short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
+        sampled, rest = len(selected) - short, len(candidates) - short
+        if rest and not sampled:  # the tail has no places
+            return None
+        return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
+
+
+@dataclass(frozen=True, slots=True)
+class CutTail(SampledTail):
+    """Select the K shortest and L sampled from the rest, of these only the first D tokens. An extension of ours.
+
+    It hides nothing from the trainer: a trajectory that ran on beyond the deadline is returned as a truncated one.
+    Candidates that lost the tail run until they are longer than the M-th shortest rather than the K-th, since the
+    deadline is at least the M-th shortest length, which must be known.
+
+    ``last_needed``: whose length the deadline is at least, if not the M-th shortest's.
+    """
+
+    last_needed: int | None = None
+    selector_type = CutTailSelector
+
+    @property
+    def completion_place(self) -> int:
+        return self.size if self.last_needed is None else self.last_needed

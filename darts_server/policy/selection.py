@@ -10,7 +10,6 @@ All rules share one total order, (length, candidate index): the shortest come fi
 with a sampled tail are in `sampled_tail`.
 """
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ class Selector(Standings):
 
 
 @dataclass(frozen=True, slots=True)
-class SelectionRule(ABC):
+class SelectionRule:
     """How the group is selected: ``num_shortest`` (K) places for the shortest, and ``num_longest`` (L) for the tail.
 
     The defaults are what holds for most rules.
@@ -193,6 +192,10 @@ class SelectionRule(ABC):
 
     num_shortest: int
     num_longest: int = 0
+    selector_type: ClassVar[type[Selector]] = Selector
+    """What follows a group and selects."""
+    samples_rest: ClassVar[bool] = False
+    """Whether the K shortest are selected, and a sample of all others."""
 
     @property
     def size(self) -> int:
@@ -208,18 +211,6 @@ class SelectionRule(ABC):
     def completion_place(self) -> int:
         """Which of the shortest valid candidates says by its length how many tokens the group needs."""
         return self.size
-
-    @property
-    def samples_rest(self) -> bool:
-        """Whether the K shortest are selected, and a sample of all others."""
-        return False
-
-    @abstractmethod
-    def selector(self, deliver_early: bool) -> Selector:
-        """Create what follows a group and selects.
-
-        ``deliver_early``: whether candidates that are certain are read before the group is complete.
-        """
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         """Say why a finished candidate was not selected."""
@@ -244,22 +235,6 @@ class SelectionRule(ABC):
 
 
 # --- no shaping -------------------------------------------------------------
-
-
-class InOrder(SelectionRule):
-    """Select the first candidates by index, however they finished: no shaping."""
-
-    __slots__ = ()
-
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        # Chosen before anything ran, so they are a plain sample by themselves.
-        return {c.index: 1.0 for c in candidates if c.selected_as is not None}
-
-    def selector(self, deliver_early: bool) -> Selector:
-        return InOrderSelector(self, deliver_early)
-
-    def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        return DiscardReason.MIDDLE
 
 
 class InOrderSelector(Selector):
@@ -296,27 +271,21 @@ class InOrderSelector(Selector):
         return certain
 
 
-# --- the shortest, and the longest ------------------------------------------
-
-
-class DualEnd(SelectionRule):
-    """Select the K shortest and the L longest valid candidates (DARTS, distribution-aware trajectory sampling).
-
-    If fewer than K + L are valid, all of these are selected, and invalid ones fill up, shortest first.
-
-    With L = 0 it is the rule for saturated prompts (DARTS, variance-guided tail pruning): a running candidate that is
-    longer than the K-th shortest is stopped. With L >= 1 any of them may turn out the longest, so all run to their end.
-    """
+class InOrder(SelectionRule):
+    """Select the first candidates by index, however they finished: no shaping."""
 
     __slots__ = ()
+    selector_type = InOrderSelector
 
-    def selector(self, deliver_early: bool) -> Selector:
-        return DualEndSelector(self, deliver_early)
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        # Chosen before anything ran, so they are a plain sample by themselves.
+        return {c.index: 1.0 for c in candidates if c.selected_as is not None}
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        if candidate.valid and not self.num_longest:
-            return DiscardReason.LONGER_THAN_NEEDED
-        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+        return DiscardReason.MIDDLE
+
+
+# --- the shortest, and the longest ------------------------------------------
 
 
 class DualEndSelector(Selector):
@@ -375,6 +344,24 @@ class DualEndSelector(Selector):
         return missing_before > can_precede or missing_before + missing_after > len(self.running)
 
 
+class DualEnd(SelectionRule):
+    """Select the K shortest and the L longest valid candidates (DARTS, distribution-aware trajectory sampling).
+
+    If fewer than K + L are valid, all of these are selected, and invalid ones fill up, shortest first.
+
+    With L = 0 it is the rule for saturated prompts (DARTS, variance-guided tail pruning): a running candidate that is
+    longer than the K-th shortest is stopped. With L >= 1 any of them may turn out the longest, so all run to their end.
+    """
+
+    __slots__ = ()
+    selector_type = DualEndSelector
+
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        if candidate.valid and not self.num_longest:
+            return DiscardReason.LONGER_THAN_NEEDED
+        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+
+
 # --- survivors of pruning, whatever their lengths ---------------------------
 
 
@@ -393,8 +380,11 @@ class AllSurvivors(SelectionRule):
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
 
-    def selector(self, deliver_early: bool) -> Selector:
-        return Selector(self, deliver_early)
+
+class SampledSurvivorsSelector(Selector):
+    def select(self) -> dict[int, SelectedAs]:
+        draws = sorted((self.candidates[index].tail_draw, index) for index in super().select())
+        return dict.fromkeys((index for _, index in draws[: self.rule.size]), SelectedAs.SURVIVOR)
 
 
 class SampledSurvivors(SelectionRule):
@@ -405,6 +395,7 @@ class SampledSurvivors(SelectionRule):
     """
 
     __slots__ = ()
+    selector_type = SampledSurvivorsSelector
 
     def sampled_from(self, candidates: Sequence[Candidate]) -> int:
         return sum(c.reason is not DiscardReason.PRUNED for c in candidates)
@@ -414,21 +405,5 @@ class SampledSurvivors(SelectionRule):
         share = self.sampled_from(candidates) / len(selected)
         return {c.index: share / c.survival for c in selected}
 
-    def selector(self, deliver_early: bool) -> Selector:
-        return SampledSurvivorsSelector(self, deliver_early)
-
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.MIDDLE
-
-
-class SampledSurvivorsSelector(Selector):
-    def select(self) -> dict[int, SelectedAs]:
-        draws = sorted((self.candidates[index].tail_draw, index) for index in super().select())
-        return dict.fromkeys((index for _, index in draws[: self.rule.size]), SelectedAs.SURVIVOR)
-
-
-def remove_sorted(items: list[tuple[float, int]], item: tuple[float, int]) -> None:
-    """Remove ``item`` from a sorted list, if it is there."""
-    rank = bisect_left(items, item)
-    if items[rank : rank + 1] == [item]:
-        del items[rank]

@@ -90,10 +90,6 @@ class Shaping:
         """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
-    def completion_place(self, size: int) -> int:
-        """Return which of a group's shortest candidates the deadline lets finish in any case."""
-        return size if self.completion_share is None else ceil(self.completion_share * size - ROUNDING)
-
     def max_candidates(self, size: int) -> int:
         """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
         return self.bounds(size)[1] if self.prunes and self.refill else 0
@@ -122,57 +118,51 @@ class Shaping:
         Raises:
             InvalidRequest: K + L is not the group size, or no candidate can be pruned.
         """
-        self._check_pruning(size)
+        # A group must get more candidates than it returns, unless a keep ratio of 1 scores without pruning.
+        if self.pruning is not None and self.pruning.keep_ratio != 1:
+            if self.adaptive and self.bounds(size)[1] == size:
+                raise InvalidRequest(
+                    "n",
+                    f"no prompt may get more than the {size} candidates that are returned, so none can be pruned; "
+                    f"raise --max-redundancy, which is {self.max_redundancy:g}",
+                )
+            if not self.adaptive and self.candidates(size) == size:
+                raise InvalidRequest(
+                    "n",
+                    f"n / keep_ratio = {size} / {self.pruning.keep_ratio:g} comes to no more candidates than the "
+                    f"{size} that are returned, so none can be pruned; raise n, or lower --keep-ratio",
+                )
         if self.return_survivors:
             return AllSurvivors(size)
         if self.sample_survivors:
             return SampledSurvivors(size)
         if self.completion_share is not None:
-            place = self.completion_place(size)
+            place = ceil(self.completion_share * size - ROUNDING)
             return CutTail(place, size - place, place)
-        shortest = self._num_shortest(size)
-        if self.num_longest == 0:
-            return DualEnd(size)
-        if self.deadline is not None:
-            return CutTail(shortest, self.num_longest)
-        if saturated:
-            # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
-            # With a deadline this is not needed, since the wait for any tail is bounded.
-            return DualEnd(size)
-        return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, self.num_longest)
-
-    def _check_pruning(self, size: int) -> None:
-        """Check that a group gets more candidates than it returns. A keep ratio of 1 scores without pruning."""
-        if self.pruning is None or self.pruning.keep_ratio == 1:
-            return
-        if self.adaptive and self.bounds(size)[1] == size:
+        shortest, longest = self.num_shortest, self.num_longest
+        if shortest is None:
+            shortest = size - longest
+        if shortest + longest != size:
             raise InvalidRequest(
                 "n",
-                f"no prompt may get more than the {size} candidates that are returned, so none can be pruned; raise "
-                f"--max-redundancy, which is {self.max_redundancy:g}",
-            )
-        if not self.adaptive and self.candidates(size) == size:
-            raise InvalidRequest(
-                "n",
-                f"n / keep_ratio = {size} / {self.pruning.keep_ratio:g} comes to no more candidates than the {size} "
-                f"that are returned, so none can be pruned; raise n, or lower --keep-ratio",
-            )
-
-    def _num_shortest(self, size: int) -> int:
-        shortest = size - self.num_longest if self.num_shortest is None else self.num_shortest
-        if shortest + self.num_longest != size:
-            raise InvalidRequest(
-                "n",
-                f"the server returns the {shortest} shortest and {self.num_longest} from the tail, which needs "
-                f"n = {shortest + self.num_longest}, got {size}; change n, or start the server without --num-shortest",
+                f"the server returns the {shortest} shortest and {longest} from the tail, which needs "
+                f"n = {shortest + longest}, got {size}; change n, or start the server without --num-shortest",
             )
         if shortest < 1:
             raise InvalidRequest(
                 "n",
-                f"the tail alone takes num_longest = {self.num_longest} trajectories, so n must be larger than that, "
+                f"the tail alone takes num_longest = {longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
-        return shortest
+        if longest == 0:
+            return DualEnd(size)
+        if self.deadline is not None:
+            return CutTail(shortest, longest)
+        if saturated:
+            # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
+            # With a deadline this is not needed, since the wait for any tail is bounded.
+            return DualEnd(size)
+        return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, longest)
 
 
 def build_policies(

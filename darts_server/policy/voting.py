@@ -153,19 +153,9 @@ class Vote:
     score: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerScore:
-    """The score of one answer: the weight of its votes, and the earliest candidate that gave it."""
-
-    weight: Fraction = Fraction(0)
-    first: float = math.inf
-
-    def beats(self, other: "AnswerScore") -> bool:
-        """Whether it wins against another answer: more weight or, of equal weights, an earlier candidate."""
-        return (self.weight, -self.first) > (other.weight, -other.first)
-
-
-NO_VOTES = AnswerScore()
+AnswerScore = tuple[Fraction, float]
+"""Weight of an answer's votes, and minus the index of the earliest candidate that gave it: the greater one wins."""
+NO_VOTES: AnswerScore = (Fraction(0), -math.inf)
 WorstCases = Iterator[tuple[AnswerScore, AnswerScore]]
 """Leader and rival after the remaining votes that hurt the leader most; several pairs where each may be the worst.
 
@@ -181,7 +171,7 @@ class MajorityWeighting:
         return [Fraction(1)] * len(votes)
 
     def worst_cases(self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]) -> WorstCases:
-        yield leader, AnswerScore(rival.weight + len(remaining), min(rival.first, remaining[0]))
+        yield leader, (rival[0] + len(remaining), max(rival[1], -remaining[0]))
 
 
 class RankWeighting:
@@ -205,10 +195,7 @@ class RankWeighting:
         """
         r, scale = len(remaining), max(cast - 1, 0)
         pairs = r * cast + Fraction(r * (r - 1), 2)
-        yield (
-            AnswerScore(leader.weight * scale, leader.first),
-            AnswerScore(rival.weight * scale + pairs, min(rival.first, remaining[0])),
-        )
+        yield (leader[0] * scale, leader[1]), (rival[0] * scale + pairs, max(rival[1], -remaining[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +225,11 @@ class LogOddsWeighting:
         other answer has a vote yet, one of them must still be for a rival: an answer can win only with a vote.
         """
         r, gain, loss = len(remaining), self.weight(self.max_chance), min(self.weight(self.min_chance), Fraction(0))
-        yield leader, AnswerScore(rival.weight + r * gain, min(rival.first, remaining[0]))
+        yield leader, (rival[0] + r * gain, max(rival[1], -remaining[0]))
         if rival is NO_VOTES:
-            yield AnswerScore(leader.weight + (r - 1) * loss, leader.first), AnswerScore(gain, remaining[0])
+            yield (leader[0] + (r - 1) * loss, leader[1]), (gain, -remaining[0])
         else:
-            yield AnswerScore(leader.weight + r * loss, min(leader.first, remaining[0])), rival
+            yield (leader[0] + r * loss, max(leader[1], -remaining[0])), rival
 
 
 Weighting = MajorityWeighting | RankWeighting | LogOddsWeighting
@@ -279,7 +266,7 @@ def count_votes(votes: Sequence[Vote], weighting: Weighting) -> Tally:
     scores = _score_answers(votes, weighting)
     return Tally(
         winner=next(iter(scores), None),
-        weights={answer: float(score.weight) for answer, score in scores.items()},
+        weights={answer: float(weight) for answer, (weight, _) in scores.items()},
         votes={answer: sum(v.answer == answer for v in votes) for answer in scores},
         vote_weights={v.index: float(w) for v, w in zip(votes, weighting.weights(votes), strict=True)},
     )
@@ -296,7 +283,7 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
         return False
     leader, *rivals = _score_answers(votes, weighting).values()
     return not any(
-        rival_after.beats(leader_after)
+        rival_after > leader_after
         for rival in (NO_VOTES, *rivals)
         for leader_after, rival_after in weighting.worst_cases(leader, rival, len(votes), sorted(remaining))
     )
@@ -306,6 +293,6 @@ def _score_answers(votes: Sequence[Vote], weighting: Weighting) -> dict[str, Ans
     """Return the score of each answer, the winner's first."""
     scores: dict[str, AnswerScore] = {}
     for vote, weight in zip(votes, weighting.weights(votes), strict=True):
-        before = scores.get(vote.answer, NO_VOTES)
-        scores[vote.answer] = AnswerScore(before.weight + weight, min(before.first, vote.index))
-    return dict(sorted(scores.items(), key=lambda item: (-item[1].weight, item[1].first)))
+        weight_before, first = scores.get(vote.answer, NO_VOTES)
+        scores[vote.answer] = weight_before + weight, max(first, -vote.index)
+    return dict(sorted(scores.items(), key=lambda item: item[1], reverse=True))

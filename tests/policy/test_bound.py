@@ -12,7 +12,7 @@ import pytest
 from numpy.random import Generator, default_rng
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, Deadline
+from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, CohortDeadline, Deadline
 from darts_server.policy.events import Finished, Progress, Started
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
@@ -67,9 +67,18 @@ def deadline_of(rule: SelectionRule, groups: Cohort, how: Deadline) -> tuple[int
     for step in ends:
         known = [length for length in lengths if length is not None and length <= step]
         others = len(lengths) - len(known) if step < CAP else 0  # those that have ended without one do not count
-        if (tokens := how.of_cohort(known, [step + 1] * others)) is not None:
+        if (tokens := of_cohort(how, known, [step + 1] * others)) is not None:
             return tokens, step
     return None
+
+
+def of_cohort(how: Deadline, needs: Sequence[int], minimums: Sequence[int | None]) -> int | None:
+    groups = CohortDeadline(how, len(needs) + len(minimums))
+    for group, tokens in enumerate(needs):
+        groups.report_need(group, tokens)
+    for group, minimum in enumerate(minimums, start=len(needs)):
+        groups.report_minimum(group, minimum)
+    return groups.tokens
 
 
 @dataclass
@@ -192,7 +201,7 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
 
 def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> None:
     lengths = list(range(100, 148))
-    found = RULE.of_cohort(lengths, [10_000] * 16)
+    found = of_cohort(RULE, lengths, [10_000] * 16)
     assert found is not None
     assert sum(n <= found for n in lengths) / 64 >= MIN_KNOWN * QUANTILE
 
@@ -201,7 +210,7 @@ def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> Non
     ("minimums", "known"), [([None, 61], True), ([None, 60], False), ([0, 61], False), ([None, None, 99], False)]
 )
 def test_it_is_known_once_all_other_groups_are_beyond_the_bound(minimums: list[int | None], known: bool) -> None:
-    assert RULE.of_cohort([10, 20, 30, 30, 30, 30], minimums) == (30 if known else None)
+    assert of_cohort(RULE, [10, 20, 30, 30, 30, 30], minimums) == (30 if known else None)
 
 
 def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:

@@ -95,15 +95,6 @@ def test_a_score_is_recorded_while_selection_is_open(state: State) -> None:
     assert (c.state, c.quality, c.survival) == (state, 0.25, 1.0)
 
 
-def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
-    c = candidate()
-    c.survival_draw = 0.3
-    assert c.sample_survival(0.8)
-    assert c.sample_survival(0.5)
-    assert c.survival == 0.4
-    assert not c.sample_survival(0.7)
-
-
 @pytest.mark.parametrize("state", [State.REQUESTED, State.RUNNING])
 @pytest.mark.parametrize(
     ("event", "reason"),

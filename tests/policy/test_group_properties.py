@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from darts_server.policy.candidate import State
 from darts_server.policy.events import DeadlineSet, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import DualEnd
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
@@ -150,11 +149,6 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     running = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
     ended = ((i, fate) for i, fate in sorted(world.finished.items(), key=lambda f: f[0]))
     return possible(case.rule, tuple(ended), tuple(running), world.limit, world.bound)
-
-
-@given(cases(WITHOUT_FAILURES, of=st.builds(DualEnd, st.integers(0, 3), st.integers(1, 2)), max_length=20))
-def test_the_longest_tail_stops_no_candidate(case: Case) -> None:
-    assert not case.world().run().stopped
 
 
 @thoroughly

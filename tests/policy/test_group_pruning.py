@@ -39,7 +39,7 @@ from tests.policy.cases import (
 )
 from tests.policy.oracle import Fate, chosen
 from tests.policy.scored import SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
-from tests.policy.test_group_properties import assert_exact, assert_given_up, sights
+from tests.policy.test_group_properties import assert_exact, assert_given_up
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -127,12 +127,6 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
     event(str(world.group.outcome))
 
 
-@given(scored(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=6, cut=True), refill=True))
-def test_the_same_seeds_and_events_make_the_same_decisions(case: ScoredCase) -> None:
-    here, there = case.world().run(), case.world().run()
-    assert (sights(here), here.kept) == (sights(there), there.kept)
-
-
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
 def test_without_pruning_scores_do_not_change_the_group(case: ScoredCase, draws: bool) -> None:
     """Whether survival is 1 for all, or there is no generator for it."""
@@ -214,6 +208,14 @@ def test_a_candidate_that_the_group_needs_is_kept_for_certain() -> None:
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Keep(1, 1.0)]
     assert group.candidates[1].survival == 1.0
+
+
+def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
+    group = opened(DualEnd(2), 3, Draws(0.3, 0.9, 0.9))
+    assert group.handle(Scored(0, 0.5, 0.8)) == [Keep(0, 0.8)]
+    assert group.handle(Scored(0, 0.5, 0.5)) == [Keep(0, 0.5)]
+    assert group.candidates[0].survival == 0.4
+    assert group.handle(Scored(0, 0.5, 0.7)) == [Stop(0, DiscardReason.PRUNED)]
 
 
 def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:

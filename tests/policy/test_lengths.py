@@ -152,22 +152,6 @@ def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, 
 @pytest.mark.untraced
 @pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
 @pytest.mark.parametrize("stop", [shortest, sampled_tail])
-@pytest.mark.parametrize("candidates", [12, 16])
-def test_the_std_is_near_the_true_one_where_the_naive_one_is_not(
-    draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int
-) -> None:
-    rng = np.random.default_rng(1)
-    truth = float(np.std(draw(rng, 200_000)))
-    observed = [stop(draw(rng, candidates), rng) for _ in range(ROUNDS)]
-    ratio = statistics.fmean(known_std(o) for o in observed) / truth
-    naive = statistics.fmean(known_std([c for c in o if not c.censored]) for o in observed) / truth
-    assert 0.75 < ratio < 1.25
-    assert naive < 0.75 * ratio
-
-
-@pytest.mark.untraced
-@pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
-@pytest.mark.parametrize("stop", [shortest, sampled_tail])
 def test_the_mean_is_not_biased_short_either(
     draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping
 ) -> None:
@@ -175,15 +159,6 @@ def test_the_mean_is_not_biased_short_either(
     groups = [draw(rng, 12) for _ in range(ROUNDS)]
     estimated = statistics.fmean(estimate_lengths(stop(lengths, rng)).mean for lengths in groups)
     assert estimated == pytest.approx(statistics.fmean(float(x.mean()) for x in groups), rel=0.08)
-
-
-def test_more_candidates_do_not_make_a_prompt_look_narrower() -> None:
-    rng = np.random.default_rng(3)
-    of_8, of_12, of_16 = (
-        statistics.fmean(known_std(shortest(GEOMETRIC(rng, n), rng)) for _ in range(ROUNDS)) for n in (8, 12, 16)
-    )
-    assert of_12 == pytest.approx(of_8, rel=0.1)
-    assert of_16 == pytest.approx(of_8, rel=0.1)
 
 
 def known_std(observations: list[Observation]) -> float:
@@ -257,11 +232,6 @@ def test_observations_without_any_token_are_refused(nothing: list[Observation]) 
         estimate_lengths(nothing)
 
 
-def test_a_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
-        Observation(-1)
-
-
 # --- keys -------------------------------------------------------------------
 
 
@@ -314,7 +284,6 @@ def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
     assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
     second = update_stats(first, ended(30, 30, 30), 4)
     assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4)
-    assert update_stats(first, ended(30, 30, 30), None, alpha=1) == PromptStats(0, 30, 2, 5, None)
 
 
 def test_a_group_of_one_does_not_change_the_std() -> None:
@@ -323,12 +292,6 @@ def test_a_group_of_one_does_not_change_the_std() -> None:
     second = update_stats(first, ended(10, 20), 1)
     assert second.std_ema == pytest.approx(math.sqrt(50))
     assert update_stats(second, ended(99), 1).std_ema == second.std_ema
-
-
-@pytest.mark.parametrize("alpha", [0, -0.1, 1.1, math.nan])
-def test_alpha_out_of_range_is_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
-        update_stats(None, ended(1, 2), 0, alpha)
 
 
 def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> None:

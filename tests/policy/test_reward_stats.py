@@ -15,7 +15,6 @@ from darts_server.policy.reward_stats import (
     Moments,
     RewardStats,
     TailPattern,
-    compare_means,
     restore_stats,
     single_length,
 )
@@ -68,14 +67,14 @@ def test_a_single_length_has_no_error() -> None:
 
 @given(SOME, SOME)
 def test_the_difference_has_welchs_error(right: list[int], wrong: list[int]) -> None:
-    result = compare_means(of(right), of(wrong))
+    result = RewardStats(of(right), of(wrong)).difference
     assert close(result.tokens, np.mean(right) - np.mean(wrong))
     assert close(result.error, math.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (right, wrong))))
 
 
 @given(SOME, SOME)
 def test_a_pattern_needs_enough_lengths_and_means_far_enough_apart(right: list[int], wrong: list[int]) -> None:
-    result = compare_means(of(right), of(wrong))
+    result = RewardStats(of(right), of(wrong)).difference
     assert result.tokens is not None
     assert result.error is not None
     assume(abs(abs(result.tokens) - 2 * result.error) > 1e-6)
@@ -105,14 +104,14 @@ def test_a_pattern_needs_enough_lengths_and_means_far_enough_apart(right: list[i
     ],
 )
 def test_small_samples_give_the_expected_pattern(right: list[int], wrong: list[int], result: MeanDifference) -> None:
-    assert compare_means(of(right), of(wrong)) == result
+    assert RewardStats(of(right), of(wrong)).difference == result
 
 
 def test_six_in_a_hundred_prompts_with_equal_lengths_show_a_pattern_by_chance() -> None:
     rng = np.random.default_rng(5)
     tries = 2000
     samples = rng.lognormal(5, 0.5, (tries, 2, MIN_TRAJECTORIES)).astype(int) + 1
-    result = [compare_means(of(right.tolist()), of(wrong.tolist())).pattern for right, wrong in samples]
+    result = [RewardStats(of(right.tolist()), of(wrong.tolist())).difference.pattern for right, wrong in samples]
     assert sum(pattern != "unclear" for pattern in result) / tries == pytest.approx(0.06, abs=0.02)
 
 
@@ -153,7 +152,6 @@ def test_statistics_add_up_and_have_a_pass_rate() -> None:
     both = first + second
     assert (both.rewarded, both.pass_rate, both.groups, both.zero_variance) == (4, 0.75, 2, 1)
     assert both.right == Moments(3, 6.0, 2.0, 3, 3)
-    assert both.difference == compare_means(both.right, both.wrong)
     assert restore_stats(both.state) == both
     assert RewardStats().pass_rate is None
 

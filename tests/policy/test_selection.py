@@ -55,7 +55,7 @@ class Verdict:
 def selector_of(
     rule: SelectionRule, candidates: Iterable[Candidate], deliver_early: bool = False, deadline: int | None = None
 ) -> Selector:
-    selector = rule.selector(deliver_early)
+    selector = rule.selector_type(rule, deliver_early)
     selector.deadline = deadline
     for candidate in candidates:
         selector.update(candidate)

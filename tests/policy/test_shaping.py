@@ -147,7 +147,7 @@ def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: flo
 def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redundancy: float, place: int) -> None:
     cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.CV_LOG), Deadline())["cap"]
     assert cap.candidates(8) == cap.selection_rule(8).size == 8
-    assert cap.selection_rule(8).completion_place == cap.completion_place(8) == place
+    assert cap.selection_rule(8).completion_place == place
     assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
 
 

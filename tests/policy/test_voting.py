@@ -245,16 +245,6 @@ def test_a_vote_is_decided_exactly_when_no_completion_changes_the_winner(
     assert is_decided(votes, remaining, weighting) == (not turned)
 
 
-@given(elections(most=12, left=4), KINDS)
-def test_a_decided_vote_stays_decided(election: tuple[list[Vote], list[int]], weighting: Weighting) -> None:
-    votes, remaining = election
-    if is_decided(votes, remaining, weighting) and remaining:
-        for answer, score in product("axb", (0.0, 1.0)):
-            more = [*votes, Vote(remaining[0], answer, score)]
-            assert count_votes(more, weighting).winner == count_votes(votes, weighting).winner
-            assert is_decided(more, remaining[1:], weighting)
-
-
 def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_remain() -> None:
     assert count_votes([Vote(3, "a", 0.2)], RankWeighting()) == Tally("a", {"a": 1.0}, {"a": 1}, {3: 1.0})
     assert not is_decided([], [0], MajorityWeighting())

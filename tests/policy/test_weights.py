@@ -162,28 +162,6 @@ class TestPruning:
         assert group.outcome is Outcome.COMPLETED
         return group
 
-    @given(
-        st.lists(st.sampled_from([0.125, 0.25, 0.5, 0.75, 1.0]), min_size=4, max_size=4),
-        st.lists(st.floats(-5, 5), min_size=4, max_size=4),
-        st.integers(1, 3),
-    )
-    def test_over_all_survivals_the_weighted_sum_is_that_of_all_candidates(
-        self, survivals: list[float], values: list[float], size: int
-    ) -> None:
-        """Also where the group keeps a candidate because it needs it: its probability is 1 then."""
-        total = 0.0
-        outcomes: list[tuple[bool, ...]] = [()]
-        for survival in survivals:  # kept with that probability, or pruned
-            outcomes = [(*o, kept) for o in outcomes for kept in ((True,) if survival == 1 else (True, False))]
-        for outcome in outcomes:
-            draws = [0.0 if kept else survival for kept, survival in zip(outcome, survivals, strict=True)]
-            chance = 1.0
-            for kept, survival in zip(outcome, survivals, strict=True):
-                chance *= survival if kept else 1 - survival
-            weights = selection_weights(self.survivors(survivals, draws, AllSurvivors(size)))
-            total += chance * fsum(weight * values[i] for i, weight in weights.items())
-        assert total == pytest.approx(fsum(values), abs=1e-9)
-
     def test_survivors_that_lose_the_draw_count(self) -> None:
         group = self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], SampledSurvivors(2))
         assert selection_weights(group) == {0: 3.0, 2: 3.0}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import StateDamaged
 from darts_server.policy.auto.options import AutoLimits, build_auto
-from darts_server.policy.deadline import LAST_BIN, Deadline
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline_losses import LAST_BIN
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics

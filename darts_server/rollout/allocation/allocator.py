@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.policy.allocation import (
     ShadowPrice,
-    ShadowPriceState,
     allocate_by_std,
     allocate_evenly,
     cv_log_mean,
@@ -34,7 +33,7 @@ from darts_server.rollout.plan import UNSHAPED, Plan
 logger = logging.getLogger(__name__)
 
 PRICE_KIND = "price"
-PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPriceState(**value)}
+PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPrice(**value)}
 """How values are parsed, by kind."""
 
 
@@ -287,10 +286,9 @@ class Allocator:
         else:
             mean = min(cv_log_mean(stats.std, stats.mean, size), high)
         if shaping.adaptive and len(stds) < MIN_COHORT:
-            price = ShadowPrice(mean, low, high, self._prices.load(name))
-            counts = [price.candidates(std) for std in stds]
-            recent, debt, carry = price.state.recent, price.state.debt, price.state.carry
-            self._prices.save(name, {"recent": list(recent), "debt": debt, "carry": carry})
+            price: ShadowPrice = self._prices.load(name) or ShadowPrice()
+            counts = [price.candidates(std, mean, low, high) for std in stds]
+            self._prices.save(name, asdict(price))
             return counts, mean
         # Whole numbers with M' as their mean, over this cohort and those before it.
         counts, self._remainders[name] = allocate_evenly(mean, len(stds), self._remainders.get(name, 0.0))

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from darts_server.policy.checks import LARGEST
-from darts_server.policy.deadline import Answer, Deadline, DeadlineLosses, GroupLosses, RecentCompletionLengths
+from darts_server.policy.deadline import Deadline, RecentCompletionLengths
+from darts_server.policy.deadline_losses import Answer, DeadlineLosses, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues

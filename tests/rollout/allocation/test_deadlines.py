@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.deadline import MIN_RIGHT, Answer, Deadline, GroupLosses
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.deadline_losses import MIN_RIGHT, Answer, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, ChosenOption, GroupRecord, applied_policy
 from darts_server.rollout.allocation.deadlines import Deadlines

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
-from darts_server.policy.allocation import ShadowPriceState
+from darts_server.policy.allocation import ShadowPrice
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import PART_BYTES, Blob, BlobStore, Scalar, StoredValues
@@ -49,12 +49,12 @@ class Faulty(Documents):
 def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    values = StoredValues(documents, "price", lambda value: ShadowPriceState(**value))
+    values = StoredValues(documents, "price", lambda value: ShadowPrice(**value))
     assert values.load("a") is None
     assert values.load("a") is None
     assert caplog.text.count("the learned price a cannot be used, and is learned again") == 1
     values.save("a", {"recent": [1.5]})
-    assert values.load("a") == ShadowPriceState((1.5,))
+    assert values.load("a") == ShadowPrice([1.5])
 
 
 def test_a_store_that_cannot_be_read_is_logged_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
