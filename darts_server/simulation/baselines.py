@@ -34,7 +34,7 @@ from dataclasses import replace
 import numpy as np
 
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import simulate
 from darts_server.simulation.training import Candidates, Setting, Step, Summary, summarise, trained_tokens
 

@@ -9,7 +9,7 @@ token: 6 for forward and backward, 2 for the log-probs of the old policy.
 from dataclasses import dataclass, replace
 
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.simulation.machine import BLOCK_SIZE, Machine, StepTime
+from darts_server.policy.simulation.engines import BLOCK_SIZE, Machine, StepTime
 from darts_server.simulation.workload import FittedWorkload, Quantiles
 
 MEMORY_EFFICIENCY = 0.8

@@ -11,7 +11,7 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.lengths import Observation, PromptStats, update_stats
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.workload import Floats, Workload

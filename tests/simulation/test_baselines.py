@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.simulation.batch import Batch
-from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.simulation.baselines import rollout_bound, shortest_lengths
 from tests.policy.simulation.worlds import WHOLE, token_by_token, world
 

@@ -33,8 +33,8 @@ from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, Meas
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.batch import BatchPlan
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
-from darts_server.policy.simulation.machine import Machine
 from darts_server.types import OFF
 
 MIN_OFF = 1

@@ -23,8 +23,8 @@ from darts_server.policy.auto.chooser import (
 )
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS, Expectation
-from darts_server.policy.simulation.machine import Machine
 from darts_server.records import CohortRecord
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics

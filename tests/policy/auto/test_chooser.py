@@ -25,8 +25,8 @@ from darts_server.policy.auto.state import AutoState, MeasuredErrors
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import Expectation, Forecast
-from darts_server.policy.simulation.machine import Machine, StepTime
 
 SIZE, GROUPS = 4, 16
 EMPTY = Machine(StepTime(LatencyCurve((1.0,), (0.01,))))
