@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
@@ -22,6 +21,7 @@ from darts_server.simulation.training import (
     Step,
     Summary,
     relative_to,
+    run_auto,
     run_policy,
     summarise,
 )
@@ -88,12 +88,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         for policy in policies:
             if policy.auto is None:
-                steps[policy.name] = run_policy(policy, candidates, setting)
+                steps[policy.name] = run_policy(policy, candidates)
             else:
-                steps[policy.name], notes[policy.name] = run_auto(policy.auto, candidates, setting)
+                steps[policy.name], notes[policy.name] = run_auto(policy.auto, candidates)
             print(f"{policy.name}: {steps[policy.name][0].rollout.seconds:.1f} s for the first rollout", flush=True)
         found = [summarise(policy, each, setting.size, notes.get(policy, "")) for policy, each in steps.items()]
-        found += baselines(steps[OFF], candidates, setting)
+        found += baselines(steps[OFF], candidates)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]

@@ -52,16 +52,6 @@ class AutoLimits:
     exploration: float = 0.05
     most_stale: float = 0.5
 
-    def __post_init__(self) -> None:
-        for rule in self.allow:
-            if rule not in (*RULES, RESTART, RESUME):
-                raise ValueError(f"allow must be of {', '.join((*RULES, RESTART, RESUME))}, got {rule!r}")
-        for name in ("most_lost", "most_bias", "most_stale", "exploration"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if not 0 <= self.tokens_price < float("inf"):
-            raise ValueError(f"tokens_price must be finite and at least 0, got {self.tokens_price}")
-
 
 @dataclass(frozen=True, slots=True)
 class Option:

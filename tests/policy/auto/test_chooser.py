@@ -66,7 +66,7 @@ def chosen(
 def measured(choice: Choice, factor: float = 1.0) -> Measured:
     forecast = choice.forecast
     assert forecast is not None
-    return Measured(factor * forecast.seconds, forecast.returned, forecast.mean_length, forecast.cut, None, 500)
+    return Measured(factor * forecast.seconds, forecast.mean_length, forecast.cut, None, 500)
 
 
 def run(
@@ -193,8 +193,8 @@ def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
         quiet = learn(begin(quiet, off), off, measured(off))
         noisy = learn(begin(noisy, off), off, measured(off, factor))
     once, shaken = (learn(begin(state, choice), choice, measured(choice, 1.3)) for state in (quiet, noisy))
-    name = choice.option.name
-    assert once.error(name) - quiet.error(name) > 2 * (shaken.error(name) - noisy.error(name)) > 0
+    believed = [state.expect("error", choice.option.name) for state in (once, quiet, shaken, noisy)]
+    assert believed[0] - believed[1] > 2 * (believed[2] - believed[3]) > 0
 
 
 def test_near_the_edge_what_was_chosen_goes_on_being_chosen() -> None:
@@ -306,9 +306,9 @@ def test_one_batch_that_is_off_does_not_erase_what_was_learned(outlier: float) -
             vary = 1 + 0.05 * (-1) ** number
             state = learn(state, choice, replace(measured(choice, times * vary), mean_length=length * vary))
     once = learn(state, off, replace(measured(off, outlier), mean_length=measured(off).mean_length / outlier))
-    assert once.error(CUT) > 0.8 * state.error(CUT) > 0.2
-    assert once.length_error(CUT) < 0.8 * state.length_error(CUT) < -0.2
-    assert once.length_error(CUT) - once.length_error("off") < -0.2
+    assert once.expect("error", CUT) > 0.8 * state.expect("error", CUT) > 0.2
+    assert once.expect("length_error", CUT) < 0.8 * state.expect("length_error", CUT) < -0.2
+    assert once.expect("length_error", CUT) - once.expect("length_error", "off") < -0.2
 
 
 def test_a_batch_counts_for_a_limit_by_its_groups_and_none_repays_what_others_exceeded() -> None:
@@ -387,9 +387,9 @@ def changed(choice: Choice, slower: float, longer: float) -> Measured:
 def test_lengths_that_stay_longer_are_expected() -> None:
     state, choice = MEASURED, chosen(MEASURED)
     for _ in range(30):
-        now = replace(choice, length_error=state.length_error(choice.option.name))
+        now = replace(choice, length_error=state.expect("length_error", choice.option.name))
         state = learn(begin(state, now), now, changed(now, 2.0, 2.0))
-    assert np.exp(state.error(choice.option.name)) == pytest.approx(2.0, rel=0.1)
+    assert np.exp(state.expect("error", choice.option.name)) == pytest.approx(2.0, rel=0.1)
     first = chosen(AutoState())
     assert np.exp(learn(AutoState(), first, changed(first, 2.0, 2.0)).measured[0].error) == pytest.approx(2.0)
 
@@ -400,7 +400,7 @@ def test_forecasts_are_corrected_by_what_was_measured() -> None:
     for choice in choices[4:]:
         assert choice.forecast is not None
         assert choice.seconds == pytest.approx(3 * choice.forecast.seconds, rel=0.1)
-    assert state.error("off") == pytest.approx(np.log(3), rel=0.1)
+    assert state.expect("error", "off") == pytest.approx(np.log(3), rel=0.1)
     assert [one.error for one in state.measured] == pytest.approx([np.log(3)] * 10)
 
 
@@ -422,8 +422,8 @@ def tied(ratio: float, tries: int, exploration: float, last: int = 5) -> tuple[C
         of_other = [MeasuredErrors(last, other.option.name, 0.0, 0.0, 0.0)] * tries
         rows = sorted([*MEASURED.measured, *of_known, *of_other], key=lambda one: one.batch)
         state = replace(state, measured=rows)
-        found = known.forecast.seconds * np.exp(state.error(known.option.name))
-        wanted = ratio * other.forecast.seconds * np.exp(state.error(other.option.name))
+        found = known.forecast.seconds * np.exp(state.expect("error", known.option.name))
+        wanted = ratio * other.forecast.seconds * np.exp(state.expect("error", other.option.name))
         error += float(np.log(wanted / found))
     return chosen(state, replace(ALL, allow=("cut", "cap"), exploration=exploration)), known, other
 
@@ -570,7 +570,7 @@ def test_a_limit_is_moved_until_its_share_is_cut() -> None:
         assert choice.option.shaping.deadline is not None
         assert choice.option.shaping.deadline.tokens is not None
         assert choice.forecast is not None
-        assert choice.forecast.cut + state.more_cut("limit 0.1") == pytest.approx(0.1, abs=0.015)
+        assert choice.forecast.cut + state.expect("more_cut", "limit 0.1") == pytest.approx(0.1, abs=0.015)
         return choice.option.shaping.deadline.tokens
 
     assert tokens(-0.05) < tokens(0.0) < tokens(0.05)
@@ -596,7 +596,7 @@ def test_how_many_are_truncated_is_learned_from_off_alone() -> None:
     assert chosen(state).truncated == pytest.approx(0.2, abs=0.01)
     other = replace(chosen(state), option=Option("uniform 2.0"))
     after = learn(state, other, replace(measured(other), truncated=0.9))
-    assert after.more_truncated() == state.more_truncated()
+    assert after.expect("more_truncated", "off") == state.expect("more_truncated", "off")
     assert after.truncated == state.truncated == pytest.approx(0.2)
     assert learn(state, off, replace(measured(off), truncated=0.4)).truncated == pytest.approx(0.3)
 

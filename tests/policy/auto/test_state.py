@@ -40,11 +40,11 @@ def test_what_was_measured_is_found_by_option() -> None:
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
     rows = [MeasuredErrors(batch, "off", 0.5, -0.4, 0.2, -0.3) for batch in range(1, 9)]
     state = AutoState(batches=8, measured=rows)
-    assert state.error("off") == pytest.approx(0.5, abs=0.05)
-    assert state.length_error("off") == pytest.approx(-0.4, abs=0.05)
-    assert state.more_cut("off") == pytest.approx(0.2, abs=0.05)
-    assert state.more_truncated() == pytest.approx(-0.3, abs=0.05)
-    assert AutoState().error("off") == 0.0
+    assert state.expect("error", "off") == pytest.approx(0.5, abs=0.05)
+    assert state.expect("length_error", "off") == pytest.approx(-0.4, abs=0.05)
+    assert state.expect("more_cut", "off") == pytest.approx(0.2, abs=0.05)
+    assert state.expect("more_truncated", "off") == pytest.approx(-0.3, abs=0.05)
+    assert AutoState().expect("error", "off") == 0.0
 
 
 def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
@@ -71,9 +71,9 @@ def test_what_is_measured_stays_in_range_whatever_was_expected() -> None:
 
 def test_options_that_cut_nothing_say_nothing_about_what_others_cut() -> None:
     state = AutoState(batches=20, measured=rows(*["uniform 1.5"] * 18))
-    assert state.more_cut("cap at 0.8") == 0.0
+    assert state.expect("more_cut", "cap at 0.8") == 0.0
     cut = state.with_measured(MeasuredErrors(19, "cap at 0.8", 0.0, 0.0, 0.2))
-    assert cut.more_cut("cap at 0.8") > 0.1
+    assert cut.expect("more_cut", "cap at 0.8") > 0.1
 
 
 def test_the_last_batches_of_off_are_kept_however_old() -> None:
