@@ -353,7 +353,7 @@ class Summary:
     tokens_returned: float = 1.0
     tokens_wasted: float = 0.0
     idle_share: float | None = None
-    length_bias: float | None = None
+    length_bias: float = 0.0
     effective_sample_size: float | None = None
     truncated_share: float | None = None
     stale_share: float = 0.0
@@ -385,7 +385,6 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
     """Relate a summary of `summarise` to that of ``off``."""
-    assert off.length_bias is not None
     return replace(
         summary,
         step_speedup=off.step_seconds / summary.step_seconds,
@@ -393,7 +392,7 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
         tokens_generated=summary.tokens_generated / off.tokens_generated,
         tokens_returned=summary.tokens_returned / off.tokens_generated,
         tokens_wasted=summary.tokens_wasted / off.tokens_generated,
-        length_bias=None if summary.length_bias is None else summary.length_bias / off.length_bias - 1,
+        length_bias=summary.length_bias / off.length_bias - 1,
     )
 
 

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidSetting
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from darts_server.policy.simulation.batch import Floats, Ints
 
 NEIGHBOURS = 8
 """Prompts with a similar mean length whose samples also stand for a prompt's."""
@@ -150,16 +147,8 @@ class Format(StrEnum):
 
 
 NAMES = {
-    Format.JSONL: ("prompt_tokens", "lengths", "group", "prompt_tokens", "generated", "tools", "tokens"),
-    Format.POLYTRACE: (
-        "input",
-        "output",
-        "prompt_group_id",
-        "prompt_len",
-        "completion_tokens",
-        "tool_calls",
-        "append_len",
-    ),
+    Format.JSONL: "prompt_tokens lengths group prompt_tokens generated tools tokens",
+    Format.POLYTRACE: "input output prompt_group_id prompt_len completion_tokens tool_calls append_len",
 }
 """Names of the two fields of a prompt, of the next two of a sample with several turns, of what a turn generates, of the
 tool calls, and of the tokens that one adds."""
@@ -174,23 +163,18 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
     Raises:
         InvalidSetting: a file cannot be read, or a line is not as it must be.
     """
-    prompts, caps = [], []
-    for path in paths:
-        for prompt, cap in _read(path, form):
-            prompts.append(prompt)
-            caps.append(cap)
-    if not prompts:
+    found = [each for path in paths for each in _read(path, form)]
+    if not found:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
-    longest = [max(prompt.lengths) for prompt in prompts]
-    given = [(cap, tokens) for cap, tokens in zip(caps, longest, strict=True) if cap is not None]
-    reached = [cap for cap, tokens in given if tokens >= cap]
-    return prompts, max_tokens or (min(reached) if reached else max(longest + [cap for cap, _ in given]))
+    reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
+    longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
+    return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
     """Yield the prompts of a file with their caps; those with samples of several turns last, in groups."""
     is_jsonl = form is Format.JSONL
-    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form]
+    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form].split()
     groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
     for place, line in _lines(path):
         if not is_jsonl and line.get("validate") is True:
@@ -202,12 +186,11 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
             tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
             if not isinstance(lengths, list) or not lengths:
                 raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
-            counts = (_count({of_lengths: length}, of_lengths, place) for length in lengths)
-            yield TracedPrompt(tokens, tuple(counts)), cap
+            yield TracedPrompt(tokens, tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)), cap
             continue
         # What tools add to a sample's context is prefilled, not generated.
-        generated = sum(_count(turn, of_turn, place, 0) for turn in _objects(line, "turns", place))
-        added = sum(_count(call, of_call, place, 0) for call in _objects(line, of_calls, place))
+        generated = _total(line, "turns", of_turn, place)
+        added = _total(line, of_calls, of_call, place)
         prompt = _count(line, of_sample, place)
         group = str(line.get("step")), _count(line, of_group, place, 0)
         groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
@@ -243,9 +226,9 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
     return value
 
 
-def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
-    """Return a list of objects; empty if it is missing."""
+def _total(line: Mapping[str, Any], name: str, of_each: str, place: str) -> int:
+    """Add up the token counts in a list of objects; 0 if it is missing."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")
-    return values
+    return sum(_count(value, of_each, place, 0) for value in values)

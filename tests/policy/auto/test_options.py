@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto, redundancies
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 
@@ -48,7 +48,6 @@ def test_no_option_starts_more_candidates_than_the_maximum() -> None:
     ],
 )
 def test_redundancies_go_up_to_the_maximum(most: float, expected: list[float]) -> None:
-    assert redundancies(most) == expected
     auto = build_auto(Shaping(max_redundancy=most), Deadline(), AutoLimits(allow=("uniform", "darts")))
     assert auto.max_candidates(8) == max(8, round(8 * most))
     assert [option.name for option in auto.options] == [
