@@ -15,7 +15,7 @@ from tests.policy.simulation.worlds import WHOLE, token_by_token, world
 @pytest.mark.parametrize("policy", WHOLE)
 def test_no_policy_that_returns_whole_trajectories_is_faster(policy: str) -> None:
     shares = []
-    for seed in range(30):
+    for seed in range(12):
         case = world(policy, seed)
         case.plan = replace(case.plan, enough=None)
         seconds = token_by_token(case).seconds

@@ -152,8 +152,7 @@ def test_options_that_cut_more_or_return_shorter_ones_than_forecast_are_left_out
     limits: AutoLimits, change: dict[str, Any]
 ) -> None:
     choice = chosen(MEASURED, limits)
-    assert choice.forecast is not None
-    assert 0 < choice.forecast.cut < 0.6
+    assert 0 < measured(choice).cut < 0.6
     state = learn(MEASURED, choice, replace(measured(choice), **change))
     assert chosen(state, limits).option.name != choice.option.name
 
@@ -249,8 +248,7 @@ def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     forecast = forecast_of(CUT)
 
     def measure(choice: Choice, rng: np.random.Generator) -> Measured:
-        assert choice.forecast is not None
-        return replace(measured(choice), cut=choice.forecast.cut + 0.2 * rng.standard_normal())
+        return replace(measured(choice), cut=measured(choice).cut + 0.2 * rng.standard_normal())
 
     done = run_only(CUT, replace(ALL, most_lost=ratio * forecast.lost), 160, measure)
     assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 20
@@ -262,12 +260,10 @@ def test_what_is_lost_is_within_the_limit_on_average_as_measured() -> None:
     limits = replace(ALL, most_lost=1.2 * forecast_of(CUT).lost)
 
     def measure(choice: Choice, rng: np.random.Generator) -> Measured:
-        assert choice.forecast is not None
-        return replace(measured(choice), cut=choice.forecast.cut + limits.most_lost + 0.2 * rng.standard_normal())
+        return replace(measured(choice), cut=measured(choice).cut + limits.most_lost + 0.2 * rng.standard_normal())
 
     done = run_only(CUT, limits, 200, measure)
-    more = [0.0 if choice.forecast is None else found.cut - choice.forecast.cut for choice, found in done]
-    lost = [choice.forecast.lost + extra for (choice, _), extra in zip(done, more, strict=True) if choice.forecast]
+    lost = [choice.forecast.lost + found.cut - choice.forecast.cut for choice, found in done if choice.forecast]
     assert 0 < sum(choice.option.name == CUT for choice, _ in done) < 100
     for first in (0, 50, 100):
         assert np.mean(lost[first : first + 100]) < 1.05 * limits.most_lost
@@ -280,8 +276,7 @@ def test_lengths_are_within_the_limit_on_average_as_measured_however_much_they_v
     limits = replace(ALL, most_bias=1 - 0.9 * forecast_of(CUT).mean_length / usual)
 
     def measure(choice: Choice, rng: np.random.Generator) -> Measured:
-        assert choice.forecast is not None
-        length = choice.forecast.mean_length * np.exp(-0.25 + 0.3 * rng.standard_normal())
+        length = measured(choice).mean_length * np.exp(-0.25 + 0.3 * rng.standard_normal())
         return replace(measured(choice), mean_length=float(length))
 
     done = run_only(CUT, limits, 200, measure)
@@ -383,8 +378,7 @@ def test_lengths_that_stay_longer_are_expected() -> None:
 def test_forecasts_are_corrected_by_what_was_measured() -> None:
     choices, state = run(10, lambda _: 3.0, replace(ALL, allow=("uniform",)))
     for choice in choices[4:]:
-        assert choice.forecast is not None
-        assert choice.seconds == pytest.approx(3 * choice.forecast.seconds, rel=0.1)
+        assert choice.seconds == pytest.approx(3 * measured(choice).seconds, rel=0.1)
     assert [one.error for one in state.measured] == pytest.approx([np.log(3)] * 10)
 
 
@@ -394,8 +388,6 @@ def tied(ratio: float, tries: int, exploration: float, last: int = 5) -> tuple[C
     ``ratio``: seconds of the first over those of the second, which was measured ``tries`` times, in batch ``last``.
     """
     known, other = (chosen(MEASURED, replace(ALL, allow=(rule,))) for rule in ("cut", "cap"))
-    assert known.forecast is not None
-    assert other.forecast is not None
     state, error = MEASURED, 0.0
     alike = [option.name for option in auto().options if rule_of(option.name) == rule_of(known.option.name)]
     for _ in range(100):  # what is measured of the first rule changes what is expected of both
@@ -406,8 +398,8 @@ def tied(ratio: float, tries: int, exploration: float, last: int = 5) -> tuple[C
         of_other = [MeasuredErrors(last, other.option.name, 0.0, 0.0, 0.0)] * tries
         rows = sorted([*MEASURED.measured, *of_known, *of_other], key=lambda one: one.batch)
         state = replace(state, measured=rows)
-        found = known.forecast.seconds * np.exp(state.expect("error", known.option.name))
-        wanted = ratio * other.forecast.seconds * np.exp(state.expect("error", other.option.name))
+        found = measured(known).seconds * np.exp(state.expect("error", known.option.name))
+        wanted = ratio * measured(other).seconds * np.exp(state.expect("error", other.option.name))
         error += float(np.log(wanted / found))
     return chosen(state, replace(ALL, allow=("cut", "cap"), exploration=exploration)), known, other
 
@@ -534,14 +526,13 @@ def test_a_limit_is_moved_until_its_share_is_cut() -> None:
     limits = replace(ALL, allow=("limit",), most_lost=0.2)
 
     def tokens(more_cut: float) -> int:
-        measured = [*MEASURED.measured, *(MeasuredErrors(5, "limit 0.1", 0.0, 0.0, more_cut) for _ in range(32))]
-        state = replace(MEASURED, measured=measured)
+        rows = [*MEASURED.measured, *(MeasuredErrors(5, "limit 0.1", 0.0, 0.0, more_cut) for _ in range(32))]
+        state = replace(MEASURED, measured=rows)
         choice = chosen(state, limits, only="limit 0.1")
         assert choice.option.shaping is not None
         assert choice.option.shaping.deadline is not None
         assert choice.option.shaping.deadline.tokens is not None
-        assert choice.forecast is not None
-        assert choice.forecast.cut + state.expect("more_cut", "limit 0.1") == pytest.approx(0.1, abs=0.015)
+        assert measured(choice).cut + state.expect("more_cut", "limit 0.1") == pytest.approx(0.1, abs=0.015)
         return choice.option.shaping.deadline.tokens
 
     assert tokens(-0.05) < tokens(0.0) < tokens(0.05)
@@ -607,9 +598,7 @@ def test_the_first_batch_is_forecast_after_it_has_ended() -> None:
     state = learn(begin(AutoState(), first), first, measured(off, 1.5))
     assert needs_hindsight(state, first)
     late = hindsight(first, SIZE, expected(), EMPTY, GROUPS, np.random.default_rng(0))
-    assert late.forecast is not None
-    assert off.forecast is not None
-    assert late.forecast.seconds == pytest.approx(off.forecast.seconds, rel=0.2)
+    assert measured(late).seconds == pytest.approx(measured(off).seconds, rel=0.2)
     state = learn(state, late, measured(late, 1.5))
     [found] = state.measured
     assert (found.batch, found.name, found.length_error) == (1, "off", 0.0)
@@ -626,6 +615,4 @@ def test_a_batch_that_ended_with_fewer_groups_is_forecast_so() -> None:
     whole, part = (
         hindsight(first, SIZE, expected(), EMPTY, enough, np.random.default_rng(0)) for enough in (GROUPS, 8)
     )
-    assert whole.forecast is not None
-    assert part.forecast is not None
-    assert part.forecast.seconds < 0.7 * whole.forecast.seconds
+    assert measured(part).seconds < 0.7 * measured(whole).seconds

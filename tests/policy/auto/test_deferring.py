@@ -111,12 +111,10 @@ def test_a_limit_of_lengths_counts_no_deferred_prompt() -> None:
     limits = replace(UNIFORM, most_bias=0.05)
     choice = chosen(LONG, limits)
     assert choice.enough == 14
-    assert choice.forecast is not None
     whole = chosen(LONG, replace(limits, allow=()))
-    assert whole.forecast is not None
-    assert choice.forecast.mean_length < 0.5 * whole.forecast.mean_length
+    assert measured(choice).mean_length < 0.5 * measured(whole).mean_length
     assert choice.below_bias >= 0
-    assert choice.usual_length == pytest.approx(choice.forecast.mean_length, rel=0.05)
+    assert choice.usual_length == pytest.approx(measured(choice).mean_length, rel=0.05)
     state = begin(MEASURED, choice)
     assert learn(state, choice, measured(choice)).spare_bias == pytest.approx(state.spare_bias, rel=0.05)
 
