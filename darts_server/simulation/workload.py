@@ -57,31 +57,19 @@ class TracedWorkload:
     """
 
     def __init__(self, prompts: Sequence[TracedPrompt], max_tokens: int, seed: int) -> None:
+        self.max_tokens = max_tokens
         self._prompts = prompts
-        self._max_tokens = max_tokens
         self._logs = [np.log(np.asarray(prompt.lengths, dtype=np.float64)) for prompt in prompts]
         self._means = np.asarray([float(logs.mean()) for logs in self._logs])
-        self._order = np.random.default_rng(seed).permutation(len(prompts))
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
+        self._order: list[int] = np.random.default_rng(seed).permutation(len(prompts)).tolist()
 
     def prompt_tokens(self, number: int) -> int:
-        return self._prompts[self._row(number)].prompt_tokens
+        return self._prompts[self._order[number % len(self._order)]].prompt_tokens
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        row = self._row(number)
-        own = np.asarray(self._prompts[row].lengths if number < len(self._prompts) and not attempt else ())
-        resampled = self._resample(row, max(0, count - own.size), rng)
-        lengths: Ints = np.concatenate([own[:count], resampled]).astype(np.int64)
-        return lengths
-
-    def _row(self, number: int) -> int:
-        return int(self._order[number % len(self._order)])
-
-    def _resample(self, row: int, count: int, rng: np.random.Generator) -> Ints:
-        own, limit = self._logs[row], log(self._max_tokens)
+        row, limit = self._order[number % len(self._order)], log(self.max_tokens)
+        seen = self._prompts[row].lengths[:count] if number < len(self._prompts) and not attempt else ()
+        own, count = self._logs[row], count - len(seen)
         distances = np.abs(self._means - self._means[row])
         distances[row] = np.inf
         near = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
@@ -95,8 +83,10 @@ class TracedWorkload:
         drawn = values[chosen]
         noisy = drawn + spread * rng.standard_normal(count)
         ends = np.minimum(np.where(noisy < limit, noisy, drawn), limit)
-        lengths = np.clip(np.round(np.exp(ends)), 1, self._max_tokens - 1)
-        return np.where(truncated[chosen], self._max_tokens, lengths).astype(np.int64)
+        resampled = np.clip(np.round(np.exp(ends)), 1, self.max_tokens - 1)
+        resampled = np.where(truncated[chosen], self.max_tokens, resampled)
+        lengths: Ints = np.concatenate([np.asarray(seen), resampled]).astype(np.int64)
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +112,13 @@ class FittedWorkload:
     max_tokens: int
     prompt_median: float
     prompt_spread: float
-    seed: int = 0
 
     def prompt_tokens(self, number: int) -> int:
-        noise = np.random.default_rng([self.seed, number, 1]).standard_normal()
+        noise = np.random.default_rng([0, number, 1]).standard_normal()
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        median = self.medians.at(np.random.default_rng([self.seed, number, 2]).random())
+        median = self.medians.at(np.random.default_rng([0, number, 2]).random())
         lengths = np.ceil(median * self.ratios.at(rng.random(count)))
         return np.clip(lengths, 1, self.max_tokens).astype(np.int64)
 
