@@ -19,10 +19,9 @@ from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, bu
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import limit_of
-from darts_server.simulation.auto import AutoRun
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import LEARNING, Candidates, Setting, Step, run_step
+from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Setting, Step, run_step
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
@@ -130,14 +129,14 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
         seed=options.seed,
     )
     candidates = Candidates(workload, setting, auto.max_candidates(SIZE))
-    run = AutoRun(auto, candidates, setting)
+    run = AutoRun(auto, candidates)
     chosen = [run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)]
     later = range(LEARNING, setting.steps)
-    off = run_fixed(Policy("off"), range(setting.steps), candidates, setting)
+    off = run_fixed(Policy("off"), range(setting.steps), candidates)
     unshaped, usual = seconds(off), mean_length(off[LEARNING:])
     found = {"off": 1.0}
     for option in auto.options[1:]:
-        fixed = run_fixed(fix(option, off[LEARNING:]), later, candidates, setting)
+        fixed = run_fixed(fix(option, off[LEARNING:]), later, candidates)
         bias = 1 - mean_length(fixed) / usual
         if bias <= auto.limits.most_bias and cut_share(fixed) <= auto.limits.most_lost:
             found[option.name] = float(unshaped[LEARNING:].mean() / seconds(fixed).mean())
@@ -156,8 +155,8 @@ def fix(option: Option, off: list[Step]) -> Policy:
     return Policy(option.name, option.shaping)
 
 
-def run_fixed(policy: Policy, numbers: range, candidates: Candidates, setting: Setting) -> list[Step]:
-    return [run_step(policy, candidates.step_prompts(number), None, candidates, setting) for number in numbers]
+def run_fixed(policy: Policy, numbers: range, candidates: Candidates) -> list[Step]:
+    return [run_step(policy, candidates.step_prompts(number), None, candidates) for number in numbers]
 
 
 def seconds(steps: list[Step]) -> np.ndarray:

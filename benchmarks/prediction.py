@@ -38,8 +38,8 @@ from darts_server.policy.length_profile import LengthProfile, ProfileState
 from darts_server.policy.lengths import PromptStats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import BatchPlan
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import Expectation
-from darts_server.policy.simulation.machine import Machine, StepTime
 from darts_server.policy.simulation.rollout import simulate
 from darts_server.settings import load
 from darts_server.store.archive import LIMIT_BYTES, unpack

@@ -34,50 +34,65 @@ from dataclasses import replace
 import numpy as np
 
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import simulate
-from darts_server.simulation.training import Candidates, Setting, Step, Summary, summarise, trained_tokens
+from darts_server.simulation.training import Candidates, Step, Summary, summarise, trained_tokens
 
 LOST_SHARES = (0.02, 0.1)
 
 
-def baselines(off: Sequence[Step], candidates: Candidates, setting: Setting) -> list[Summary]:
+def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
-    found, lengths = [], np.concatenate([step.batch.ends.ravel() for step in off])
+    setting, found, lengths = candidates.setting, [], np.concatenate([step.batch.ends.ravel() for step in off])
+    machine, plan = setting.machine, BatchPlan(setting.size, [setting.size] * off[0].batch.groups)
     whole = np.sort(lengths[lengths < off[0].batch.max_tokens])[::-1]
     for share in LOST_SHARES:
         # The smallest limit that truncates at most this share besides those that are truncated anyway.
-        limit = (
-            int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1 if whole.size else off[0].batch.max_tokens
-        )
+        limit = off[0].batch.max_tokens
+        if whole.size:
+            limit = int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1
         steps = []
         for step in off:
-            batch, plan = (
-                replace(step.batch, max_tokens=limit),
-                BatchPlan(setting.size, [setting.size] * step.batch.groups),
-            )
-            rollout = simulate(batch, plan, setting.machine)
-            training = setting.machine.training_seconds(trained_tokens(batch, rollout))
+            batch = replace(step.batch, max_tokens=limit)
+            rollout = simulate(batch, plan, machine)
+            training = machine.training_seconds(trained_tokens(batch, rollout))
             steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
         found.append(summarise(f"hindsight max_tokens {limit}", steps, setting.size, f"cuts {share:.0%}"))
-    if setting.machine.replicas > 1:
-        found.append(_one_step_off(off, setting))
-    found.append(_bound(off, candidates, setting))
-    return found
+    if machine.replicas > 1:
+        found.append(_one_step_off(off, plan, machine))
+
+    # The lower bound.
+    rollouts, trainings, generated = [], [], 0
+    for number in range(len(off)):
+        batch = candidates.batch(candidates.step_prompts(number), candidates.most)
+        rollouts.append(rollout_bound(batch, setting.size, machine))
+        shortest = int(shortest_lengths(batch, setting.size).sum())
+        generated += shortest
+        trainings.append(machine.training_seconds(shortest + setting.size * int(batch.prompt_tokens.sum())))
+    bound = Summary(
+        f"bound, best {setting.size} of {candidates.most}",
+        float(np.mean(rollouts)),
+        float(np.mean(trainings)),
+        float(np.mean(rollouts)) + float(np.mean(trainings)),
+        tokens_generated=generated / len(off),
+        tokens_returned=generated / len(off),
+        length_bias=generated / (setting.size * setting.prompts * len(off)),
+        notes="whole trajectories of every prompt",
+    )
+    return [*found, bound]
 
 
-def _one_step_off(off: Sequence[Step], setting: Setting) -> Summary:
+def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Summary:
     """Roll out one step ahead of training, on GPUs of their own: the best division in hindsight.
 
     With r of the R engines' GPUs for rollouts, training takes R / (R - r) times as long; a step takes the longer of the
     two, and the synchronisation of weights.
     """
-    machine = setting.machine
-    plan = BatchPlan(setting.size, [setting.size] * off[0].batch.groups)
-    training = float(np.mean([step.training_seconds for step in off])) - machine.between_rollouts
+    between = machine.between_rollouts
+    training = float(np.mean([step.training_seconds for step in off])) - between
 
     def seconds(replicas: int, rollout: float, trained: float) -> float:
-        return max(rollout, trained * machine.replicas / (machine.replicas - replicas)) + machine.between_rollouts
+        return max(rollout, trained * machine.replicas / (machine.replicas - replicas)) + between
 
     best = min(
         range(1, machine.replicas),
@@ -86,36 +101,11 @@ def _one_step_off(off: Sequence[Step], setting: Setting) -> Summary:
     steps = []
     for step in off:
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))
-        trained = step.training_seconds - machine.between_rollouts
-        total = seconds(best, rollout.seconds, trained)
-        steps.append(Step(step.batch, plan, rollout, total - machine.between_rollouts, total))
-    found = summarise("async one-step-off", steps, setting.size, f"{best} of {machine.replicas} engines roll out")
-    trains = float(np.mean([s.training_seconds for s in off])) - machine.between_rollouts
+        total = seconds(best, rollout.seconds, step.training_seconds - between)
+        steps.append(Step(step.batch, plan, rollout, total - between, total))
+    found = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
     share = machine.replicas / (machine.replicas - best)
-    return replace(found, training_seconds=trains * share + machine.between_rollouts, stale_share=1.0)
-
-
-def _bound(off: Sequence[Step], candidates: Candidates, setting: Setting) -> Summary:
-    """Compute the lower bound for whole trajectories of each prompt."""
-    rollouts, trainings, generated = [], [], 0
-    for number in range(len(off)):
-        batch = candidates.batch(candidates.step_prompts(number), candidates.most)
-        rollouts.append(rollout_bound(batch, setting.size, setting.machine))
-        shortest = shortest_lengths(batch, setting.size)
-        generated += int(shortest.sum())
-        tokens = int(shortest.sum() + setting.size * batch.prompt_tokens.sum())
-        trainings.append(setting.machine.training_seconds(tokens))
-    rollout, training = float(np.mean(rollouts)), float(np.mean(trainings))
-    return Summary(
-        f"bound, best {setting.size} of {candidates.most}",
-        rollout,
-        training,
-        rollout + training,
-        tokens_generated=generated / len(off),
-        tokens_returned=generated / len(off),
-        length_bias=generated / (setting.size * setting.prompts * len(off)),
-        notes="whole trajectories of every prompt",
-    )
+    return replace(found, training_seconds=training * share + between, stale_share=1.0)
 
 
 def rollout_bound(batch: Batch, size: int, machine: Machine) -> float:
@@ -143,7 +133,7 @@ def shortest_lengths(batch: Batch, size: int) -> Ints:
 
 
 def _lines_below(machine: Machine) -> list[tuple[float, float]]:
-    """Return lines alpha + beta b, both at least 0, that are nowhere above the time of a decode step."""
+    """Return alpha and beta, at least 0, of lines alpha + beta b that are nowhere above the time of a decode step."""
     curve, most = machine.step_time.decode, float(machine.max_num_seqs)
     batches = np.asarray(sorted({1.0, most, *(b for b in curve.batches if 1 < b < most)}))
     seconds = curve.step_seconds_array(batches)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.simulation.auto import run_auto
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
@@ -22,6 +21,7 @@ from darts_server.simulation.training import (
     Step,
     Summary,
     relative_to,
+    run_auto,
     run_policy,
     summarise,
 )
@@ -81,19 +81,19 @@ def main(argv: Sequence[str]) -> int:
         workload = TracedWorkload(prompts, max_tokens, options.seed)
         name = f"{', '.join(path.name for path in options.trace)} on the machine of {options.preset or DEFAULT_MACHINE}"
     policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
-    most = max(2 * setting.size, *(policy.most_candidates(setting.size) for policy in policies))
+    most = max(2 * setting.size, *(policy.max_candidates(setting.size) for policy in policies))
     candidates = Candidates(workload, setting, most)
     steps: dict[str, list[Step]] = {}
-    notes: dict[str, str] = {}
+    found = []
     try:
         for policy in policies:
-            if policy.auto is None:
-                steps[policy.name] = run_policy(policy, candidates, setting)
-            else:
-                steps[policy.name], notes[policy.name] = run_auto(policy.auto, candidates, setting)
-            print(f"{policy.name}: {steps[policy.name][0].rollout.seconds:.1f} s for the first rollout", flush=True)
-        found = [summarise(policy, each, setting.size, notes.get(policy, "")) for policy, each in steps.items()]
-        found += baselines(steps[OFF], candidates, setting)
+            run, note = (
+                (run_policy(policy, candidates), "") if policy.auto is None else run_auto(policy.auto, candidates)
+            )
+            print(f"{policy.name}: {run[0].rollout.seconds:.1f} s for the first rollout", flush=True)
+            steps[policy.name] = run
+            found.append(summarise(policy.name, run, setting.size, note))
+        found += baselines(steps[OFF], candidates)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]
@@ -195,16 +195,10 @@ def table(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         figures = [(getattr(summary, name), form) for name, (_, form) in COLUMNS.items()]
         rows.append(["" if figure is None else format(figure, form) for figure, form in figures])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    last = len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in (0, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<", *">" * (len(widths) - 2), "<"]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 RETURNED, TRUNCATED, STOPPED = "#0072B2", "#D55E00", "#BBBBBB"

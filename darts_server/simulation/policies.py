@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
+from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.removed import value_remedy
 from darts_server.types import AUTO, OFF
 
 NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
-AUTO_OPTIONS = ("start", "stale")
-AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 DEFERRING = ("start", "carry", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
-DEFAULT = (
+AUTO_OPTIONS = ("start", "stale", "allow")
+AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
+DEFAULT = [
     "uniform",
     "uniform,tail=longest",
     "uniform,longest=0",
@@ -33,7 +33,7 @@ DEFAULT = (
     "cap,start=1.5,carry=resume",
     "auto",
     "auto,allow=uniform+darts+cut+cap+limit",
-)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,9 @@ class Policy:
         """Steps from one long round to the next; 1 without."""
         return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
 
-    def most_candidates(self, size: int) -> int:
+    def max_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""
-        if self.auto is not None:
-            return self.auto.max_candidates(size)
-        return size if self.shaping is None else max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
+        return (self.auto or Option(self.name, self.shaping)).max_candidates(size)
 
 
 def split_policies(texts: Iterable[str]) -> list[str]:
@@ -92,7 +90,7 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
-    known = OPTIONS if name != AUTO else AUTO_RULES if "allow" in options else (*AUTO_OPTIONS, "allow")
+    known = OPTIONS if name != AUTO else AUTO_RULES if "allow" in options else AUTO_OPTIONS
     for option in options:
         if option not in known:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
@@ -106,50 +104,54 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}")
         return value
 
-    def choice(option: str, *choices: str) -> str:
-        value = options.get(option, choices[0])
-        if value not in choices:
-            raise InvalidSetting(f"--policies: {text}: {option} must be {' or '.join(choices)}")
-        return value
+    def is_second(option: str, first: str, second: str) -> bool:
+        """Return which of two choices it is; the first one by default."""
+        value = options.get(option, first)
+        if value not in (first, second):
+            raise InvalidSetting(f"--policies: {text}: {option} must be {first} or {second}")
+        return value == second
 
+    limits = AutoLimits()
     if name == AUTO and "allow" not in options:  # by default it changes no distribution
-        most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
+        most_stale = number("stale", limits.most_stale, 0.0, 1.0)
         return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
     if name == AUTO:
         allow = tuple(options["allow"].split("+"))
-        for rule in allow:
-            if rule not in RULES:  # nothing is deferred here
-                raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
+        if not set(allow) <= set(RULES):  # nothing is deferred here
+            raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
         limits = AutoLimits(
             allow=allow,
-            most_lost=number("lost", AutoLimits().most_lost, 0.0, 1.0),
-            most_bias=number("bias", AutoLimits().most_bias, 0.0, 1.0),
+            most_lost=number("lost", limits.most_lost, 0.0, 1.0),
+            most_bias=number("bias", limits.most_bias, 0.0, 1.0),
             tokens_price=number("price", 0.0, 0.0, 1000.0),
-            exploration=number("exploration", AutoLimits().exploration, 0.0, 1.0),
+            exploration=number("exploration", limits.exploration, 0.0, 1.0),
         )
         most, longest = number("max_redundancy", 2.0, 1.0, 8.0), number("longest", 1, 0, size - 1)
         base = Shaping(max_redundancy=most, num_longest=int(longest))
         return Policy(text, auto=build_auto(base, Deadline(exploration=0.0), limits))
-    start = number("start", 1.0, 1.0, 4.0)
-    resumes = choice("carry", "restart", "resume") == "resume"
-    long_rounds = choice("rounds", "all", "long") == "long"
-    if long_rounds and start < 1.01:
+
+    policy = Policy(
+        text,
+        start=number("start", 1.0, 1.0, 4.0),
+        resumes=is_second("carry", "restart", "resume"),
+        long_rounds=is_second("rounds", "all", "long"),
+        long_first=is_second("order", "given", "long"),
+    )
+    if policy.long_rounds and policy.start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
-    long_first = choice("order", "given", "long") == "long"
     if name == OFF:
         if set(options) - set(DEFERRING):
             raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
-        return Policy(text, None, start, resumes, long_rounds, long_first)
+        return policy
     redundancy = number("redundancy", 1.5, 1.0, 8.0)
-    longest = number("longest", 1, 0, size - 1)
     base = Shaping(
         redundancy=redundancy,
+        num_longest=int(number("longest", 1, 0, size - 1)),
         max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
-        num_longest=int(longest),
-        tail=Tail(choice("tail", "sampled", "longest")),
+        tail=Tail.LONGEST if is_second("tail", Tail.SAMPLED, Tail.LONGEST) else Tail.SAMPLED,
     )
     deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), bound=number("bound", 2.0, 1.0, 100.0), exploration=0.0)
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
-        shaping = replace(shaping, adaptive=choice("adaptive", "yes", "no") == "yes")
-    return Policy(text, shaping, start, resumes, long_rounds, long_first)
+        shaping = replace(shaping, adaptive=not is_second("adaptive", "yes", "no"))
+    return replace(policy, shaping=shaping)

@@ -7,9 +7,10 @@ token: 6 for forward and backward, 2 for the log-probs of the old policy.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.simulation.machine import BLOCK_SIZE, Machine, StepTime
+from darts_server.policy.simulation.engines import BLOCK_SIZE, Machine, StepTime
 from darts_server.simulation.workload import FittedWorkload, Quantiles
 
 MEMORY_EFFICIENCY = 0.8
@@ -33,8 +34,7 @@ MAX_NUM_SEQS = 1024
 """vLLM's default on GPUs with much memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """``bandwidth`` of the memory in bytes/s, ``flops`` in bf16 without sparsity, ``memory`` in bytes. Peaks."""
 
     bandwidth: float
@@ -42,30 +42,18 @@ class Gpu:
     memory: float
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A dense model: number of ``parameters`` and ``layers``, and its KV heads."""
+class Model(NamedTuple):
+    """A dense model: number of ``parameters`` and ``layers``, and its KV heads of 128 values each."""
 
     parameters: float
     layers: int
     kv_heads: int
-    head_size: int = 128
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a token in the KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_size * BYTES
 
 
-H20 = Gpu(4.0e12, 148e12, 96e9)
-H100 = Gpu(3.35e12, 989e12, 80e9)
-H200 = Gpu(4.8e12, 989e12, 141e9)
+H20, H100, H200 = Gpu(4.0e12, 148e12, 96e9), Gpu(3.35e12, 989e12, 80e9), Gpu(4.8e12, 989e12, 141e9)
 """From the vendor's data sheets."""
-
-QWEN_7B = Model(7.6e9, 28, 4)
-QWEN_8B = Model(8.2e9, 36, 8)
-QWEN_14B = Model(14.8e9, 48, 8)
-QWEN_32B = Model(32.8e9, 64, 8)
+QWEN_7B, QWEN_8B = Model(7.6e9, 28, 4), Model(8.2e9, 36, 8)
+QWEN_14B, QWEN_32B = Model(14.8e9, 48, 8), Model(32.8e9, 64, 8)
 """From the models' public configurations (Qwen2.5 and, with 8B, Qwen3)."""
 
 
@@ -76,20 +64,17 @@ def machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rol
     reading, computing = model.parameters * BYTES / bandwidth, 2 * model.parameters / flops
     bend = max(2.0, reading / computing)  # sequences from which on the arithmetic takes longer than the reads
     first = overhead + max(reading, computing) + PER_SEQUENCE
-    curve = LatencyCurve(
-        (1.0, bend),
-        (first, overhead + max(reading, bend * computing) + bend * PER_SEQUENCE),
-        computing + PER_SEQUENCE,
-    )
+    last = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
+    curve = LatencyCurve((1.0, bend), (first, last), computing + PER_SEQUENCE)
+    kv_bytes = 2 * model.layers * model.kv_heads * 128 * BYTES  # of a token
     free = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
+    training = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
     return Machine(
-        StepTime(curve, per_context_token=model.kv_bytes / bandwidth, per_prefill_token=computing),
+        StepTime(curve, per_context_token=kv_bytes / bandwidth, per_prefill_token=computing),
         replicas=replicas,
         max_num_seqs=MAX_NUM_SEQS,
-        kv_blocks=int(free / model.kv_bytes / BLOCK_SIZE),
-        training_per_token=TRAINING_FLOPS
-        * model.parameters
-        / (gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas),
+        kv_blocks=int(free / kv_bytes / BLOCK_SIZE),
+        training_per_token=TRAINING_FLOPS * model.parameters / training,
         between_rollouts=between_rollouts,
     )
 
@@ -187,7 +172,7 @@ PRESETS: dict[str, Preset] = {
     "h200-8b": Preset(
         "Qwen3-8B on one H200, with the lengths of dapo-32b",
         DAPO,
-        replace(machine(QWEN_8B, H200, 1, 1, 2.0), max_num_seqs=1024),
+        machine(QWEN_8B, H200, 1, 1, 2.0),
         prompts=64,
     ),
     "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, prompts=16),

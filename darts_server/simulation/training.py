@@ -1,20 +1,36 @@
 """Simulate some steps of a training run under each policy, all on the same candidates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import numpy as np
 
-from darts_server.policy.auto.chooser import begin_with, next_ahead
+from darts_server.policy.auto.chooser import (
+    Choice,
+    Measured,
+    begin,
+    begin_with,
+    choose,
+    choose_by_size,
+    hindsight,
+    learn,
+    learn_training,
+    needs_hindsight,
+    next_ahead,
+)
+from darts_server.policy.auto.options import Auto
+from darts_server.policy.auto.state import AutoState
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
-from darts_server.policy.lengths import Observation, PromptStats, update_stats
-from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
+from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats, Ints
+from darts_server.policy.simulation.engines import Machine
+from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
-from darts_server.simulation.workload import Floats, Workload
+from darts_server.simulation.workload import Workload
 from darts_server.types import SelectedAs
 
 MAX_STALENESS = 4
@@ -87,46 +103,44 @@ class Candidates:
     """Lengths and tail draws of prompts' candidates, the same under every policy. ``most``: of one prompt."""
 
     def __init__(self, workload: Workload, setting: Setting, most: int) -> None:
+        self.setting = setting
         self.most = most
         self._workload = workload
-        self._setting = setting
         self._drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = {}
         self._earlier: dict[int, PromptStats] = {}
 
     def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
         """Build a batch with up to ``count`` candidates for each prompt."""
-        drawn, done = [], None
-        if any(prompt.carried is not None for prompt in prompts):
-            done = np.zeros((len(prompts), count), dtype=np.int64)
+        drawn, done = [], np.zeros((len(prompts), count), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             key = prompt.number, prompt.attempt
             if key not in self._drawn:
-                rng = np.random.default_rng([self._setting.seed, prompt.number, 2 + prompt.attempt])
+                rng = np.random.default_rng([self.setting.seed, prompt.number, 2 + prompt.attempt])
                 lengths = self._workload.lengths(prompt.number, self.most, rng, prompt.attempt)
                 self._drawn[key] = self._workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
             drawn.append(self._drawn[key])
-            if done is not None and prompt.carried is not None:
+            if prompt.carried is not None:
                 done[row, : prompt.carried.size] = prompt.carried
         return Batch(
             np.asarray([tokens for tokens, _, _ in drawn]),
             np.stack([lengths[:count] for _, lengths, _ in drawn]),
             np.stack([draws[:count] for _, _, draws in drawn]),
             self._workload.max_tokens,
-            done,
+            done if done.any() else None,
         )
 
     def step_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a measured step, from 0, where nothing is carried from step to step."""
-        first = (WARM_UP + step) * self._setting.prompts
-        return [Prompt(number) for number in range(first, first + self._setting.prompts)]
+        first = (WARM_UP + step) * self.setting.prompts
+        return [Prompt(number) for number in range(first, first + self.setting.prompts)]
 
     def earlier(self, number: int) -> PromptStats | None:
         """Return what is known of a prompt, from an earlier group of it; ``None`` for a new one."""
-        if not self._setting.knows_prompts:
+        if not self.setting.knows_prompts:
             return None
         if number not in self._earlier:
-            rng = np.random.default_rng([self._setting.seed, number, 1])
-            lengths = self._workload.lengths(number, self._setting.size, rng, attempt=1).tolist()
+            rng = np.random.default_rng([self.setting.seed, number, 1])
+            lengths = self._workload.lengths(number, self.setting.size, rng, attempt=1).tolist()
             most = self._workload.max_tokens
             observed = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
             self._earlier[number] = update_stats(None, observed, 0)
@@ -145,19 +159,19 @@ class Candidates:
         return sorted(prompts, key=key)
 
 
-def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list[Step]:
+def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     """Simulate the measured steps under a policy.
 
     Prompts that are not complete in their step come first in the next one, or in a long round; of these steps whole
     cycles are measured, which may be more steps. They start again, or go on from what they have. Completion lengths are
     remembered from step to step. Where `auto` says how many are started, the first steps are those that it learns in.
     """
-    recent = RecentCompletionLengths()
+    setting, recent = candidates.setting, RecentCompletionLengths()
     if policy.start == 1:
         batches = [candidates.step_prompts(step) for step in range(setting.steps)]
         if policy.long_first:
             batches = [candidates.longest_first(batch) for batch in batches]
-        return [run_step(policy, batch, None, candidates, setting, recent) for batch in batches]
+        return [run_step(policy, batch, None, candidates, recent) for batch in batches]
     count = policy.cycle * ceil(setting.steps / policy.cycle)
     warm_up = LEARNING if policy.most_stale is not None else policy.cycle * ceil(WARM_UP / policy.cycle)
     steps, waiting, fresh, ahead = [], list[Prompt](), 0, 1.0
@@ -176,16 +190,15 @@ def run_policy(policy: Policy, candidates: Candidates, setting: Setting) -> list
             begun = begin_with(setting.prompts, len(batch), ahead)
             batch, waiting = batch[:begun], [*batch[begun:], *waiting]
         enough = setting.prompts if len(batch) > setting.prompts else None
-        step = run_step(policy, batch, enough, candidates, setting, recent)
+        step = run_step(policy, batch, enough, candidates, recent)
         steps.append(step)
-        left = np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist()
         tokens = step.rollout.generated.astype(np.int64) + (0 if step.batch.done is None else step.batch.done)
-        parts = [tokens[i, : step.plan.candidates[i]] for i in left]
-        waiting += [batch[i].left_over(number, part, policy.resumes) for i, part in zip(left, parts, strict=True)]
+        for row in np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist():
+            part = tokens[row, : step.plan.candidates[row]]
+            waiting.append(batch[row].left_over(number, part, policy.resumes))
         if policy.most_stale is not None:
-            ahead = next_ahead(
-                ahead, step.stale_tokens / max(1.0, float(step.rollout.returned.sum())), policy.most_stale
-            )
+            stale = step.stale_tokens / max(1.0, float(step.rollout.returned.sum()))
+            ahead = next_ahead(ahead, stale, policy.most_stale)
     return steps[warm_up:]
 
 
@@ -194,22 +207,25 @@ def run_step(
     prompts: Sequence[Prompt],
     enough: int | None,
     candidates: Candidates,
-    setting: Setting,
     recent: RecentCompletionLengths | None = None,
 ) -> Step:
     """Simulate one step, with its prompts in this order.
 
     ``recent``: completion lengths of earlier steps, to which those of this step are added.
+
+    Raises:
+        ValueError: a sequence does not fit into an engine's KV cache.
     """
-    earlier = [candidates.earlier(prompt.number) for prompt in prompts]
+    machine, earlier = candidates.setting.machine, [candidates.earlier(prompt.number) for prompt in prompts]
     stds = [None if stats is None else stats.std_ema for stats in earlier]
-    plan = BatchPlan.of(policy.shaping, setting.size, stds, enough=enough)
+    plan = BatchPlan.of(policy.shaping, candidates.setting.size, stds, enough=enough)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
-    tokens, machine, planned = int((batch.prompt_tokens[:, None] + batch.ends).max()), setting.machine, plan
-    if machine.kv_blocks is not None and tokens > machine.kv_blocks * machine.block_size:
-        raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {tokens} tokens")
+    longest = int((batch.prompt_tokens[:, None] + batch.ends).max())
+    if machine.kv_blocks is not None and longest > machine.kv_blocks * machine.block_size:
+        raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {longest} tokens")
+    planned = plan
     if recent is not None and plan.shaping is not None and plan.deadline is not None:
         # The deadline of earlier groups, as `rollout.allocation` adds it for cohorts that are large enough.
         deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
@@ -226,6 +242,94 @@ def trained_tokens(batch: Batch, rollout: Rollout) -> int:
     """Return the tokens of the returned trajectories, with their prompts."""
     is_returned = rollout.returned > 0
     return int(rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum())
+
+
+# --- auto, which learns from batch to batch as the server does ----------------
+
+
+def run_auto(auto: Auto, candidates: Candidates) -> tuple[list[Step], str]:
+    """Simulate the measured steps after `LEARNING` others, from which it learns. Returns what it did, too."""
+    run, steps = AutoRun(auto, candidates), candidates.setting.steps
+    for step in range(LEARNING):
+        run.run(candidates.step_prompts(steps + step))
+    measured = [run.run(candidates.step_prompts(step)) for step in range(steps)]
+    names = dict.fromkeys(choice.option.name for choice, _ in measured)
+    return [step for _, step in measured], ", ".join(names)
+
+
+@dataclass(slots=True)
+class AutoRun:
+    """What `auto` has learned so far. The machine is known to it, except for the training."""
+
+    auto: Auto
+    candidates: Candidates
+    state: AutoState = field(default_factory=AutoState)
+    profile: LengthProfile = field(default_factory=LengthProfile)
+
+    def run(
+        self, prompts: Sequence[Prompt], *, num_groups: int | None = None, min_groups: int | None = None
+    ) -> tuple[Choice, Step]:
+        """Run one batch. ``num_groups``, ``min_groups``: groups with which it ends, or may end, as of a request."""
+        size, machine = self.candidates.setting.size, self.candidates.setting.machine
+        choice, enough = choose_by_size(self.auto, size, len(prompts)), num_groups or len(prompts)
+        is_forecast = choice is None
+        if choice is None:
+            expectation, rng = self._expect(prompts, 3)
+            choice = choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
+        self.state = begin(self.state, choice)
+        policy = Policy(choice.option.name, choice.option.shaping)
+        step = run_step(policy, prompts, choice.enough or num_groups, self.candidates)
+        measured = self._measure(step, prompts)
+        self.state = learn(self.state, choice, measured)
+        if needs_hindsight(self.state, choice) and is_forecast:
+            expectation, rng = self._expect(prompts, 4)
+            late = hindsight(choice, size, expectation, machine, enough, rng)
+            self.state = learn(self.state, late, replace(measured, means=()))
+        self.state = learn_training(self.state, float(step.rollout.lengths.sum()), step.training_seconds)
+        return choice, step
+
+    def _expect(self, prompts: Sequence[Prompt], stream: int) -> tuple[Expectation | None, np.random.Generator]:
+        """Return what is known of a batch now, and the random numbers to forecast it with."""
+        rng = np.random.default_rng([self.candidates.setting.seed, self.state.batches, stream])
+        earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
+        batch = self.candidates.batch(prompts, 1)
+        expectation = Expectation.of(
+            [None if stats is None else stats.mean_ema for stats in earlier],
+            [None if stats is None else stats.std_ema for stats in earlier],
+            self.profile.quantiles(RATIOS),
+            self.state.means,
+            rng,
+            round(float(batch.prompt_tokens.mean())),
+            batch.max_tokens,
+        )
+        return expectation, rng
+
+    def _measure(self, step: Step, prompts: Sequence[Prompt]) -> Measured:
+        """Measure a batch as the server does, and learn the lengths of its groups."""
+        rollout, batch, means = step.rollout, step.batch, list[float]()
+        ended = batch.valid & (rollout.generated == batch.ends)
+        for row, prompt in enumerate(prompts):
+            earlier = self.candidates.earlier(prompt.number)
+            if np.isinf(rollout.completed_at[row]):  # deferred: nothing is learned from it
+                means += [] if earlier is None else [earlier.mean_ema]
+                continue
+            pairs = zip(rollout.generated[row], ended[row], strict=True)
+            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
+            self.profile.observe(ratios_to_mean(observed, earlier))
+            means.append(estimate_lengths(observed).mean)
+        lengths = rollout.lengths
+        return Measured(
+            rollout.seconds,
+            float(lengths.mean()),
+            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
+            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
+            int(rollout.generated.max()),
+            means,
+            float((lengths >= batch.max_tokens).mean()),
+        )
+
+
+# --- what the steps come to ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +353,7 @@ class Summary:
     tokens_returned: float = 1.0
     tokens_wasted: float = 0.0
     idle_share: float | None = None
-    length_bias: float | None = None
+    length_bias: float = 0.0
     effective_sample_size: float | None = None
     truncated_share: float | None = None
     stale_share: float = 0.0
@@ -281,7 +385,6 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
     """Relate a summary of `summarise` to that of ``off``."""
-    assert off.length_bias is not None
     return replace(
         summary,
         step_speedup=off.step_seconds / summary.step_seconds,
@@ -289,7 +392,7 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
         tokens_generated=summary.tokens_generated / off.tokens_generated,
         tokens_returned=summary.tokens_returned / off.tokens_generated,
         tokens_wasted=summary.tokens_wasted / off.tokens_generated,
-        length_bias=None if summary.length_bias is None else summary.length_bias / off.length_bias - 1,
+        length_bias=summary.length_bias / off.length_bias - 1,
     )
 
 

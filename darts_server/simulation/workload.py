@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidSetting
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from darts_server.policy.simulation.batch import Floats, Ints
 
 NEIGHBOURS = 8
 """Prompts with a similar mean length whose samples also stand for a prompt's."""
@@ -60,31 +57,19 @@ class TracedWorkload:
     """
 
     def __init__(self, prompts: Sequence[TracedPrompt], max_tokens: int, seed: int) -> None:
+        self.max_tokens = max_tokens
         self._prompts = prompts
-        self._max_tokens = max_tokens
         self._logs = [np.log(np.asarray(prompt.lengths, dtype=np.float64)) for prompt in prompts]
         self._means = np.asarray([float(logs.mean()) for logs in self._logs])
-        self._order = np.random.default_rng(seed).permutation(len(prompts))
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
+        self._order: list[int] = np.random.default_rng(seed).permutation(len(prompts)).tolist()
 
     def prompt_tokens(self, number: int) -> int:
-        return self._prompts[self._row(number)].prompt_tokens
+        return self._prompts[self._order[number % len(self._order)]].prompt_tokens
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        row = self._row(number)
-        own = np.asarray(self._prompts[row].lengths if number < len(self._prompts) and not attempt else ())
-        resampled = self._resample(row, max(0, count - own.size), rng)
-        lengths: Ints = np.concatenate([own[:count], resampled]).astype(np.int64)
-        return lengths
-
-    def _row(self, number: int) -> int:
-        return int(self._order[number % len(self._order)])
-
-    def _resample(self, row: int, count: int, rng: np.random.Generator) -> Ints:
-        own, limit = self._logs[row], log(self._max_tokens)
+        row, limit = self._order[number % len(self._order)], log(self.max_tokens)
+        seen = self._prompts[row].lengths[:count] if number < len(self._prompts) and not attempt else ()
+        own, count = self._logs[row], count - len(seen)
         distances = np.abs(self._means - self._means[row])
         distances[row] = np.inf
         near = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
@@ -98,8 +83,10 @@ class TracedWorkload:
         drawn = values[chosen]
         noisy = drawn + spread * rng.standard_normal(count)
         ends = np.minimum(np.where(noisy < limit, noisy, drawn), limit)
-        lengths = np.clip(np.round(np.exp(ends)), 1, self._max_tokens - 1)
-        return np.where(truncated[chosen], self._max_tokens, lengths).astype(np.int64)
+        resampled = np.clip(np.round(np.exp(ends)), 1, self.max_tokens - 1)
+        resampled = np.where(truncated[chosen], self.max_tokens, resampled)
+        lengths: Ints = np.concatenate([np.asarray(seen), resampled]).astype(np.int64)
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +112,13 @@ class FittedWorkload:
     max_tokens: int
     prompt_median: float
     prompt_spread: float
-    seed: int = 0
 
     def prompt_tokens(self, number: int) -> int:
-        noise = np.random.default_rng([self.seed, number, 1]).standard_normal()
+        noise = np.random.default_rng([0, number, 1]).standard_normal()
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        median = self.medians.at(np.random.default_rng([self.seed, number, 2]).random())
+        median = self.medians.at(np.random.default_rng([0, number, 2]).random())
         lengths = np.ceil(median * self.ratios.at(rng.random(count)))
         return np.clip(lengths, 1, self.max_tokens).astype(np.int64)
 
@@ -150,16 +136,8 @@ class Format(StrEnum):
 
 
 NAMES = {
-    Format.JSONL: ("prompt_tokens", "lengths", "group", "prompt_tokens", "generated", "tools", "tokens"),
-    Format.POLYTRACE: (
-        "input",
-        "output",
-        "prompt_group_id",
-        "prompt_len",
-        "completion_tokens",
-        "tool_calls",
-        "append_len",
-    ),
+    Format.JSONL: "prompt_tokens lengths group prompt_tokens generated tools tokens",
+    Format.POLYTRACE: "input output prompt_group_id prompt_len completion_tokens tool_calls append_len",
 }
 """Names of the two fields of a prompt, of the next two of a sample with several turns, of what a turn generates, of the
 tool calls, and of the tokens that one adds."""
@@ -174,23 +152,18 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
     Raises:
         InvalidSetting: a file cannot be read, or a line is not as it must be.
     """
-    prompts, caps = [], []
-    for path in paths:
-        for prompt, cap in _read(path, form):
-            prompts.append(prompt)
-            caps.append(cap)
-    if not prompts:
+    found = [each for path in paths for each in _read(path, form)]
+    if not found:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
-    longest = [max(prompt.lengths) for prompt in prompts]
-    given = [(cap, tokens) for cap, tokens in zip(caps, longest, strict=True) if cap is not None]
-    reached = [cap for cap, tokens in given if tokens >= cap]
-    return prompts, max_tokens or (min(reached) if reached else max(longest + [cap for cap, _ in given]))
+    reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
+    longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
+    return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
     """Yield the prompts of a file with their caps; those with samples of several turns last, in groups."""
     is_jsonl = form is Format.JSONL
-    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form]
+    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form].split()
     groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
     for place, line in _lines(path):
         if not is_jsonl and line.get("validate") is True:
@@ -202,12 +175,11 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
             tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
             if not isinstance(lengths, list) or not lengths:
                 raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
-            counts = (_count({of_lengths: length}, of_lengths, place) for length in lengths)
-            yield TracedPrompt(tokens, tuple(counts)), cap
+            yield TracedPrompt(tokens, tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)), cap
             continue
         # What tools add to a sample's context is prefilled, not generated.
-        generated = sum(_count(turn, of_turn, place, 0) for turn in _objects(line, "turns", place))
-        added = sum(_count(call, of_call, place, 0) for call in _objects(line, of_calls, place))
+        generated = _total(line, "turns", of_turn, place)
+        added = _total(line, of_calls, of_call, place)
         prompt = _count(line, of_sample, place)
         group = str(line.get("step")), _count(line, of_group, place, 0)
         groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
@@ -243,9 +215,9 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
     return value
 
 
-def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
-    """Return a list of objects; empty if it is missing."""
+def _total(line: Mapping[str, Any], name: str, of_each: str, place: str) -> int:
+    """Add up the token counts in a list of objects; 0 if it is missing."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")
-    return values
+    return sum(_count(value, of_each, place, 0) for value in values)

@@ -13,7 +13,7 @@ from darts_server.simulation.policies import DEFAULT, parse_policy, split_polici
 def test_the_default_policies_plan_a_batch(text: str) -> None:
     policy = parse_policy(text, 8)
     plan = BatchPlan.of(policy.shaping, 8, [10.0, 20.0, None, 400.0])
-    assert max(plan.candidates) <= policy.most_candidates(8)
+    assert max(plan.candidates) <= policy.max_candidates(8)
     assert min(plan.candidates) >= 8
 
 

@@ -1,16 +1,23 @@
 """Steps of training under policies and baselines: what must hold between them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from darts_server.policy.auto.options import RESTART, RULES, AutoLimits, build_auto
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.baselines import baselines
-from darts_server.simulation.policies import parse_policy
-from darts_server.simulation.presets import PRESETS, TINY_MACHINE
+from darts_server.simulation.policies import Policy, parse_policy
+from darts_server.simulation.presets import PRESETS, TINY_MACHINE, with_engines
 from darts_server.simulation.training import (
+    AutoRun,
     Candidates,
     Setting,
     relative_to,
+    run_auto,
     run_policy,
     run_step,
     summarise,
@@ -25,7 +32,7 @@ def candidates(setting: Setting = SETTING) -> Candidates:
 
 def test_all_policies_get_the_same_candidates() -> None:
     drawn = candidates()
-    off, uniform = (run_policy(parse_policy(text, 4), drawn, SETTING) for text in ("off", "uniform"))
+    off, uniform = (run_policy(parse_policy(text, 4), drawn) for text in ("off", "uniform"))
     for one, other in zip(off, uniform, strict=True):
         assert one.batch.lengths.tolist() == other.batch.lengths[:, :4].tolist()
         assert one.batch.prompt_tokens.tolist() == other.batch.prompt_tokens.tolist()
@@ -33,7 +40,7 @@ def test_all_policies_get_the_same_candidates() -> None:
 
 
 def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
-    steps = run_policy(parse_policy("off,start=1.5", 4), candidates(), SETTING)
+    steps = run_policy(parse_policy("off,start=1.5", 4), candidates())
     assert [np.isfinite(step.rollout.completed_at).sum() for step in steps] == [12, 12]
     left = steps[0].batch.prompt_tokens[np.isinf(steps[0].rollout.completed_at)]
     assert steps[1].batch.prompt_tokens[:6].tolist() == left.tolist()
@@ -41,18 +48,18 @@ def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
 
 def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_them() -> None:
     # Of 18 prompts 6 are left over, so each third step is a long round of 12; the warm-up is a cycle too.
-    steps = run_policy(parse_policy("off,start=1.5,rounds=long", 4), candidates(), SETTING)
+    steps = run_policy(parse_policy("off,start=1.5,rounds=long", 4), candidates())
     assert [len(step.batch.lengths) for step in steps] == [18, 18, 12]
     assert [np.isfinite(step.rollout.completed_at).sum() for step in steps] == [12, 12, 12]
     left = [step.batch.prompt_tokens[np.isinf(step.rollout.completed_at)].tolist() for step in steps]
     assert steps[2].batch.prompt_tokens.tolist() == left[0] + left[1]
-    off = summarise("off", run_policy(parse_policy("off", 4), candidates(), SETTING), 4)
+    off = summarise("off", run_policy(parse_policy("off", 4), candidates()), 4)
     assert 0.5 < relative_to(off, summarise("long", steps, 4)).tokens_returned < 1.5, "tokens of a step, not of all"
 
 
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
 def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
-    steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates(), SETTING)
+    steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())
     first, second = steps[0], steps[1]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
     before = 0 if first.batch.done is None else first.batch.done[left]
@@ -67,24 +74,23 @@ def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
 def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories() -> None:
     drawn = candidates()
     names = ("off", "uniform", "darts", "uniform,tail=longest", "uniform,longest=0")
-    runs = {text: run_policy(parse_policy(text, 4), drawn, SETTING) for text in names}
+    runs = {text: run_policy(parse_policy(text, 4), drawn) for text in names}
     off = summarise("off", runs["off"], 4)
-    found = {summary.policy: relative_to(off, summary) for summary in baselines(runs["off"], drawn, SETTING)}
+    found = {summary.policy: relative_to(off, summary) for summary in baselines(runs["off"], drawn)}
     assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "bound"}
     bound = found["bound, best 4 of 8"]
     for text, steps in runs.items():
         assert relative_to(off, summarise(text, steps, 4)).step_speedup <= bound.step_speedup
     assert bound.tokens_generated < 1
-    assert bound.length_bias is not None
     assert bound.length_bias < 0
 
 
 def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
     setting = Setting(TINY_MACHINE, size=4, prompts=100, steps=1)
     drawn = candidates(setting)
-    off = run_policy(parse_policy("off", 4), drawn, setting)
+    off = run_policy(parse_policy("off", 4), drawn)
     anyway = summarise("off", off, 4).truncated_share or 0.0
-    two, ten, *_ = baselines(off, drawn, setting)
+    two, ten, *_ = baselines(off, drawn)
     assert two.truncated_share == pytest.approx(anyway + 0.02, abs=0.01)
     assert ten.truncated_share == pytest.approx(anyway + 0.1, abs=0.02)
     assert two.rollout_seconds > ten.rollout_seconds
@@ -94,8 +100,8 @@ def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> Non
     preset = PRESETS["search-r1-7b"]
     setting = Setting(preset.machine, size=4, prompts=40, steps=1)
     drawn = Candidates(preset.workload, setting, 8)
-    off = run_policy(parse_policy("off", 4), drawn, setting)
-    found = {summary.policy: summary for summary in baselines(off, drawn, setting)}["async one-step-off"]
+    off = run_policy(parse_policy("off", 4), drawn)
+    found = {summary.policy: summary for summary in baselines(off, drawn)}["async one-step-off"]
     between = preset.machine.between_rollouts
     assert found.step_seconds == pytest.approx(max(found.rollout_seconds, found.training_seconds - between) + between)
     assert found.stale_share == 1
@@ -103,18 +109,18 @@ def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> Non
 
 def test_unshaped_groups_have_their_whole_sample_size() -> None:
     drawn = candidates()
-    off = summarise("off", run_policy(parse_policy("off", 4), drawn, SETTING), 4)
+    off = summarise("off", run_policy(parse_policy("off", 4), drawn), 4)
     assert relative_to(off, off).step_speedup == relative_to(off, off).tokens_generated == 1
     assert off.effective_sample_size == 1
-    uniform = summarise("uniform", run_policy(parse_policy("uniform", 4), drawn, SETTING), 4)
+    uniform = summarise("uniform", run_policy(parse_policy("uniform", 4), drawn), 4)
     assert uniform.effective_sample_size == pytest.approx((3 + 3) ** 2 / (3 + 9) / 4)
-    shortest = summarise("shortest", run_policy(parse_policy("uniform,longest=0", 4), drawn, SETTING), 4)
+    shortest = summarise("shortest", run_policy(parse_policy("uniform,longest=0", 4), drawn), 4)
     assert shortest.effective_sample_size is None
 
 
 def test_long_prompts_can_come_first() -> None:
     drawn = candidates()
-    given, ordered = (run_policy(parse_policy(text, 4), drawn, SETTING) for text in ("off", "off,order=long"))
+    given, ordered = (run_policy(parse_policy(text, 4), drawn) for text in ("off", "off,order=long"))
     for one, other in zip(given, ordered, strict=True):
         assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
     numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
@@ -123,7 +129,7 @@ def test_long_prompts_can_come_first() -> None:
     new = candidates(Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False))
     ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
     assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
-    deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn, SETTING)
+    deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
     assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
 
 
@@ -142,11 +148,11 @@ class RunawaysAfterTheFirstStep:
 
 def test_deadlines_are_remembered_from_step_to_step() -> None:
     drawn = Candidates(RunawaysAfterTheFirstStep(), SETTING, 4)
-    first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn, SETTING))
+    first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn))
     assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
     assert second.deadline == 338, "1.5 to the third power times that of the first step"
     assert second.completion_lengths == (100,) * 6 + (0,) * 6
-    alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn, SETTING).rollout
+    alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn).rollout
     assert alone.seconds > 10 * second.seconds
 
 
@@ -154,3 +160,80 @@ def test_new_prompts_have_no_known_spread() -> None:
     setting = Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False)
     assert candidates(setting).earlier(0) is None
     assert candidates().earlier(0) == candidates().earlier(0) != candidates().earlier(1)
+
+
+# --- auto, from nothing --------------------------------------------------------
+
+AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
+STEPS = 6
+
+
+def small(preset: str, prompts: int, *, knows_prompts: bool = True) -> Candidates:
+    machine = with_engines(PRESETS[preset].machine, 1)
+    setting = Setting(machine, size=8, prompts=prompts, steps=STEPS, knows_prompts=knows_prompts)
+    return Candidates(PRESETS[preset].workload, setting, AUTO.max_candidates(8))
+
+
+def seconds(option: str, drawn: Candidates) -> float:
+    [shaping] = [each.shaping for each in AUTO.options if each.name == option]
+    return float(np.mean([step.seconds for step in run_policy(Policy(option, shaping), drawn)]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("preset", "prompts", "knows_prompts"),
+    [("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, True), ("tiny", 16, True), ("tiny", 16, False)],
+)
+def test_after_twenty_batches_auto_is_as_fast_as_the_best_fixed_option_and_never_slower_than_off(
+    preset: str, prompts: int, knows_prompts: bool
+) -> None:
+    drawn = small(preset, prompts, knows_prompts=knows_prompts)
+    steps, names = run_auto(AUTO, drawn)
+    found = float(np.mean([step.seconds for step in steps]))
+    assert found <= seconds("off", drawn) / 0.98
+    for option in ("cap at 0.8", "cut 1.25 at 0.8", "cut 1.5 at 0.8", "uniform 1.5"):
+        assert found <= seconds(option, drawn) / 0.95, option
+    if preset == "deepcoder-14b-16k":
+        assert all(name.startswith(("off", "cap", "limit")) for name in names.split(", "))
+
+
+def test_the_first_batch_of_auto_is_that_of_off_and_counts_as_measured() -> None:
+    run = AutoRun(AUTO, small("tiny", 16))
+    choice, done = run.run(run.candidates.step_prompts(0))
+    assert choice.option.name == "off"
+    assert done.batch.lengths.shape == (16, 8)
+    assert [one.name for one in run.state.measured] == ["off"]
+    assert abs(run.state.measured[0].error) < 0.5
+    assert (len(run.state.training), len(run.state.means)) == (1, 16)
+    choice, _ = run.run(run.candidates.step_prompts(1))
+    assert choice.option.name != "off"
+
+
+@pytest.mark.parametrize("knows_prompts", [False, True])
+def test_groups_that_are_deferred_teach_auto_nothing(knows_prompts: bool) -> None:
+    run = AutoRun(AUTO, small("dapo-32b", 16, knows_prompts=knows_prompts))
+    _, done = run.run(run.candidates.step_prompts(0), num_groups=12)
+    assert np.isfinite(done.rollout.completed_at).sum() == 12
+    assert len(run.state.means) == (16 if knows_prompts else 12), "with what is known of deferred prompts"
+
+
+@pytest.mark.parametrize(
+    ("preset", "prompts", "is_deferring"), [("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, False)]
+)
+def test_auto_ends_with_fewer_groups_where_that_takes_less_time_for_each(
+    preset: str, prompts: int, is_deferring: bool
+) -> None:
+    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=(RESTART,)))
+    run = AutoRun(auto, small(preset, prompts))
+    steps = [run.run(run.candidates.step_prompts(number), min_groups=3 * prompts // 4) for number in range(STEPS)]
+    choice, done = steps[-1]
+    assert steps[0][0].enough is None
+    assert (choice.enough is not None) is is_deferring
+    assert np.isfinite(done.rollout.completed_at).sum() == (choice.enough or prompts)
+
+
+def test_auto_is_measured_on_the_same_steps_as_other_policies() -> None:
+    drawn = small("tiny", 8)
+    steps, names = run_auto(replace(AUTO, options=AUTO.options[:1]), drawn)
+    assert names == "off"
+    assert [step.seconds for step in steps] == [step.seconds for step in run_policy(Policy("off"), drawn)]

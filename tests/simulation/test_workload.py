@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.presets import PRESETS
 from darts_server.simulation.workload import Format, Quantiles, TracedPrompt, TracedWorkload, read_traces
 
@@ -19,13 +20,8 @@ def traced(prompts: list[list[int]], max_tokens: int = 10_000) -> TracedWorkload
     return TracedWorkload([TracedPrompt(10 + i, tuple(lengths)) for i, lengths in enumerate(prompts)], max_tokens, 0)
 
 
-def draw(
-    workload: TracedWorkload, number: int, count: int, attempt: int = 0
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = workload.lengths(
-        number, count, np.random.default_rng(number), attempt
-    )
-    return lengths
+def draw(workload: TracedWorkload, number: int, count: int, attempt: int = 0) -> Ints:
+    return workload.lengths(number, count, np.random.default_rng(number), attempt)
 
 
 def test_the_first_candidates_are_the_traces() -> None:
@@ -109,28 +105,23 @@ def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     assert read_traces([one, two], Format.JSONL) == ([TracedPrompt(5, (7, 9)), TracedPrompt(5, (30,))], 30)
 
 
-def test_without_a_cap_the_longest_trajectory_is_it_unless_a_limit_is_given(tmp_path: Path) -> None:
-    path = write(tmp_path, {"prompt_tokens": 5, "lengths": [7, 9]})
-    assert read_traces([path], Format.JSONL)[1] == 9
-    assert read_traces([path], Format.JSONL, 50)[1] == 50
+UNCAPPED = {"prompt_tokens": 5, "lengths": [7, 30]}
+TRUNCATED, LONGER = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "cap": 40}
 
 
-def test_of_several_caps_the_smallest_that_a_sample_reaches_is_the_limit(tmp_path: Path) -> None:
-    """What the truncated sample would have become is not known, so that none may become longer."""
-    truncated, longer = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "cap": 40}
-    prompts, limit = read_traces([write(tmp_path, longer, truncated)], Format.JSONL)
-    assert limit == 20
-    candidates = TracedWorkload(prompts, limit, seed=0)
-    lengths = np.concatenate([candidates.lengths(number, 200, np.random.default_rng(number)) for number in range(2)])
-    assert (lengths >= limit).mean() > 0.5
-    assert set(lengths[lengths >= limit]) == {20, 25, 40}  # the samples themselves, which end at the limit in a batch
-
-
-def test_a_cap_that_no_sample_reaches_truncates_nothing(tmp_path: Path) -> None:
-    uncapped = {"prompt_tokens": 5, "lengths": [30]}
-    path = write(tmp_path, LINE, LINE | {"cap": 25}, uncapped)
-    assert read_traces([path], Format.JSONL)[1] == 30
-    assert read_traces([write(tmp_path, LINE, LINE | {"cap": 50})], Format.JSONL)[1] == 50
+@pytest.mark.parametrize(
+    ("lines", "limit"),
+    [
+        ([UNCAPPED], 30),  # the longest trajectory
+        ([LONGER, TRUNCATED], 20),  # what the truncated sample would have become is not known
+        ([LINE, LINE | {"cap": 25}, UNCAPPED], 30),  # a cap that no sample reaches truncates nothing
+        ([LINE, LINE | {"cap": 50}], 50),
+    ],
+)
+def test_the_limit_is_the_smallest_cap_that_a_sample_reaches(lines: list[Any], limit: int, tmp_path: Path) -> None:
+    path = write(tmp_path, *lines)
+    assert read_traces([path], Format.JSONL)[1] == limit
+    assert read_traces([path], Format.JSONL, 60)[1] == 60
 
 
 SAMPLE = {

@@ -14,6 +14,7 @@ a step takes the least time per group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import exp, inf, log, sqrt
 
 import numpy as np
@@ -33,8 +34,8 @@ from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, Meas
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.simulation.batch import BatchPlan
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
-from darts_server.policy.simulation.machine import Machine
 from darts_server.types import OFF
 
 MIN_OFF = 1
@@ -131,14 +132,13 @@ class Choice:
 class Measured:
     """What came of a batch.
 
-    ``seconds``: of the rollout. ``returned``: tokens. ``mean_length``: of a returned trajectory. ``cut``: share of
-    these that the rule cut. ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``longest``:
-    tokens of the longest candidate. ``means``: mean lengths of its prompts, as they are known now. ``truncated``: share
-    of the returned trajectories that reached the limit of their tokens, and were not cut.
+    ``seconds``: of the rollout. ``mean_length``: of a returned trajectory. ``cut``: share of these that the rule cut.
+    ``max_tokens``: at which trajectories were truncated; ``None`` if none was. ``longest``: tokens of the longest
+    candidate. ``means``: mean lengths of its prompts, as they are known now. ``truncated``: share of the returned
+    trajectories that reached the limit of their tokens, and were not cut.
     """
 
     seconds: float
-    returned: float
     mean_length: float
     cut: float
     max_tokens: int | None
@@ -214,28 +214,29 @@ def choose(
         plan = BatchPlan.of(option.shaping, size, expectation.stds, enough=enough if enough < groups else None)
         return forecast(plan, batches, machine)
 
-    expected = _Expected(state, limits, groups, foresee(UNSHAPED, enough))
-    off = expected.of(UNSHAPED, expected.off)
+    unshaped = foresee(UNSHAPED, enough)
+    expect = partial(_expect, state, limits, groups, unshaped)
+    off = expect(UNSHAPED, unshaped)
     if state.count(OFF) < MIN_OFF:
         return replace(off, reason="is measured before anything else, in a batch without pauses and weight updates")
 
     # What may be done with the whole batch, within the limits and beyond, and with a part of it.
-    within, beyond = [off], list[tuple[Option, Forecast, float]]()
+    within, beyond = [off], list[tuple[Choice, Forecast]]()
     for option in auto.of_size(size)[1:]:
         if option.cut_share is not None:
             # Where more are cut than forecast, the limit is that of fewer, and the other way round.
-            share, most = option.cut_share - state.more_cut(option.name), option.cut_share * MOST_MOVED
+            share, most = option.cut_share - state.expect("more_cut", option.name), option.cut_share * MOST_MOVED
             option = option.at(limit_of(min(max(share, option.cut_share / MOST_MOVED), most, 1.0), batches))
         found = foresee(option, enough)
-        choice = expected.of(option, found)
+        choice = expect(option, found)
         if choice.is_within(state):
             within.append(choice)
         else:
-            beyond.append((option, found, choice.cost))
+            beyond.append((choice, found))
     if min_groups is not None and RESTART in limits.allow:
         for whole in (off, *sorted(within[1:], key=lambda one: one.cost)[:MOST_DEFERRING]):
             for part in sorted({min_groups, (min_groups + groups) // 2}):
-                within.append(expected.of(whole.option, foresee(whole.option, part), whole, part))
+                within.append(expect(whole.option, foresee(whole.option, part), whole, part))
 
     best = min(within[1:], key=lambda one: one.cost, default=off)
     if best is off:
@@ -249,25 +250,19 @@ def choose(
     if state.explored + 1 <= limits.exploration * (state.batches + 1):
         others = [one for one in within if one is not best and one.cost <= NEAR * best.cost]
         if best is not off and any(
-            cost < best.cost and expected.of(option, found, bounded=False).is_within(state)
-            for option, found, cost in beyond
+            one.cost < best.cost and expect(one.option, found, bounded=False).is_within(state) for one, found in beyond
         ):
             others = [off]  # it says how many are truncated anyway, and so how many of what is cut are lost
-        elif best is not off and off not in others and _may_be_faster(off, best, state):
-            others.append(off)
+        elif best is not off and off not in others:
+            fastest = off.cost - (1 - exp(-UNSURE * state.uncertainty(best.name))) * off.seconds
+            if fastest <= best.cost or state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF:
+                others.append(off)
         # What was measured the longest ago, or never, comes first.
         oldest = min(others, key=lambda one: (state.last(one.name), one.cost), default=None)
         if oldest is not None:
             reason = f"explored: {_step(oldest)}, {_named(best)}, {_named(off)}"
             return replace(oldest, reason=reason, explores=True)
     return replace(best, reason=reason)
-
-
-def _may_be_faster(off: Choice, best: Choice, state: AutoState) -> bool:
-    """Return whether ``off`` may be faster than what is expected to be the best, or was not measured for long."""
-    most = exp(-UNSURE * state.uncertainty(best.name))
-    is_old = state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF
-    return is_old or off.cost - (1 - most) * off.seconds <= best.cost
 
 
 def _step(one: Choice) -> str:
@@ -278,73 +273,66 @@ def _named(one: Choice) -> str:
     return f"{one.option.name} {one.step:.3g} s{one.scope}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What is expected of the options for a batch of so many ``groups``. ``off``: forecast of `OFF`."""
+def _expect(
+    state: AutoState,
+    limits: AutoLimits,
+    groups: int,
+    off: Forecast,
+    option: Option,
+    found: Forecast,
+    whole: Choice | None = None,
+    enough: int | None = None,
+    *,
+    bounded: bool = True,
+) -> Choice:
+    """Correct what was forecast of an option for a batch of so many ``groups`` by what was measured.
 
-    state: AutoState
-    limits: AutoLimits
-    groups: int
-    off: Forecast
+    ``off``: forecast of `OFF`. ``whole``: where the batch ends with ``enough`` of its groups, what is expected of the
+    option for all groups. Its limits are the same: deferred prompts are returned later, so that only quick groups come
+    first takes nothing away. They cost a later batch their share of a step. ``bounded``: whether `OFF` is taken to
+    truncate at most `MORE_TRUNCATED` more than was measured of it.
+    """
 
-    def of(
-        self,
-        option: Option,
-        found: Forecast,
-        whole: Choice | None = None,
-        enough: int | None = None,
-        *,
-        bounded: bool = True,
-    ) -> Choice:
-        """Correct what was forecast of an option by what was measured.
+    def times(name: str, found: Forecast) -> tuple[float, float]:
+        """Return the expected seconds of the rollout and of the step."""
+        seconds = found.seconds * exp(state.expect("error", name))
+        return seconds, seconds + state.training_seconds(found.returned)
 
-        ``whole``: where the batch ends with ``enough`` of its groups, what is expected of the option for all groups.
-        Its limits are the same: deferred prompts are returned later, so that only quick groups come first takes nothing
-        away. They cost a later batch their share of a step. ``bounded``: whether `OFF` is taken to truncate at most
-        `MORE_TRUNCATED` more than was measured of it.
-        """
-        state, limits, off, name = self.state, self.limits, self.off, measured_name(option, enough)
-
-        def times(name: str, found: Forecast) -> tuple[float, float]:
-            """Return the expected seconds of the rollout and of the step."""
-            seconds = found.seconds * exp(state.error(name))
-            return seconds, seconds + state.training_seconds(found.returned)
-
-        seconds, step = times(name, found)
-        _, off_step = times(OFF, off)
-        usual_length = off.mean_length * exp(state.length_error(OFF))
-        truncated = off.truncated + state.more_truncated()
-        truncated = min(max(truncated, 0.0), state.truncated + MORE_TRUNCATED if bounded else 1.0, 1.0)
-        cost, below_bias, below_lost = step, 1.0, 1.0
-        if option is not UNSHAPED or whole is not None:
-            # What the tokens cost that are not returned.
-            cost += limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
-        if whole is not None and enough is not None:
-            assert whole.forecast is not None
-            cost = cost * self.groups / enough
-            below_bias, below_lost = whole.below_bias, whole.below_lost
-            usual_length *= found.mean_length / whole.forecast.mean_length
-        elif option is not UNSHAPED:
-            length = found.mean_length * exp(state.length_error(name))
-            more_cut = state.more_cut(name) if rule_of(name) in CUTTING else 0.0
-            below_bias = below_limit(1 - length / usual_length, limits.most_bias)
-            below_lost = below_limit(share_lost(found, more_cut, truncated, self.groups), limits.most_lost)
-        return Choice(
-            option,
-            forecast=found,
-            seconds=seconds,
-            step=step,
-            cost=cost,
-            off_seconds=off_step,
-            below_bias=below_bias,
-            below_lost=below_lost,
-            groups=self.groups,
-            usual_length=usual_length,
-            truncated=truncated,
-            limits=limits,
-            enough=enough,
-            length_error=state.length_error(name) if state.measured else None,
-        )
+    name = measured_name(option, enough)
+    seconds, step = times(name, found)
+    _, off_step = times(OFF, off)
+    usual_length = off.mean_length * exp(state.expect("length_error", OFF))
+    truncated = off.truncated + state.expect("more_truncated", OFF)
+    truncated = min(max(truncated, 0.0), state.truncated + MORE_TRUNCATED if bounded else 1.0, 1.0)
+    cost, below_bias, below_lost = step, 1.0, 1.0
+    if option is not UNSHAPED or whole is not None:
+        # What the tokens cost that are not returned.
+        cost += limits.tokens_price * off_step * max(0.0, found.generated - found.returned) / off.generated
+    if whole is not None and whole.forecast is not None and enough is not None:
+        cost = cost * groups / enough
+        below_bias, below_lost = whole.below_bias, whole.below_lost
+        usual_length *= found.mean_length / whole.forecast.mean_length
+    elif option is not UNSHAPED:
+        length = found.mean_length * exp(state.expect("length_error", name))
+        more_cut = state.expect("more_cut", name) if rule_of(name) in CUTTING else 0.0
+        below_bias = below_limit(1 - length / usual_length, limits.most_bias)
+        below_lost = below_limit(share_lost(found, more_cut, truncated, groups), limits.most_lost)
+    return Choice(
+        option,
+        forecast=found,
+        seconds=seconds,
+        step=step,
+        cost=cost,
+        off_seconds=off_step,
+        below_bias=below_bias,
+        below_lost=below_lost,
+        groups=groups,
+        usual_length=usual_length,
+        truncated=truncated,
+        limits=limits,
+        enough=enough,
+        length_error=state.expect("length_error", name) if state.measured else None,
+    )
 
 
 def share_lost(found: Forecast, more_cut: float, truncated: float, groups: int) -> float:
@@ -425,7 +413,7 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
     # Training changes lengths from batch to batch: a batch that is slow as its trajectories are longer should not count
     # against its option. So what other lengths than expected explain is left out: at most all of it, nothing if the
     # signs differ. In logarithms.
-    usual = state.error(name)
+    usual = state.expect("error", name)
     slower = log(measured.seconds / expected.seconds) - usual
     error = usual + (slower - min(max(longer, min(slower, 0.0)), max(slower, 0.0)))
     found = MeasuredErrors(
@@ -437,10 +425,10 @@ def learn(state: AutoState, choice: Choice, measured: Measured) -> AutoState:
         measured.truncated - expected.truncated if name == OFF else None,
     )
     state = state.with_measured(found)
-    if name == OFF:
-        known = state.truncated if state.count(OFF) > 1 else measured.truncated
-        state = replace(state, truncated=(known + measured.truncated) / 2)
-    return state
+    if name != OFF:
+        return state
+    known = state.truncated if state.count(OFF) > 1 else measured.truncated
+    return replace(state, truncated=(known + measured.truncated) / 2)
 
 
 def learn_training(state: AutoState, returned: float, seconds: float) -> AutoState:

@@ -60,15 +60,12 @@ class Errors:
         self._batches = np.asarray(batches, dtype=np.float64)
         self._names = np.asarray(names)
         self._kinds = np.asarray([kind_of(name) for name in names])
-        self._count = len(names)
-        if not self._count:
-            return
-        self._elapsed = np.clip(np.diff(self._batches, prepend=self._batches[0]), 0.0, LONGEST_GAP).cumsum()
+        self._elapsed = np.clip(np.diff(self._batches, prepend=self._batches[:1]), 0.0, LONGEST_GAP).cumsum()
         found = np.asarray(values, dtype=np.float64)
         measured = zip(names, self._batches, self._elapsed, strict=True)
         rows = [self._covariances(name, batch, elapsed) for name, batch, elapsed in measured]
-        noise = _NOISES[:, None, None] ** 2 * np.eye(self._count)
-        covariances = np.stack(rows, axis=1) + noise  # (cases, n, n)
+        noise = _NOISES[:, None, None] ** 2 * np.eye(found.size)
+        covariances = np.reshape(rows, (found.size, _LIKELY.size, found.size)).swapaxes(0, 1) + noise  # (cases, n, n)
         self._inverse = np.linalg.inv(covariances)
         self._coefficients = self._inverse @ found
         log_likelihood = -0.5 * (self._coefficients @ found + np.linalg.slogdet(covariances)[1])
@@ -77,47 +74,40 @@ class Errors:
 
     def expect(self, name: str, batch: int) -> float:
         """Return the error that is to be expected of an option in the ``batch``-th batch; 0 if nothing was measured."""
-        return float(self._weights @ self._means(name, batch)) if self._count else 0.0
+        return float(self._weights @ self._means(self._covariances(name, batch)))
 
     def spread(self, name: str, batch: int) -> float:
         """Return the standard deviation of what would be measured of an option, around what is expected of it."""
         prior = LEVEL**2 + _APART**2 * (RULES_DIFFER**2 + OPTIONS_DIFFER**2) + _NOISES**2
-        if not self._count:
-            return sqrt(float(_LIKELY @ prior))
         prior = prior + _DRIFTS**2 * self._elapsed_at(batch)
-        covariances = self._covariances(name, batch, self._elapsed_at(batch))
-        return sqrt(self._variance(prior, covariances, self._means(name, batch)))
+        return sqrt(self._variance(prior, self._covariances(name, batch)))
 
     def differ(self, name: str, other: str, batch: int) -> float:
         """Return the standard deviation of the difference between two options, around what is expected of it."""
         differ = RULES_DIFFER**2 * (kind_of(name) != kind_of(other)) + OPTIONS_DIFFER**2 * (name != other)
-        prior = 2 * _APART**2 * differ
-        if not self._count:
-            return sqrt(float(_LIKELY @ prior))
-        elapsed = self._elapsed_at(batch)
-        covariances = self._covariances(name, batch, elapsed) - self._covariances(other, batch, elapsed)
-        means = self._means(name, batch) - self._means(other, batch)
-        return sqrt(max(0.0, self._variance(prior, covariances, means)))
+        covariances = self._covariances(name, batch) - self._covariances(other, batch)
+        return sqrt(max(0.0, self._variance(2 * _APART**2 * differ, covariances)))
 
-    def _variance(self, prior: Floats, covariances: Floats, means: Floats) -> float:
+    def _variance(self, prior: Floats, covariances: Floats) -> float:
         """Return the variance that is left of a ``prior`` one, over all cases."""
-        known = np.einsum("pn,pnm,pm->p", covariances, self._inverse, covariances)
+        means, known = self._means(covariances), np.einsum("pn,pnm,pm->p", covariances, self._inverse, covariances)
         return float(self._weights @ (prior - known + (means - self._weights @ means) ** 2))
 
-    def _means(self, name: str, batch: int) -> Floats:
-        """Return what each case expects of an option, shape (cases,)."""
-        covariances = self._covariances(name, batch, self._elapsed_at(batch))
+    def _means(self, covariances: Floats) -> Floats:
+        """Return what each case expects, shape (cases,)."""
         return np.asarray((covariances * self._coefficients).sum(axis=1))
 
-    def _covariances(self, name: str, batch: float, elapsed: float) -> Floats:
+    def _covariances(self, name: str, batch: float, elapsed: float | None = None) -> Floats:
         """Return how an option's error varies with those that were measured, noise aside, shape (cases, n).
 
         ``elapsed``: batches for which the level has drifted by then.
         """
         fresh = (1 + 0.5 ** (np.abs(self._batches - batch) / STALE)) / 2
         own = RULES_DIFFER**2 * (self._kinds == kind_of(name)) + OPTIONS_DIFFER**2 * (self._names == name)
-        drifted = np.minimum(self._elapsed, elapsed)
+        drifted = np.minimum(self._elapsed, self._elapsed_at(batch) if elapsed is None else elapsed)
         return np.asarray(LEVEL**2 + _APART[:, None] ** 2 * own * fresh + _DRIFTS[:, None] ** 2 * drifted)
 
-    def _elapsed_at(self, batch: int) -> float:
+    def _elapsed_at(self, batch: float) -> float:
+        if not self._batches.size:
+            return 0.0
         return float(self._elapsed[-1] + np.clip(batch - self._batches[-1], 0.0, LONGEST_GAP))

@@ -52,16 +52,6 @@ class AutoLimits:
     exploration: float = 0.05
     most_stale: float = 0.5
 
-    def __post_init__(self) -> None:
-        for rule in self.allow:
-            if rule not in (*RULES, RESTART, RESUME):
-                raise ValueError(f"allow must be of {', '.join((*RULES, RESTART, RESUME))}, got {rule!r}")
-        for name in ("most_lost", "most_bias", "most_stale", "exploration"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if not 0 <= self.tokens_price < float("inf"):
-            raise ValueError(f"tokens_price must be finite and at least 0, got {self.tokens_price}")
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -74,6 +64,10 @@ class Option:
     name: str
     shaping: Shaping | None = None
     cut_share: float | None = None
+
+    def max_candidates(self, size: int) -> int:
+        """Return the most candidates that a group of ``size`` may get."""
+        return size if self.shaping is None else max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
 
     def at(self, tokens: int) -> "Option":
         """Return the option with that deadline, before it is stretched."""
@@ -126,20 +120,15 @@ class Auto:
 
     def with_deadlines(self, rule: Callable[[Shaping, str], Deadline | None]) -> "Auto":
         """Return the same with other deadlines, by the ``rule`` for each shaping and its option's name."""
-        options = (
-            option
-            if option.shaping is None
-            else replace(option, shaping=replace(option.shaping, deadline=rule(option.shaping, option.name)))
-            for option in self.options
-        )
-        return replace(self, options=tuple(options))
+        shapings = [
+            each.shaping and replace(each.shaping, deadline=rule(each.shaping, each.name)) for each in self.options
+        ]
+        options = zip(self.options, shapings, strict=True)
+        return replace(self, options=tuple(replace(option, shaping=shaping) for option, shaping in options))
 
     def max_candidates(self, size: int) -> int:
         """Return the most candidates that a group of ``size`` may get."""
-        return max(
-            size if option.shaping is None else max(option.shaping.bounds(size)[1], option.shaping.candidates(size))
-            for option in self.options
-        )
+        return max(option.max_candidates(size) for option in self.options)
 
 
 def build_auto(base: Shaping, deadline: Deadline, limits: AutoLimits) -> Auto:
@@ -149,7 +138,9 @@ def build_auto(base: Shaping, deadline: Deadline, limits: AutoLimits) -> Auto:
     def policy(name: str, redundancy: float, quantile: float = deadline.quantile) -> Shaping:
         return build_policies(replace(base, redundancy=redundancy), replace(deadline, quantile=quantile))[name]
 
-    possible = redundancies(base.max_redundancy)
+    most = base.max_redundancy
+    below = [redundancy for redundancy in REDUNDANCIES if redundancy * NEAREST <= most]
+    possible = [*below, float(most)] if most > 1 else []
     if "cap" in allow:
         options += [Option(f"cap at {quantile}", policy("cap", base.redundancy, quantile)) for quantile in QUANTILES]
     if "limit" in allow:
@@ -166,12 +157,6 @@ def build_auto(base: Shaping, deadline: Deadline, limits: AutoLimits) -> Auto:
     if "darts" in allow:  # with the largest as the mean, all are saturated
         options += [Option(f"darts {each}", policy("darts", each)) for each in possible[:-1]]
     return Auto(limits, tuple(options))
-
-
-def redundancies(most: float) -> list[float]:
-    """Return `REDUNDANCIES` up to ``most``, and ``most`` itself; none if it is 1."""
-    below = [redundancy for redundancy in REDUNDANCIES if redundancy * NEAREST <= most]
-    return [*below, float(most)] if most > 1 else []
 
 
 def _supports(shaping: Shaping, size: int) -> bool:

@@ -121,21 +121,9 @@ class AutoState:
         first = self.measured[KEPT_OFF].batch if len(self.measured) == MEASURED else 0
         return max((one.batch for one in self.measured if one.name == name), default=first)
 
-    def error(self, name: str) -> float:
-        """Return the ``error`` that is to be expected of an option in the next batch."""
-        return _errors(self.measured, "error").expect(name, self.batches + 1)
-
-    def length_error(self, name: str) -> float:
-        """Return the ``length_error`` that is to be expected of an option in the next batch."""
-        return _errors(self.measured, "length_error").expect(name, self.batches + 1)
-
-    def more_cut(self, name: str) -> float:
-        """Return the ``more_cut`` that is to be expected of an option in the next batch."""
-        return _errors(self.measured, "more_cut").expect(name, self.batches + 1)
-
-    def more_truncated(self) -> float:
-        """Return the ``more_truncated`` that is to be expected of ``off`` in the next batch."""
-        return _errors(self.measured, "more_truncated").expect(OFF, self.batches + 1)
+    def expect(self, kind: str, name: str) -> float:
+        """Return what is to be expected of an option in the next batch, one of `KINDS`."""
+        return _errors(self.measured, kind).expect(name, self.batches + 1)
 
     def uncertainty(self, name: str) -> float:
         """Return the standard deviation of how an option's ``error`` differs from that of ``off``."""

@@ -22,10 +22,7 @@ class Batch:
     ``prompt_tokens``: shape (G,). ``lengths``: shape (G, C), tokens of each candidate if it ran to its end; at
     ``max_tokens`` and beyond, it is truncated there. ``tail_draws``: shape (G, C), random numbers in [0, 1); the lowest
     win the places of a sampled tail. ``done``: shape (G, C), tokens of each candidate that earlier rollouts have
-    generated; ``None`` for none.
-
-    Raises:
-        ValueError: shapes do not fit, or a number is out of range.
+    generated, at most those at which it ends; ``None`` for none.
     """
 
     prompt_tokens: Ints
@@ -33,17 +30,6 @@ class Batch:
     tail_draws: Floats
     max_tokens: int
     done: Ints | None = None
-
-    def __post_init__(self) -> None:
-        groups, candidates = self.lengths.shape
-        if not groups or not candidates:
-            raise ValueError("lengths must have at least one prompt and one candidate")
-        if self.prompt_tokens.shape != (groups,) or self.tail_draws.shape != self.lengths.shape:
-            raise ValueError("prompt_tokens must have one entry for each row of lengths, and tail_draws its shape")
-        if self.lengths.min() < 1 or self.prompt_tokens.min() < 1 or self.max_tokens < 1:
-            raise ValueError("lengths, prompt_tokens and max_tokens must be at least 1")
-        if self.done is not None and (self.done.shape != self.lengths.shape or (self.done > self.ends).any()):
-            raise ValueError("done must have the shape of lengths, and not exceed them or max_tokens")
 
     @property
     def groups(self) -> int:
@@ -64,12 +50,9 @@ class Batch:
 class BatchPlan:
     """What is done with a batch.
 
-    ``size``: M. ``candidates``: M' of each prompt. ``shaping``: the policy; ``None`` starts and returns M, unshaped.
-    ``saturated``: of each prompt, whether its tail is not waited for; see `Shaping.is_saturated`. ``enough``: the
-    rollout ends with so many complete groups; ``None`` for all.
-
-    Raises:
-        ValueError: numbers do not fit.
+    ``size``: M. ``candidates``: M' of each prompt, at least M. ``shaping``: the policy, which prunes nothing; ``None``
+    starts and returns M, unshaped. ``saturated``: of each prompt, whether its tail is not waited for; see
+    `Shaping.is_saturated`. ``enough``: the rollout ends with so many complete groups; ``None`` for all.
     """
 
     size: int
@@ -77,18 +60,6 @@ class BatchPlan:
     shaping: Shaping | None = None
     saturated: Sequence[bool] = ()
     enough: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.shaping is None and max(self.candidates, default=0) > self.size:
-            raise ValueError(f"without a policy there are no more candidates than the size {self.size}")
-        if self.shaping is not None and self.shaping.prunes:
-            raise ValueError("policies that prune are not simulated")
-        if min(self.candidates, default=0) < self.size:
-            raise ValueError(f"candidates must be at least the size {self.size}, got {min(self.candidates, default=0)}")
-        if self.saturated and len(self.saturated) != len(self.candidates):
-            raise ValueError("saturated must have one entry for each prompt")
-        if self.enough is not None and not 1 <= self.enough <= len(self.candidates):
-            raise ValueError(f"enough must be in [1, {len(self.candidates)}], got {self.enough}")
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""When the engines of a simulated rollout do what: continuous batching, for sequences whose tokens are known.
+"""The engines of a simulated rollout, and when they do what: continuous batching, for sequences of known lengths.
 
 An engine is scheduled as vLLM's: first come, first served; a sequence runs as soon as there is a place among
 ``max_num_seqs`` and room in the KV cache; if the cache is full, the sequence that was admitted last is preempted, goes
@@ -14,94 +14,106 @@ and adds b tokens to the cache, so that steps in which the same sequences run ar
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
-from darts_server.policy.simulation.batch import Batch, BatchPlan
-from darts_server.policy.simulation.groups import Known
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.latency import LatencyCurve
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats, Ints
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
+BLOCK_SIZE = 16
+"""Tokens in a KV block: vLLM's default on GPUs."""
 TOLERANCE = 1e-9
 """Relative. Two times that differ by less are the same: they are sums of many steps."""
 
 
-def place_groups(candidates: Sequence[int], replicas: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a decode step: ``decode`` seconds by the number of running sequences, and what comes on top.
+
+    ``per_context_token``: seconds for each token in the KV cache of the running sequences, which every step reads.
+    ``per_prefill_token``: seconds for each token that is prefilled in the step. ``per_start``: seconds for each
+    sequence that is admitted in the step, whatever its prompt, also after a preemption; see `latency.start_seconds`.
+    """
+
+    decode: LatencyCurve
+    per_context_token: float = 0.0
+    per_prefill_token: float = 0.0
+    per_start: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Inference engines that run a rollout, and the trainer that trains on it afterwards.
+
+    ``replicas``: number of engines; a group runs on one of them. ``max_num_seqs``: how many sequences an engine runs at
+    once. ``kv_blocks``: KV blocks of an engine, of ``block_size`` tokens each; ``None`` for as many as are needed.
+    ``training_per_token``: seconds of training for each token of a returned trajectory, its prompt included.
+    ``between_rollouts``: seconds of a step that do not depend on the lengths, such as the synchronisation of weights.
+    """
+
+    step_time: StepTime
+    replicas: int = 1
+    max_num_seqs: int = 256
+    kv_blocks: int | None = None
+    block_size: int = BLOCK_SIZE
+    training_per_token: float = 0.0
+    between_rollouts: float = 0.0
+
+    def scaled(self, weight: float) -> "Machine":
+        """Return the machine as it is for sequences of which each stands for so many: a scale model of a large one.
+
+        With a ``weight`` of 1 / R it is a model of R such machines, as one that has the places of all.
+        """
+        times, places = self.step_time, max(1, round(self.max_num_seqs / weight))
+        return replace(
+            self,
+            step_time=StepTime(
+                # What rounding adds to the places, or takes away, steps take longer, or shorter.
+                times.decode.scaled(weight, slower=weight * places / self.max_num_seqs),
+                times.per_context_token * weight,
+                times.per_prefill_token * weight,
+                times.per_start * weight,
+            ),
+            max_num_seqs=places,
+            kv_blocks=None if self.kv_blocks is None else max(1, round(self.kv_blocks / weight)),
+            training_per_token=self.training_per_token * weight,
+        )
+
+    def training_seconds(self, tokens: float) -> float:
+        """Return the seconds from the end of a rollout to the next, with so many tokens to train on."""
+        return self.training_per_token * tokens + self.between_rollouts
+
+
+def place_groups(candidates: Sequence[int], replicas: int) -> Ints:
     """Return the engine of each group: in order of arrival, the one with the fewest candidates so far."""
-    load = [0] * replicas
-    placed = []
+    load, placed = [0] * replicas, []
     for count in candidates:
         placed.append(load.index(min(load)))
         load[placed[-1]] += count
-    return placed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Clocks:
-    """The clocks of all engines, each with the groups that run there."""
-
-    clocks: list[tuple[Ints, "Clock"]]
-    placed: Ints
-    """The engine of each group, shape (G,)."""
-
-    @staticmethod
-    def of(batch: Batch, plan: BatchPlan, machine: Machine, run: Floats) -> "Clocks":
-        """Build the clocks of engines that generate ``run`` tokens of each candidate, shape (G, C)."""
-        placed = np.asarray(place_groups(plan.candidates, machine.replicas))
-        rows = (np.flatnonzero(placed == replica) for replica in range(machine.replicas))
-        return Clocks([(each, Clock.of(batch, machine, each, run[each])) for each in rows if run[each].any()], placed)
-
-    def seconds_at(self, steps: Floats) -> Floats:
-        """Return the seconds at which each group has run so many steps, shape (G,)."""
-        seconds = np.empty(self.placed.size)
-        for rows, clock in self.clocks:
-            seconds[rows] = clock.at(clock.starts[:, 0] + steps[rows])
-        return seconds
-
-    def steps_at(self, seconds: float) -> Floats:
-        """Return how many steps each group has run at some time, with the one that is being done, shape (G,)."""
-        steps = np.empty(self.placed.size)
-        for rows, clock in self.clocks:
-            steps[rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, 0], 0.0)
-        return steps
-
-    def known(self, tokens: int, bound: int, seconds: float, group: int) -> Known:
-        return Known(tokens, bound, seconds, group, self.steps_at(seconds)[:, None])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stays:
-    """When sequences run in an engine: one entry each time that one is admitted, until it ends or is preempted.
-
-    ``sequence``: its number. ``begin``, ``end``: steps. ``context``: its tokens in the KV cache when it is admitted.
-    ``prefill``: those of them that are prefilled.
-    """
-
-    sequence: Ints
-    begin: Floats
-    end: Floats
-    context: Floats
-    prefill: Floats
+    return np.asarray(placed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clock:
-    """When an engine does what. ``starts``, ``ends``: the steps at which each candidate is admitted first, and at which
-    it has ended, shape (G, C); infinite if it never runs.
+    """When an engine does what.
+
+    ``rows``: its groups in the batch, shape (G,). ``starts``, ``ends``: the steps at which each candidate is admitted
+    first, and at which it has ended, shape (G, C); infinite if it never runs. ``sequence``, ``begin``, ``end``: of each
+    stay in the engine, from an admission until a sequence ends or is preempted, the candidate's number and the steps.
 
     ``steps`` and ``seconds``: the steps at which sequences start or end, and when these are done. From each to the
     next, ``count`` sequences run, and k steps take ``prefill`` + ``linear`` k + ``square`` k (k - 1) / 2 seconds.
     """
 
+    rows: Ints
     starts: Floats
     ends: Floats
-    stays: Stays
+    sequence: Ints
+    begin: Floats
+    end: Floats
     steps: Floats
     seconds: Floats
     count: Floats
@@ -111,30 +123,52 @@ class Clock:
 
     @staticmethod
     def of(batch: Batch, machine: Machine, rows: Ints, run: Floats) -> "Clock":
-        """Build the clock of an engine with these groups of the batch."""
-        stays = _schedule(batch, machine, rows, run)
+        """Schedule the candidates of these groups that generate anything, in order. ``run``: tokens, shape (G, C)."""
+        group, index = np.nonzero(run)
+        tokens = run[group, index]
+        done = np.zeros(tokens.size) if batch.done is None else batch.done[rows][group, index].astype(np.float64)
+        prompts = batch.prompt_tokens[rows][group].astype(np.float64)
+        rest = prompts % machine.block_size
+        is_first = np.diff(group, prepend=-1) > 0
+        sequence = np.ravel_multi_index((group, index), run.shape)
+        room = inf if machine.kv_blocks is None else float(machine.kv_blocks * machine.block_size)
+        # A sequence's last block is half empty on average.
+        own = rest + done + (machine.block_size - 1) / 2
+        shared = prompts - rest
+        if tokens.size <= machine.max_num_seqs and (own + tokens).sum() + shared[is_first].sum() <= room:
+            begin, end, context = np.zeros_like(tokens), tokens, prompts + done
+            prefilled = done + np.where(is_first, prompts, rest)
+        else:
+            columns = (column.tolist() for column in (group, own, shared, tokens))
+            who, begin, end, had, fresh = map(np.asarray, _admissions(machine.max_num_seqs, room, *columns))
+            held = done[who] + had
+            sequence, context = sequence[who], prompts[who] + held
+            prefilled = held + np.where(fresh, prompts[who], rest[who])
+
+        # What runs, and what a step takes, changes only where a stay begins or ends.
         times = machine.step_time
-        steps, place = np.unique(np.concatenate([stays.begin, stays.end]), return_inverse=True)
+        steps, place = np.unique(np.concatenate([begin, end]), return_inverse=True)
         begins, stops = np.split(place, 2)
 
         def running(values: Floats) -> Floats:
             changes = np.bincount(begins, values, steps.size) - np.bincount(stops, values, steps.size)
             return np.cumsum(changes)[:-1]
 
-        count, length = running(np.ones_like(stays.begin)), np.diff(steps)
-        context = running(stays.context) + count * steps[:-1] - running(stays.begin)
-        linear = times.decode.step_seconds_array(count) + times.per_context_token * context
+        count, length = running(np.ones_like(begin)), np.diff(steps)
+        linear = times.decode.step_seconds_array(count) + times.per_context_token * (
+            running(context) + count * steps[:-1] - running(begin)
+        )
         square = times.per_context_token * count
-        prefilled, admitted = np.bincount(begins, stays.prefill, steps.size), np.bincount(begins, minlength=steps.size)
-        longer = times.per_prefill_token * prefilled + times.per_start * admitted
+        admitted = np.bincount(begins, minlength=steps.size)
+        longer = times.per_prefill_token * np.bincount(begins, prefilled, steps.size) + times.per_start * admitted
         prefill = np.asarray(longer[:-1], dtype=np.float64)
-        seconds = prefill + linear * length + square * length * (length - 1) / 2
+        seconds = np.cumsum(prefill + linear * length + square * length * (length - 1) / 2)
         starts, ends = np.full(run.shape, inf), np.full(run.shape, -inf)
-        np.minimum.at(starts.reshape(-1), stays.sequence, stays.begin)
-        np.maximum.at(ends.reshape(-1), stays.sequence, stays.end)
+        np.minimum.at(starts.reshape(-1), sequence, begin)
+        np.maximum.at(ends.reshape(-1), sequence, end)
         ends[run == 0] = inf
-        seconds = np.concatenate([[0.0], np.cumsum(seconds)])
-        return Clock(starts, ends, stays, steps, seconds, count, prefill, linear, square)
+        seconds = np.concatenate([[0.0], seconds])
+        return Clock(rows, starts, ends, sequence, begin, end, steps, seconds, count, prefill, linear, square)
 
     def at(self, steps: Floats) -> Floats:
         """Return the seconds at which so many steps are done; of more than there are, the end."""
@@ -151,8 +185,8 @@ class Clock:
     def generated_until(self, seconds: float) -> Floats:
         """Return the tokens of each candidate at some time, with those of the step that is being done, shape (G, C)."""
         step = self.steps_at(seconds)
-        done = np.clip(step - self.stays.begin, 0, self.stays.end - self.stays.begin)
-        return np.bincount(self.stays.sequence, done, self.starts.size).astype(np.float64).reshape(self.starts.shape)
+        done = np.clip(step - self.begin, 0, self.end - self.begin)
+        return np.bincount(self.sequence, done, self.starts.size).astype(np.float64).reshape(self.starts.shape)
 
     def busy_until(self, seconds: float) -> float:
         """Return the seconds until some time, summed over sequences, for which they have run."""
@@ -174,28 +208,33 @@ class Clock:
         return first + 1 + bisect_left(range(1, int(self.steps[last + 1] - first)), seconds, key=seconds_after)
 
 
-def _schedule(batch: Batch, machine: Machine, rows: Ints, run: Floats) -> Stays:
-    """Schedule the candidates of these groups that generate anything, in order."""
-    group, index = np.nonzero(run)
-    tokens = run[group, index]
-    done = np.zeros(tokens.size) if batch.done is None else batch.done[rows][group, index].astype(np.float64)
-    prompts = batch.prompt_tokens[rows][group].astype(np.float64)
-    rest = prompts % machine.block_size
-    is_first = np.diff(group, prepend=-1) > 0
-    numbers = np.ravel_multi_index((group, index), run.shape)
-    room = inf if machine.kv_blocks is None else float(machine.kv_blocks * machine.block_size)
-    # A sequence's last block is half empty on average.
-    own = rest + done + (machine.block_size - 1) / 2
-    shared = prompts - rest
-    if tokens.size <= machine.max_num_seqs and (own + tokens).sum() + shared[is_first].sum() <= room:
-        prefill = done + np.where(is_first, prompts, rest)
-        return Stays(numbers, np.zeros_like(tokens), tokens, prompts + done, prefill)
-    who, begin, end, had, fresh = _admissions(
-        machine.max_num_seqs, room, group.tolist(), own.tolist(), shared.tolist(), tokens.tolist()
-    )
-    held = done[who] + had
-    prefill = held + np.where(fresh, prompts[who], rest[who])
-    return Stays(numbers[who], np.asarray(begin), np.asarray(end), prompts[who] + held, prefill)
+@dataclass(frozen=True, slots=True, eq=False)
+class Clocks:
+    """The clocks of all engines that run anything. ``placed``: the engine of each group, shape (G,)."""
+
+    clocks: list[Clock]
+    placed: Ints
+
+    @staticmethod
+    def of(batch: Batch, plan: BatchPlan, machine: Machine, run: Floats) -> "Clocks":
+        """Build the clocks of engines that generate ``run`` tokens of each candidate, shape (G, C)."""
+        placed = place_groups(plan.candidates, machine.replicas)
+        rows = (np.flatnonzero(placed == replica) for replica in range(machine.replicas))
+        return Clocks([Clock.of(batch, machine, each, run[each]) for each in rows if run[each].any()], placed)
+
+    def seconds_at(self, steps: Floats) -> Floats:
+        """Return the seconds at which each group has run so many steps, shape (G,)."""
+        seconds = np.zeros(self.placed.size)
+        for clock in self.clocks:
+            seconds[clock.rows] = clock.at(clock.starts[:, 0] + steps[clock.rows])
+        return seconds
+
+    def steps_at(self, seconds: float) -> Floats:
+        """Return how many steps each group has run at some time, with the one that is being done, shape (G,)."""
+        steps = np.zeros(self.placed.size)
+        for clock in self.clocks:
+            steps[clock.rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, 0], 0.0)
+        return steps
 
 
 def _admissions(

@@ -5,15 +5,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Batch, BatchPlan
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import simulate
-
-Floats = NDArray[np.float64]
 
 MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 8, 256
 """A batch is sampled so often that there are this many groups: a few large batches, more small ones."""
@@ -80,18 +77,12 @@ class Expectation:
 
     def sample(self, candidates: int, rng: np.random.Generator, most: int = MAX_SAMPLES) -> list[Batch]:
         """Sample the batch a few times, with so many candidates for each prompt."""
-        shape, limit = (self.groups, candidates), self.max_tokens or LONGEST
-        return [
-            Batch(
-                np.full(self.groups, self.prompt_tokens),
-                np.clip(np.ceil(np.asarray(self.means)[:, None] * rng.choice(self.ratios, shape)), 1, limit).astype(
-                    np.int64
-                ),
-                rng.random(shape),
-                limit,
-            )
-            for _ in range(self.samples(most))
-        ]
+        shape, limit, batches = (self.groups, candidates), self.max_tokens or LONGEST, []
+        for _ in range(self.samples(most)):
+            lengths = np.clip(np.ceil(np.asarray(self.means)[:, None] * rng.choice(self.ratios, shape)), 1, limit)
+            prompts = np.full(self.groups, self.prompt_tokens)
+            batches.append(Batch(prompts, lengths.astype(np.int64), rng.random(shape), limit))
+        return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +122,10 @@ def forecast(plan: BatchPlan, batches: Sequence[Batch], machine: Machine) -> For
         cut = is_returned & (outcome.returned < part.ends) & outcome.truncated
         count = max(1, int(is_returned.sum()))
         returned = float(outcome.returned.sum())
-        found.append(
-            (
-                outcome.seconds,
-                float(outcome.generated.sum()),
-                returned,
-                returned / count,
-                cut.sum() / count,
-                (cut & part.valid).sum() / max(1, int((is_returned & part.valid).sum())),
-                (outcome.returned >= part.max_tokens).sum() / count,
-            )
-        )
+        lost = (cut & part.valid).sum() / max(1, int((is_returned & part.valid).sum()))
+        truncated = (outcome.returned >= part.max_tokens).sum() / count
+        generated = float(outcome.generated.sum())
+        found.append((outcome.seconds, generated, returned, returned / count, cut.sum() / count, lost, truncated))
     return Forecast(*(float(value) for value in np.mean(found, axis=0)))
 
 

@@ -23,8 +23,7 @@ from darts_server.policy.auto.chooser import (
 )
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS, Expectation
-from darts_server.policy.simulation.machine import Machine
+from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS
 from darts_server.records import CohortRecord
 from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
 from darts_server.rollout.learned.statistics import Statistics
@@ -106,29 +105,18 @@ class AutoCohorts:
         state, machine = self.state(size), learned.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
         expectation = learned.expect(keys, tokens, state.means, RATIOS, rng, state.max_tokens)
-        arguments = (auto, state, size, expectation, machine, enough or len(keys), rng, min_groups)
-        return await run_sync(self._choose, *arguments, limiter=self._one_at_a_time)
 
-    def _choose(
-        self,
-        auto: Auto,
-        state: AutoState,
-        size: int,
-        expectation: Expectation | None,
-        machine: Machine | None,
-        enough: int,
-        rng: np.random.Generator,
-        min_groups: int | None,
-    ) -> Choice:
-        """Choose with as many samples as there is time for, by how long these have taken."""
-        activity, began = self._activities[size], self._clock()
-        most = activity.most_samples
-        choice = choose(auto, state, size, expectation, machine, enough, rng, most, min_groups)
-        taken = self._clock() - began
-        if expectation is not None and choice.forecast is not None and taken > 0:
-            possible = FORECAST_SHARE * choice.off_seconds * expectation.samples(most) / taken
-            activity.most_samples = int(min(max(possible, 1), MAX_SAMPLES))
-        return choice
+        def choose_in_time() -> Choice:
+            """Choose with as many samples as there is time for, by how long these have taken."""
+            most, began = activity.most_samples, self._clock()
+            choice = choose(auto, state, size, expectation, machine, enough or len(keys), rng, most, min_groups)
+            taken = self._clock() - began
+            if expectation is not None and choice.forecast is not None and taken > 0:
+                possible = FORECAST_SHARE * choice.off_seconds * expectation.samples(most) / taken
+                activity.most_samples = int(min(max(possible, 1), MAX_SAMPLES))
+            return choice
+
+        return await run_sync(choose_in_time, limiter=self._one_at_a_time)
 
     def learn_stale(self, size: int, record: CohortRecord, most_stale: float) -> None:
         """Learn from a batch whose other prompts go on later how many to start of the next one."""
@@ -182,7 +170,6 @@ class AutoCohorts:
         means, returned = [self._statistics.prompts.mean(key) for key in keys], max(record.returned, 1)
         measured = Measured(
             record.measured_seconds,
-            record.returned_tokens,
             record.returned_tokens / returned,
             record.cut / returned,
             record.max_tokens,

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
-from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 
 KIND, KEY = "latency", "engine"

@@ -101,22 +101,20 @@ def test_what_is_learned_of_deferring_does_not_change_what_is_expected_of_all_gr
     for _ in range(20):
         state = learn(begin(state, choice), choice, measured(choice, 1.3))
     assert [one for one in state.measured if one.name == "off"] == list(MEASURED.measured)
-    assert state.error("off deferring") == pytest.approx(np.log(1.3), abs=0.04)
-    assert state.error("off") < 0.3 * np.log(1.3)
+    assert state.expect("error", "off deferring") == pytest.approx(np.log(1.3), abs=0.04)
+    assert state.expect("error", "off") < 0.3 * np.log(1.3)
     late = replace(measured(choice), truncated=0.5)
-    assert learn(begin(state, choice), choice, late).more_truncated() == state.more_truncated() == 0.0
+    assert learn(begin(state, choice), choice, late).expect("more_truncated", "off") == 0.0
 
 
 def test_a_limit_of_lengths_counts_no_deferred_prompt() -> None:
     limits = replace(UNIFORM, most_bias=0.05)
     choice = chosen(LONG, limits)
     assert choice.enough == 14
-    assert choice.forecast is not None
     whole = chosen(LONG, replace(limits, allow=()))
-    assert whole.forecast is not None
-    assert choice.forecast.mean_length < 0.5 * whole.forecast.mean_length
+    assert measured(choice).mean_length < 0.5 * measured(whole).mean_length
     assert choice.below_bias >= 0
-    assert choice.usual_length == pytest.approx(choice.forecast.mean_length, rel=0.05)
+    assert choice.usual_length == pytest.approx(measured(choice).mean_length, rel=0.05)
     state = begin(MEASURED, choice)
     assert learn(state, choice, measured(choice)).spare_bias == pytest.approx(state.spare_bias, rel=0.05)
 

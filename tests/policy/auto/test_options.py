@@ -1,10 +1,8 @@
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto, redundancies
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 
@@ -50,7 +48,6 @@ def test_no_option_starts_more_candidates_than_the_maximum() -> None:
     ],
 )
 def test_redundancies_go_up_to_the_maximum(most: float, expected: list[float]) -> None:
-    assert redundancies(most) == expected
     auto = build_auto(Shaping(max_redundancy=most), Deadline(), AutoLimits(allow=("uniform", "darts")))
     assert auto.max_candidates(8) == max(8, round(8 * most))
     assert [option.name for option in auto.options] == [
@@ -103,19 +100,3 @@ def test_deadlines_can_be_moved_later_in_all_options_that_have_one() -> None:
             assert after == replace(before, shaping=replace(before.shaping, deadline=deadline))
         else:
             assert after == before
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"allow": ("arrol",)},
-        {"most_lost": -0.1},
-        {"most_bias": 1.1},
-        {"exploration": 2.0},
-        {"tokens_price": float("inf")},
-        {"tokens_price": -1.0},
-    ],
-)
-def test_limits_out_of_range_are_refused(wrong: Mapping[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        AutoLimits(**wrong)

@@ -40,11 +40,11 @@ def test_what_was_measured_is_found_by_option() -> None:
 def test_each_kind_of_error_is_expected_of_the_next_batch() -> None:
     rows = [MeasuredErrors(batch, "off", 0.5, -0.4, 0.2, -0.3) for batch in range(1, 9)]
     state = AutoState(batches=8, measured=rows)
-    assert state.error("off") == pytest.approx(0.5, abs=0.05)
-    assert state.length_error("off") == pytest.approx(-0.4, abs=0.05)
-    assert state.more_cut("off") == pytest.approx(0.2, abs=0.05)
-    assert state.more_truncated() == pytest.approx(-0.3, abs=0.05)
-    assert AutoState().error("off") == 0.0
+    assert state.expect("error", "off") == pytest.approx(0.5, abs=0.05)
+    assert state.expect("length_error", "off") == pytest.approx(-0.4, abs=0.05)
+    assert state.expect("more_cut", "off") == pytest.approx(0.2, abs=0.05)
+    assert state.expect("more_truncated", "off") == pytest.approx(-0.3, abs=0.05)
+    assert AutoState().expect("error", "off") == 0.0
 
 
 def test_an_outlier_counts_as_the_most_that_is_usual() -> None:
@@ -71,9 +71,9 @@ def test_what_is_measured_stays_in_range_whatever_was_expected() -> None:
 
 def test_options_that_cut_nothing_say_nothing_about_what_others_cut() -> None:
     state = AutoState(batches=20, measured=rows(*["uniform 1.5"] * 18))
-    assert state.more_cut("cap at 0.8") == 0.0
+    assert state.expect("more_cut", "cap at 0.8") == 0.0
     cut = state.with_measured(MeasuredErrors(19, "cap at 0.8", 0.0, 0.0, 0.2))
-    assert cut.more_cut("cap at 0.8") > 0.1
+    assert cut.expect("more_cut", "cap at 0.8") > 0.1
 
 
 def test_the_last_batches_of_off_are_kept_however_old() -> None:
@@ -122,16 +122,23 @@ def test_a_damaged_state_is_refused(wrong: Mapping[str, Any]) -> None:
         AutoState(**wrong)
 
 
-def test_training_is_a_line_through_what_was_measured() -> None:
-    tokens = (1000.0, 2000.0, 4000.0)
-    state = AutoState(training=tuple((t, 1.0 + t / 1000) for t in tokens))
-    assert state.training_seconds(3000) == pytest.approx(4.0, rel=0.05)
-    assert state.training_seconds(500) < state.training_seconds(4000)
-
-
-def test_training_is_a_constant_while_tokens_hardly_differ() -> None:
-    state = AutoState(training=((1000.0, 2.0), (1001.0, 2.4), (999.0, 1.6)))
-    assert state.training_seconds(500) == pytest.approx(2.0, abs=0.1)
+@pytest.mark.parametrize(
+    ("training", "tokens", "seconds", "tolerance"),
+    [
+        ([(1000.0, 2.0), (2000.0, 3.0), (4000.0, 5.0)], 3000, 4.0, 0.2),  # a line
+        ([(1000.0, 2.0), (1001.0, 2.4), (999.0, 1.6)], 500, 2.0, 0.1),  # a constant while tokens hardly differ
+        ([(1000.0, 2.0), (2000.0, 1.0)], 5000, 1.5, 0.0),  # not shorter for more tokens
+        ([(1000.0, 0.0), (2000.0, 2.0), (2000.0, 2.0)], 0, 0.0, 0.0),  # nor negative
+        ([(1000.0, 2.0)] * 5 + [(1000.0, 3600.0)], 1000, 2.0, 0.0),  # a long pause is no training
+        ([], 1000, 0.0, 0.0),
+        ([(0.0, 2.0)], 1000, 2.0, 0.0),
+        ([(5e-324, 2.0)], 1000, 2.0, 0.0),
+    ],
+)
+def test_training_is_a_line_through_what_was_measured(
+    training: list[tuple[float, float]], tokens: float, seconds: float, tolerance: float
+) -> None:
+    assert AutoState(training=training).training_seconds(tokens) == pytest.approx(seconds, abs=tolerance)
 
 
 @pytest.mark.parametrize("constant", [0.0, 10.0, 40.0])
@@ -144,18 +151,3 @@ def test_a_few_per_cent_more_or_fewer_tokens_show_what_training_takes_if_it_is_r
     assert AutoState(training=regular).training_seconds(125_000) == pytest.approx(expected, abs=2.0)
     noisy = [(x, y * float(1 + 0.3 * rng.standard_normal())) for x, y in regular]
     assert AutoState(training=noisy).training_seconds(125_000) > 34
-
-
-def test_training_is_neither_negative_nor_shorter_for_more_tokens() -> None:
-    falling = AutoState(training=((1000.0, 2.0), (2000.0, 1.0)))
-    assert falling.training_seconds(5000) == pytest.approx(1.5)
-    steep = AutoState(training=((1000.0, 0.0), (2000.0, 2.0), (2000.0, 2.0)))
-    assert steep.training_seconds(0) == 0.0
-    assert AutoState().training_seconds(1000) == 0.0
-    assert AutoState(training=((0.0, 2.0),)).training_seconds(1000) == 2.0
-    assert AutoState(training=((5e-324, 2.0),)).training_seconds(1000) == 2.0
-
-
-def test_a_long_pause_is_no_training() -> None:
-    pairs = (*((1000.0, 2.0),) * 5, (1000.0, 3600.0))
-    assert AutoState(training=pairs).training_seconds(1000) == pytest.approx(2.0)

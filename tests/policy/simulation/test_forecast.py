@@ -7,8 +7,10 @@ import pytest
 from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.shaping import Shaping
-from darts_server.policy.simulation.batch import Batch, BatchPlan
+from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import (
     MAX_SAMPLES,
     MIN_SAMPLES,
@@ -16,8 +18,8 @@ from darts_server.policy.simulation.forecast import (
     Forecast,
     forecast,
     limit_of,
+    predict_seconds,
 )
-from darts_server.policy.simulation.machine import Machine, StepTime
 
 MACHINE = Machine(StepTime(LatencyCurve((1.0, 64.0), (0.01, 0.02), 1e-4)))
 RATIOS = np.exp(np.linspace(-1, 2, 200))
@@ -142,3 +144,60 @@ def test_a_limit_cuts_its_share_of_those_that_end() -> None:
     some = Expectation([100.0] * 8, [None] * 8, RATIOS).sample(8, rng())
     shortest = min(int(batch.lengths.min()) for batch in some)
     assert limit_of(1.0, some) == limit_of(5.2, some) == shortest
+
+
+# --- seconds that are predicted for a mean number of candidates ---------------
+
+SIZE, HIGH = 8, 16
+GPU = LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
+ENGINE = Machine(StepTime(GPU), max_num_seqs=1 << 20)
+EXPONENTIAL = -np.log(1 - (np.arange(4000) + 0.5) / 4000)
+NARROW, WIDE = (np.random.default_rng(0).lognormal(-(std**2) / 2, std, 2000) for std in (0.2, 0.5))
+
+
+def prompts(count: int, ratios: Floats = WIDE) -> Expectation:
+    return Expectation([300.0] * count, [None] * count, ratios)
+
+
+def budgeted(most: float = HIGH / SIZE) -> Shaping:
+    return Shaping(budget=BudgetKind.CV_LOG, redundancy=1.0, max_redundancy=most)
+
+
+def predicted(shaping: Shaping, mean: float = 12, size: int = SIZE) -> float:
+    return predict_seconds(mean, shaping, size, prompts(32), ENGINE, rng())
+
+
+def test_what_prunes_is_forecast_as_its_choice_by_length() -> None:
+    pruning = replace(budgeted(), pruning=Pruning(), refill=True)
+    for shaping in (pruning, replace(pruning, sample_survivors=True)):
+        assert predicted(shaping) == predicted(budgeted())
+
+
+def test_a_group_of_one_has_no_tail() -> None:
+    assert predicted(budgeted(), 1, 1) > predicted(budgeted(), 2, 1) > 0
+
+
+def test_a_batch_is_predicted_with_any_mean_that_is_wanted() -> None:
+    batches = prompts(32).sample(HIGH, rng())
+    for wanted, used in ((11.5, 11.5), (1, SIZE), (99, HIGH)):
+        plan = BatchPlan.of(budgeted(), SIZE, [None] * 32, used)
+        assert predicted(budgeted(), wanted) == forecast(plan, batches, ENGINE).seconds
+
+
+@pytest.mark.parametrize("places", [16, 40, 64, 300])
+def test_a_large_batch_takes_as_long_as_all_of_it(places: int) -> None:
+    """Of 2,000 prompts 256 are simulated: a place stands for 8 sequences, so that 64 are 8, and 300 not 38."""
+    expectation, machine = prompts(2000, NARROW), Machine(StepTime(GPU), max_num_seqs=places)
+    plan = BatchPlan.of(budgeted(), SIZE, expectation.stds, 12)
+    whole = forecast(plan, expectation.sample(12, rng(), 1), machine)
+    found = predict_seconds(12, budgeted(), SIZE, expectation, machine, rng())
+    assert found == pytest.approx(whole.seconds, rel=0.03)
+
+
+def test_a_large_batch_of_large_groups_keeps_its_deadline() -> None:
+    wide, machine = replace(budgeted(most=150.0), deadline=Deadline()), Machine(StepTime(LatencyCurve((1.0,), (0.02,))))
+    cut, whole = (
+        predict_seconds(12, shaping, SIZE, prompts(64, EXPONENTIAL), replace(machine, max_num_seqs=1 << 20), rng())
+        for shaping in (wide, replace(wide, deadline=None))
+    )
+    assert cut < 0.8 * whole

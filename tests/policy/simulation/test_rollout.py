@@ -10,8 +10,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.policy.simulation.batch import Batch, BatchPlan
-from darts_server.policy.simulation.engines import place_groups
-from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.engines import Machine, StepTime, place_groups
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from tests.policy.simulation.worlds import NAMED, POLICIES, RECENT, Outcome, World, token_by_token, world
 
@@ -231,4 +230,8 @@ def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
 
 
 def test_groups_go_to_the_engine_with_the_fewest_candidates() -> None:
-    assert place_groups([4, 2, 1, 3, 1], 2) == [0, 1, 1, 1, 0]
+    assert place_groups([4, 2, 1, 3, 1], 2).tolist() == [0, 1, 1, 1, 0]
+
+
+def test_training_takes_time_for_each_token_and_for_the_weights() -> None:
+    assert Machine(SECOND, training_per_token=0.5, between_rollouts=3).training_seconds(10) == 8

@@ -11,7 +11,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.policy.simulation.batch import Batch, BatchPlan
-from darts_server.policy.simulation.machine import Machine, StepTime
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.types import FinishReason
 
 NAMED = build_policies(Shaping(), Deadline(exploration=0.0))

@@ -13,26 +13,27 @@ from darts_server.engine.port import UNKNOWN_TOKENS
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose, hindsight
-from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
+from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Planner
+from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Documents, Harness, collect
 
 pytestmark = pytest.mark.anyio
 SIZE, GROUPS = 4, 10
-LIMITS = AutoLimits(allow=RULES, most_lost=1.0, most_bias=1.0, exploration=0.0)
+LIMITS = AutoLimits(allow=("uniform", "cap"), most_lost=1.0, most_bias=1.0, exploration=0.0)
 
 
 def script(request: str, index: int) -> Script:
-    """One candidate in twelve is forty times as long."""
+    """One candidate in twelve is twelve times as long."""
     rng = np.random.default_rng([*request.encode(), index])
-    return Script(400 if rng.random() < 1 / 12 else int(rng.integers(8, 13)))
+    return Script(120 if rng.random() < 1 / 12 else int(rng.integers(8, 13)))
 
 
 def harness(
@@ -47,15 +48,21 @@ def harness(
     return made
 
 
+async def finish(
+    made: Harness, runs: list[GroupRun[str, list[int]]], meanwhile: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Run groups to their end; return how many trajectories each has. ``meanwhile``: called once they have started."""
+    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    await settle()
+    meanwhile()
+    await made.engine.run()
+    return [len(trajectories) for trajectories in await asyncio.gather(*waiting)]
+
+
 async def cohort(made: Harness, name: str, groups: int = GROUPS, size: int = SIZE) -> CohortRecord:
     """Run groups that are allocated together, and check that the same was done with all of them."""
     names = [f"{name}-{number}" for number in range(groups)]
-    runs = await made.start_cohort(size, AUTO, names)
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    await made.engine.run()
-    for trajectories in await asyncio.gather(*waiting):
-        assert len(trajectories) == size
+    assert await finish(made, await made.start_cohort(size, AUTO, names)) == [size] * groups
     records = [made.record(each) for each in names]
     assert {record.outcome for record in records} == {Outcome.COMPLETED}
     assert {record.policy for record in records} == {AUTO}
@@ -64,6 +71,12 @@ async def cohort(made: Harness, name: str, groups: int = GROUPS, size: int = SIZ
     assert records[0].chosen == made.recorder.cohorts[-1].chosen
     made.rollouts.statistics.flush()
     return made.recorder.cohorts[-1]
+
+
+async def learning(made: Harness, batches: int = MIN_OFF + 2) -> CohortRecord:
+    for step in range(batches):
+        last = await cohort(made, f"step{step}")
+    return last
 
 
 async def allocate(made: Harness, name: str) -> list[Allocation]:
@@ -136,8 +149,7 @@ async def test_what_is_forecast_while_state_is_restored_teaches_nothing(monkeypa
 async def test_what_it_has_learned_survives_a_restart() -> None:
     store = Documents()
     made = harness(store)
-    for step in range(MIN_OFF + 2):
-        last = await cohort(made, f"step{step}")
+    last = await learning(made)
     before = learned(made)
     assert before.count("off") == MIN_OFF
     again = harness(store)
@@ -173,8 +185,7 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
 async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = harness()
-    for step in range(MIN_OFF + 1):
-        await cohort(made, f"step{step}")
+    await learning(made, MIN_OFF + 1)
     used, seconds_a_sample = [], 0.0
 
     def slow(*arguments: Any) -> Choice:
@@ -255,33 +266,33 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
 
 async def test_group_sizes_are_learned_apart() -> None:
     made = harness()
-    for step in range(MIN_OFF + 2):
-        await cohort(made, f"step{step}")
+    await learning(made)
     assert option(await cohort(made, "other", size=3)) == "off"
 
 
-async def test_a_cohort_that_was_cancelled_teaches_nothing() -> None:
+async def test_a_cohort_that_was_cancelled_teaches_nothing_and_the_time_after_it_is_no_training() -> None:
     made = harness()
     await cohort(made, "step0")
-    names = [f"cancelled-{number}" for number in range(GROUPS)]
-    runs = await made.start_cohort(SIZE, AUTO, names)
-    for run in runs:
+    made.engine.now += 7
+    for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
         run.cancel()
     await settle()
     assert learned(made).batches == 2
     assert [one.name for one in learned(made).measured] == ["off"]
+    made.engine.now += 1
     await cohort(made, "step1")
     assert [one.batch for one in learned(made).measured] == [1, 3]
+    [(_, seconds)] = learned(made).training
+    assert seconds == pytest.approx(7.0)
 
 
 async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_from_the_start() -> None:
     made = harness(limits=replace(LIMITS, allow=("limit",)))
-    for step in range(MIN_OFF + 2):
-        record = await cohort(made, f"step{step}")
+    record = await learning(made)
     assert option(record).startswith("limit ")
     assert record.mean_candidates == SIZE
     assert record.deadline is not None
-    assert 10 < record.deadline < 400
+    assert 10 < record.deadline < 120
     assert record.longest <= record.deadline
     assert record.cut > 0
     allocation, *_ = await allocate(made, "next")
@@ -293,20 +304,16 @@ async def test_under_a_limit_every_trajectory_ends_at_a_length_that_is_known_fro
 
 
 async def test_an_options_deadline_is_stretched_by_what_that_option_has_lost() -> None:
-    made = harness(limits=replace(LIMITS, allow=("limit",)))
-    for step in range(MIN_OFF + 2):
-        await cohort(made, f"step{step}")
-    auto = build_auto(Shaping(), Deadline(), LIMITS)
+    limits = replace(LIMITS, allow=("limit",))
+    made, auto = harness(limits=limits), build_auto(Shaping(), Deadline(), limits)
+    await learning(made)
     stretches = {applied_policy(AUTO, each.name): 1 + number / 100 for number, each in enumerate(auto.options)}
 
     def stretch(policy: str, max_lost: MaxLost) -> float:
         return stretches[policy]
 
     made.rollouts.allocator.deadlines.stretch = stretch  # type: ignore[method-assign]  # instead of hundreds of rewards
-    runs = await made.start_cohort(SIZE, AUTO, [f"next-{number}" for number in range(GROUPS)])
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await made.engine.run()
-    await asyncio.gather(*waiting)
+    await finish(made, await made.start_cohort(SIZE, AUTO, [f"next-{number}" for number in range(GROUPS)]))
     record = made.record("next-0")
     assert record.chosen is not None
     assert record.chosen.option.startswith("limit ")
@@ -338,8 +345,7 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
 
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
     made = harness(limits=replace(LIMITS, allow=("cut",)))
-    for step in range(MIN_OFF + 1):
-        await cohort(made, f"step{step}")
+    await learning(made, MIN_OFF + 1)
     plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
     allocations = await allocate(made, "fewer")
     assert allocations[0].candidates > SIZE
@@ -348,10 +354,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
         made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, replace(allocation, candidates=SIZE))
         for name, allocation in zip(names, allocations, strict=True)
     ]
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    await made.engine.run()
-    await asyncio.gather(*waiting)
+    await finish(made, runs)
     assert learned(made).measured == before.measured
 
 
@@ -389,18 +392,6 @@ async def test_what_is_no_batch_of_that_size_does_not_change_the_time_between_ba
     assert learned(made, 3).training == ()
 
 
-async def test_the_time_after_a_cohort_that_was_cancelled_is_no_training() -> None:
-    made = harness()
-    await cohort(made, "step0")
-    made.engine.now += 7
-    for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
-        run.cancel()
-    made.engine.now += 1
-    await cohort(made, "step1")
-    [(_, seconds)] = learned(made).training
-    assert seconds == pytest.approx(7.0)
-
-
 async def test_the_time_before_a_restore_is_no_training() -> None:
     made = harness()
     await cohort(made, "step0")
@@ -422,11 +413,7 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
     made = harness()
     await cohort(made, "step0")
     runs = await made.start_cohort(SIZE, AUTO, [f"restored-{number}" for number in range(GROUPS)])
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    made.store.restore({})
-    await made.engine.run()
-    await asyncio.gather(*waiting)
+    await finish(made, runs, lambda: made.store.restore({}))
     assert learned(made) == AutoState()
     made.engine.now += 7
     for step in range(2):  # and those after it do not count as running beside it
