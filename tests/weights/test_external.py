@@ -298,7 +298,7 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
         "the trainer began an update and did not call for 1 s; see --weights-timeout; "
         "no tensor had arrived, and the old weights are served"
     )
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
     harness.check_serves(1, all=0)
     await harness.trainer.update()
     assert harness.updates.version == 2
@@ -321,7 +321,7 @@ async def test_a_dead_trainers_partial_weights_are_rolled_back_if_the_old_ones_a
     await harness.trainer.write(["a"])
     await until(harness, State.SERVING)
     harness.check_serves(1, all=5)
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
 
 
 async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_update(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_upd
     await harness.trainer.write(["a", "b"])
     await harness.trainer.write(["c", "d"])
     await until(harness, State.SERVING)
-    assert not harness.updates.intact
+    assert not harness.updates.loaded.intact
     assert harness.updates.last_error is not None
     assert "a part of the new weights" in harness.updates.last_error
     assert "2 calls of /update_weights, with a, b, c and 1 more" in harness.updates.last_error
@@ -339,7 +339,7 @@ async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_upd
     with pytest.raises(InvalidRequest, match="send a full set"):
         await harness.push(6, "layers.0.weight")
     await harness.push(6)
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
     harness.check_serves(2, all=6)
 
 

@@ -7,7 +7,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from darts_server.exceptions import Forbidden, InvalidRequest
-from darts_server.weights.tensors import ExpectedTensors, Tensor, check_tensors, read_tensors, resolve_path
+from darts_server.weights.tensors import (
+    ExpectedTensors,
+    Tensor,
+    changed_files,
+    check_tensors,
+    read_tensors,
+    resolve_path,
+)
 from tests.weights.model import SHAPES, TIED, tensors, write
 
 EXPECTED = ExpectedTensors({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
@@ -160,13 +167,12 @@ def test_a_tied_file_that_changes_while_it_is_compared_is_refused(tmp_path: Path
 
 def test_a_changed_or_removed_file_is_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", 1)
-    file = read_tensors(path, "path")["layers.0.weight"]
-    assert file.is_unchanged
-    other = write(tmp_path / "b.safetensors", 2)
-    other.rename(path)
-    assert not file.is_unchanged
+    given = read_tensors(path, "path")
+    assert changed_files(given) == []
+    write(tmp_path / "b.safetensors", 2).rename(path)
+    assert changed_files(given) == [path]
     path.unlink()
-    assert not file.is_unchanged
+    assert changed_files(given) == [path]
 
 
 def test_the_size_limit_admits_every_set_that_fits(tmp_path: Path) -> None:
