@@ -93,17 +93,12 @@ class Head:
         )
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add the label of a trajectory with this hidden state after ``position`` tokens.
+        """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
 
         ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
-
-        Raises:
-            ValueError: ``hidden`` has another width or is not finite, or another argument is out of range.
         """
-        Label(0.0, target, survival)  # raises if they are out of range
-        feature = assemble_feature(hidden, self.width, position)
-        if feature is None:
-            raise ValueError("hidden must be finite")
+        feature = assemble_feature(hidden, position)
+        assert feature is not None
         self._labels += 1
         if self.steps:  # the label evaluates the head from before it is learned
             self._evaluation.add(Label(self._snapshot.score(feature), target, survival))
