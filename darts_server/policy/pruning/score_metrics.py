@@ -30,11 +30,8 @@ def calibration_error(
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
 
     ``None`` without labels.
-
-    Raises:
-        ValueError: lengths differ, a probability or target is outside [0, 1], or a weight is negative or not finite.
     """
-    q, y, w = _checked(probabilities, targets, weights)
+    q, y, w = _arrays(probabilities, targets, weights)
     mass = float(w.sum())
     bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     gaps = np.bincount(bins, weights=w * (q - y))
@@ -42,16 +39,15 @@ def calibration_error(
 
 
 def brier_score(
-    probabilities: Sequence[float] | Floats, targets: Sequence[float], weights: Sequence[float] | None = None
+    probabilities: Sequence[float] | Floats,
+    targets: Sequence[float] | Floats,
+    weights: Sequence[float] | Floats | None = None,
 ) -> float | None:
     """Compute the mean of (probability - target)²: 0 is perfect, 1/4 is that of a constant half.
 
     ``None`` without labels.
-
-    Raises:
-        ValueError: as `calibration_error`.
     """
-    q, y, w = _checked(probabilities, targets, weights)
+    q, y, w = _arrays(probabilities, targets, weights)
     mass = float(w.sum())
     return float((w * (q - y) ** 2).sum()) / mass if mass else None
 
@@ -65,14 +61,8 @@ def auc(
 
     ``None`` without right ones or without wrong ones. It is exact: all pairs are counted, by one sort. Only the order
     of ``scores`` matters, which may be any finite numbers.
-
-    Raises:
-        ValueError: a score is not finite; else as `calibration_error`.
     """
-    s = np.asarray(scores, dtype=np.float64)
-    if not np.isfinite(s).all():
-        raise ValueError("scores must be finite")
-    _, y, w = _checked(np.zeros(s.size), targets, weights)
+    s, y, w = _arrays(scores, targets, weights)
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
@@ -109,11 +99,10 @@ class Evaluation:
         self._labels.append(label)
 
     def metrics(self) -> ScoreMetrics:
-        scores = [x.score for x in self._labels]
-        targets = [x.target for x in self._labels]
-        weights: list[float] | None = None
+        scores, targets = [x.score for x in self._labels], [x.target for x in self._labels]
+        weights: Floats | None = None
         if self._max_weight is not None:
-            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight).tolist()
+            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight)
         return ScoreMetrics(
             labels=len(scores),
             auc=auc(scores, targets, weights),
@@ -122,18 +111,8 @@ class Evaluation:
         )
 
 
-def _checked(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None,
+def _arrays(
+    values: Sequence[float] | Floats, targets: Sequence[float] | Floats, weights: Sequence[float] | Floats | None
 ) -> tuple[Floats, Floats, Floats]:
-    q, y = np.asarray(probabilities, dtype=np.float64), np.asarray(targets, dtype=np.float64)
-    w = np.ones(q.size) if weights is None else np.asarray(weights, dtype=np.float64)
-    if not q.size == y.size == w.size:
-        raise ValueError(f"there must be equally many, got {q.size} values, {y.size} targets and {w.size} weights")
-    for name, x in (("probabilities", q), ("targets", y)):
-        if not ((x >= 0) & (x <= 1)).all():
-            raise ValueError(f"{name} must be in [0, 1]")
-    if not (np.isfinite(w) & (w >= 0)).all():
-        raise ValueError("weights must be finite and at least 0")
-    return q, y, w
+    x, y = np.asarray(values, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    return x, y, np.ones(x.size) if weights is None else np.asarray(weights, dtype=np.float64)

@@ -63,40 +63,13 @@ def test_the_auc_depends_on_the_order_alone() -> None:
     assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
 
 
-@pytest.mark.parametrize(
-    ("scores", "targets", "weights", "complaint"),
-    [
-        ([0.5], [1, 0], None, "equally many"),
-        ([0.5], [1], [1, 1], "equally many"),
-        ([1.5], [1], None, "probabilities must"),
-        ([math.nan], [1], None, "probabilities must"),
-        ([0.5], [2], None, "targets must"),
-        ([0.5], [1], [-1], "weights must"),
-        ([0.5], [1], [math.inf], "weights must"),
-    ],
-)
-def test_values_out_of_range_are_refused(
-    scores: list[float], targets: list[float], weights: list[float] | None, complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        brier_score(scores, targets, weights)
-
-
-def test_the_auc_needs_finite_scores() -> None:
-    with pytest.raises(ValueError, match="scores must be finite"):
-        auc([math.nan], [1])
-
-
 def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
 
-def test_without_labels_there_are_no_metrics() -> None:
-    assert Evaluation(None).metrics() == ScoreMetrics(0, None, None, None)
-
-
 def test_metrics_are_over_the_last_labels() -> None:
     evaluation = Evaluation(None)
+    assert evaluation.metrics() == ScoreMetrics(0, None, None, None)
     for _ in range(WINDOW):
         evaluation.add(Label(0.9, 0.0))
     for i in range(WINDOW):
