@@ -170,6 +170,12 @@ class Coordinator:
         self.state = State.ANNOUNCED
         self._observers.announced(update.version)
         self._gate.close(UPDATE)
+
+        async def suspend_groups() -> None:
+            if self._groups is not None:
+                await self._groups.suspend()
+            await self._gate.wait_until_empty(except_groups=True)
+
         try:
             self._check_weights_awake()
             if update.rule is Rule.FINISH:
@@ -179,7 +185,7 @@ class Coordinator:
                     )
                 await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif update.rule is Rule.RESTART:
-                await update.run_phase("wait", self._suspend_groups, self.settings.wait_timeout)
+                await update.run_phase("wait", suspend_groups, self.settings.wait_timeout)
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
@@ -259,12 +265,6 @@ class Coordinator:
         Raises:
             UpdateRunning, UpdateFailed
         """
-        await self._pause_for_trainer(mode, pause)
-        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
-            raise UpdateFailed("the engine was resumed while it was being paused")
-
-    async def _pause_for_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
-        """Pause as `pause_by_trainer`, and leave it to the caller what a resume meanwhile means."""
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._update_running()
         was_paused, resumes = self.paused_by_trainer, self._trainer_resumes
@@ -294,6 +294,8 @@ class Coordinator:
         finally:
             if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
+        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
+            raise UpdateFailed("the engine was resumed while it was being paused")
 
     async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
         """Resume the engine by ``resume``; during an update the engine resumes when that has ended.
@@ -332,17 +334,19 @@ class Coordinator:
             UpdateRunning, UpdateFailed, WeightsLost
         """
 
+        parts = set(MEMORY if frees_memory else ())
+
         async def fall_asleep() -> None:
             self._check_no_update()  # again, as one may have begun while groups were waited for
-            with self._falling_asleep(MEMORY if frees_memory else ()):
+            with self._falling_asleep(parts):
                 await sleep()
+            # Whatever came meanwhile: the engine may have been woken up before it slept.
+            self.paused_by_trainer = True
+            self._gate.close(TRAINER)
+            self._asleep = self._asleep | parts
 
         self._check_no_update()
-        await self._pause_for_trainer(mode, fall_asleep)
-        # Whatever came meanwhile: the engine may have been woken up before it slept.
-        self.paused_by_trainer = True
-        self._gate.close(TRAINER)
-        self._asleep = self._asleep | set(MEMORY if frees_memory else ())
+        await self.pause_by_trainer(mode, fall_asleep)
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
         """Free one part of `MEMORY` by ``free`` while the engine is paused.
@@ -416,11 +420,6 @@ class Coordinator:
     def _update_running(self) -> UpdateRunning:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
-
-    async def _suspend_groups(self) -> None:
-        if self._groups is not None:
-            await self._groups.suspend()
-        await self._gate.wait_until_empty(except_groups=True)
 
     def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
         self._source = None

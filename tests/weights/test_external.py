@@ -70,12 +70,6 @@ async def test_a_pause_with_wait_waits_for_whole_groups(harness: Harness) -> Non
     assert harness.model.calls == ["trainer's pause wait"] * 2
 
 
-async def test_a_pause_with_abort_aborts_groups(harness: Harness) -> None:
-    await harness.trainer.pause("abort")
-    (why,) = harness.groups.aborted
-    assert "mode=abort" in why
-
-
 async def test_a_failed_pause_leaves_the_gate_open(harness: Harness) -> None:
     harness.model.fail["trainer's pause keep"] = [RuntimeError("no")]
     with pytest.raises(RuntimeError):
@@ -227,15 +221,6 @@ async def test_a_trainers_update_excludes_ours_and_leaves_no_files_to_complete_p
     await harness.push(7)
     await harness.push(8, "layers.0.weight")
     harness.check_serves(4, all=7, layer0=8)
-
-
-async def test_a_second_start_is_refused_and_the_update_continues(harness: Harness) -> None:
-    await harness.trainer.start()
-    with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
-        await harness.trainer.start()
-    assert harness.model.calls.count("start") == 1
-    await harness.trainer.finish()
-    harness.check_serves(1, all=0)
 
 
 async def test_a_start_while_the_update_before_ends_does_not_reach_the_engine(harness: Harness) -> None:

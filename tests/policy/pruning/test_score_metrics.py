@@ -51,18 +51,6 @@ def test_the_brier_score_is_the_mean_squared_error(labels: list[tuple[float, flo
     assert brier_score(*columns(labels)) == (pytest.approx(squares / mass) if mass else None)
 
 
-@given(LABELS)
-def test_a_weight_counts_as_that_many_labels(labels: list[tuple[float, float, int]]) -> None:
-    scores, targets, weights = columns(labels)
-    repeated = [(s, y, 1) for s, y, w in labels for _ in range(w)]
-    for figure in (auc, brier_score, calibration_error):
-        assert figure(scores, targets, weights) == pytest.approx(figure(*columns(repeated)[:2]))
-
-
-def test_the_auc_depends_on_the_order_alone() -> None:
-    assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
-
-
 def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
