@@ -5,8 +5,7 @@ default. With the weights of `calibration.inverse_propensity_weights` a figure o
 estimates the figure over all of them.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,31 +83,19 @@ class ScoreMetrics:
     calibration_error: float | None
 
 
-class Evaluation:
-    """Prequential evaluation: each label comes with the score from before the head was trained on it.
+def evaluate(labels: Collection[Label], max_weight: float | None) -> ScoreMetrics:
+    """Compute the metrics of labels whose scores are from before anything was trained on them (prequential evaluation).
 
-    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1. ``window``: the
-    metrics are over so many of the newest labels.
+    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1.
     """
-
-    def __init__(self, max_weight: float | None, window: int = WINDOW) -> None:
-        self._max_weight = max_weight
-        self._labels: deque[Label] = deque(maxlen=window)
-
-    def add(self, label: Label) -> None:
-        self._labels.append(label)
-
-    def metrics(self) -> ScoreMetrics:
-        scores, targets = [x.score for x in self._labels], [x.target for x in self._labels]
-        weights: Floats | None = None
-        if self._max_weight is not None:
-            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight)
-        return ScoreMetrics(
-            labels=len(scores),
-            auc=auc(scores, targets, weights),
-            brier=brier_score(scores, targets, weights),
-            calibration_error=calibration_error(scores, targets, weights),
-        )
+    scores, targets = [x.score for x in labels], [x.target for x in labels]
+    weights = None if max_weight is None else inverse_propensity_weights([x.survival for x in labels], max_weight)
+    return ScoreMetrics(
+        labels=len(scores),
+        auc=auc(scores, targets, weights),
+        brier=brier_score(scores, targets, weights),
+        calibration_error=calibration_error(scores, targets, weights),
+    )
 
 
 def _arrays(

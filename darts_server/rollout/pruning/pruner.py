@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from darts_server.exceptions import StateError
 from darts_server.observers import PruningObserver
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
-from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
+from darts_server.policy.pruning.score_metrics import ScoreMetrics, evaluate
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
@@ -131,9 +132,9 @@ class Pruner:
         self._pending_bytes = 0
         self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
-        self._score_evaluation = Evaluation(max_weight, settings.window)
-        self._calibrated_evaluation = Evaluation(max_weight, settings.window)
+        self._max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
+        self._scored: deque[Label] = deque(maxlen=settings.window)  # scores with their rewards, for metrics
+        self._calibrated: deque[Label] = deque(maxlen=settings.window)  # the same of qualities
         self._logged_status: PruningStatus | None = None
         self._last_version: int | None = None
         self._step_groups = 0
@@ -257,9 +258,9 @@ class Pruner:
             if pending.score is not None:
                 learned = Label(pending.score, target, survival)
                 pending.point.add(learned)
-                self._score_evaluation.add(learned)
+                self._scored.append(learned)
             if pending.quality is not None:
-                self._calibrated_evaluation.add(Label(pending.quality, target, survival))
+                self._calibrated.append(Label(pending.quality, target, survival))
         self._observer.label_learned()
         self._save_soon.request()
 
@@ -331,12 +332,12 @@ class Pruner:
     def score_metrics(self) -> ScoreMetrics:
         """How good scores are, on labels that they were not trained on."""
         if self._head is None or not self.uses_hidden_states:
-            return self._score_evaluation.metrics()
+            return evaluate(self._scored, self._max_weight)
         return self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
         """How good calibrated scores are, on labels that came after them."""
-        return self._calibrated_evaluation.metrics()
+        return evaluate(self._calibrated, self._max_weight)
 
     # --- detection points, head and store -------------------------------------
 

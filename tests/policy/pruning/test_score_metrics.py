@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from darts_server.policy.pruning.calibration import Label
 from darts_server.policy.pruning.score_metrics import (
     RELIABILITY_BINS,
-    WINDOW,
-    Evaluation,
     ScoreMetrics,
     auc,
     brier_score,
     calibration_error,
+    evaluate,
 )
 
 CHANCES = st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 1.0]) | st.floats(0, 1)
@@ -55,23 +54,12 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
 
-def test_metrics_are_over_the_last_labels() -> None:
-    evaluation = Evaluation(None)
-    assert evaluation.metrics() == ScoreMetrics(0, None, None, None)
-    for _ in range(WINDOW):
-        evaluation.add(Label(0.9, 0.0))
-    for i in range(WINDOW):
-        evaluation.add(Label(0.8 if i % 2 else 0.2, float(i % 2)))
-    metrics = evaluation.metrics()
-    assert (metrics.labels, metrics.auc) == (WINDOW, 1.0)
-    assert (metrics.brier, metrics.calibration_error) == pytest.approx((0.04, 0.2))
-
-
 def test_survivors_are_weighted_for_the_pruned_ones() -> None:
     """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
-    plain, corrected = Evaluation(None), Evaluation(10.0)
-    for evaluation in (plain, corrected):
-        for label in [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3:
-            evaluation.add(label)
-    assert plain.metrics().brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
-    assert corrected.metrics().brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
+    labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
+    plain, corrected = evaluate(labels, None), evaluate(labels, 10.0)
+    assert (plain.labels, plain.auc) == (5, 0.0)
+    assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
+    assert corrected.brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
+    assert plain.calibration_error == pytest.approx((2 * 0.5 + 3 * 0.6) / 5)
+    assert evaluate([], None) == ScoreMetrics(0, None, None, None)
