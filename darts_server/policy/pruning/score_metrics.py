@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 
 Floats = NDArray[np.float64]
+Numbers = Sequence[float] | Floats
 
 RELIABILITY_BINS = 15
 """Usual for a calibration error: of a few hundred labels, each bin holds some dozens."""
@@ -21,11 +22,7 @@ WINDOW = 1024
 """Labels that metrics are over: those of several training steps with a usual batch size."""
 
 
-def calibration_error(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-) -> float | None:
+def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
 
     ``None`` without labels.
@@ -37,11 +34,7 @@ def calibration_error(
     return float(np.abs(gaps).sum()) / mass if mass else None
 
 
-def brier_score(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-) -> float | None:
+def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the mean of (probability - target)²: 0 is perfect, 1/4 is that of a constant half.
 
     ``None`` without labels.
@@ -51,11 +44,7 @@ def brier_score(
     return float((w * (q - y) ** 2).sum()) / mass if mass else None
 
 
-def auc(
-    scores: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-) -> float | None:
+def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the probability that a right trajectory scores above a wrong one; ties count half.
 
     ``None`` without right ones or without wrong ones. It is exact: all pairs are counted, by one sort. Only the order
@@ -98,8 +87,6 @@ def evaluate(labels: Collection[Label], max_weight: float | None) -> ScoreMetric
     )
 
 
-def _arrays(
-    values: Sequence[float] | Floats, targets: Sequence[float] | Floats, weights: Sequence[float] | Floats | None
-) -> tuple[Floats, Floats, Floats]:
+def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
     x, y = np.asarray(values, dtype=np.float64), np.asarray(targets, dtype=np.float64)
     return x, y, np.ones(x.size) if weights is None else np.asarray(weights, dtype=np.float64)
