@@ -125,7 +125,8 @@ class ExternalUpdates:
         try:
             await session.run_phase(phase, step)
         except Exception as error:
-            await self._fail(session, error)
+            self._close(session)
+            await self._coordinator.fail(session, error)
             raise
         finally:
             if session is self._session:
@@ -135,23 +136,17 @@ class ExternalUpdates:
                 )
 
     def _time_out(self, session: _Session, calls: int, timeout: float) -> None:
-        error = UpdateFailed(f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout")
-        self._timeout_task = asyncio.get_running_loop().create_task(self._fail_if_silent(session, calls, error))
-        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        async def fail_if_silent() -> None:
+            async with self._steps:
+                if session.calls == calls:  # else the trainer has called while this waited
+                    self._close(session)
+                    error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
+                    await self._coordinator.fail(session, UpdateFailed(error))
 
-    async def _fail_if_silent(self, session: _Session, calls: int, error: Exception) -> None:
-        """End the update, unless the trainer has called again since ``calls`` calls."""
-        async with self._steps:
-            if session.calls == calls:
-                await self._fail(session, error)
+        self._timeout_task = asyncio.get_running_loop().create_task(fail_if_silent())
+        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _close(self, session: _Session) -> None:
         if session.timer is not None:
             session.timer.cancel()
         self._session = None
-
-    async def _fail(self, session: _Session, error: Exception) -> None:
-        """End the update, with the old weights if they can be restored."""
-        if session is self._session:  # else another call of the same update has failed it already
-            self._close(session)
-            await self._coordinator.fail(session, error)
