@@ -44,7 +44,6 @@ class RemoteHead:
         settings, device: see `head.Head`.
         schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
-        clock: seconds; the deaths of the process are counted by it.
         train: runs in the process, `trainer.train` by default.
         grace: seconds that `close` gives the process.
         answer_seconds: in which the process must answer.
@@ -58,7 +57,6 @@ class RemoteHead:
         device: str = "cpu",
         schedule: TrainingSchedule | None = None,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
-        clock: Callable[[], float] = time.monotonic,
         train: Train | None = None,
         grace: float = GRACE_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
@@ -70,7 +68,6 @@ class RemoteHead:
         self._schedule = schedule or TrainingSchedule()
         self._train = train or partial(trainer.train, width, settings, device, self._schedule)
         self._on_report = on_report
-        self._clock = clock
         self._grace = grace
         self._answer_seconds = answer_seconds
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
@@ -170,7 +167,7 @@ class RemoteHead:
                 self._pool.shutdown(wait=False)
             if self._closed:
                 return
-            deaths.append(self._clock())
+            deaths.append(time.monotonic())
             if len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS:
                 logger.error("the quality head's trainer died %d times in an hour; it is not restarted", len(deaths))
                 self.is_lost = True

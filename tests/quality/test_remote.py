@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from darts_server.exceptions import StateDamaged
+from darts_server.quality import remote
 from darts_server.quality.head import Head
-from darts_server.quality.remote import DEATH_SECONDS, MAX_DEATHS, RemoteHead
+from darts_server.quality.remote import MAX_DEATHS, RemoteHead
 from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
 from tests.quality import fake_trainers
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
@@ -78,22 +79,22 @@ def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
 def test_scores_metrics_and_status_equal_those_of_a_head_in_this_process() -> None:
     local, task = Head(WIDTH, QUICK), SyntheticTask(seed=3)
     states: list[bytes] = []
-    with running_head(on_report=lambda _, state: states.append(state)) as remote:
+    with running_head(on_report=lambda _, state: states.append(state)) as trained:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
-            assert remote.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+            assert trained.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
         for _ in range(6):
-            steps = remote.report.steps
+            steps = trained.report.steps
             for hidden, target in task.trajectories(64):
                 single = hidden.astype(np.float32)
-                for head in (local, remote):
+                for head in (local, trained):
                     head.learn(single, 512, target, 0.5 + target / 4)
             local.train(30)
-            wait_for_training(remote, steps)
-            report = remote.report
+            wait_for_training(trained, steps)
+            report = trained.report
             assert replace(report, trained_seconds=0.0) == replace(local.report, trained_seconds=0.0)
             for hidden, _ in SyntheticTask(seed=5).trajectories(20):
-                assert remote.score(hidden, 512) == scorer(local).score(hidden, 512)
-        assert remote.report.trained_steps == 180
+                assert trained.score(hidden, 512) == scorer(local).score(hidden, 512)
+        assert trained.report.trained_steps == 180
         assert [state for state in states if state][-1] == local.state()
 
 
@@ -188,14 +189,8 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1, "all but the resource tracker's pipe is closed")
 
 
-def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += DEATH_SECONDS / 2
-        return now
-
+def test_a_trainer_that_dies_rarely_is_always_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "DEATH_SECONDS", 0.0)
     deaths = 0
 
     class CountingHead(RemoteHead):
@@ -205,7 +200,7 @@ def test_a_trainer_that_dies_rarely_is_always_restarted() -> None:
             self._closed = deaths == 20
             raise BrokenExecutor
 
-    head = CountingHead(WIDTH, clock=clock)
+    head = CountingHead(WIDTH)
     head.start()
     wait_until(lambda: deaths == 20, "it has died often")
     head.close()
