@@ -250,7 +250,7 @@ def make_rooms(
         settings.poll_interval,
         carry_limits=carry_limits,
         saved=SavedPrompts(carried_file.open(), engine.fingerprint),
-        has_initial_weights=lambda: updates.are_initial,
+        has_initial_weights=lambda: updates.loaded.are_initial,
         may_call=access.may_call,
     )
     searches = ThreadPoolExecutor(1, "vote-answers")

@@ -189,12 +189,11 @@ class LocalHead(RemoteHead):
     def close(self) -> None:
         """Do nothing: there is no process."""
 
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         self._trainer.learn(hidden, position, target, survival)
         self._learned += 1
         if self._learned % TRAIN_EVERY == 0 and self._trainer.train(TRAIN_STEPS):
             self._apply(self._trainer.report, self._trainer.state(), self._restores)
-        return True
 
 
 class Stack:

@@ -81,7 +81,7 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
     has_group = []
     for is_updated in (False, True):
         if is_updated:
-            rooms.updates._loaded.record(None)
+            rooms.updates.loaded.record(None)
         await rooms.batches.close()
         [(_, saved)] = SavedPrompts(carried_file.open(), "of m").take(0)
         has_group.append(saved.group is not None)

@@ -11,6 +11,7 @@ Usage::
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
-from darts_server.policy.pruning.score_metrics import Evaluation
+from darts_server.policy.pruning.score_metrics import evaluate
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
 from darts_server.quality.types import HeadSettings, HeadStatus, TrainerReport
 
@@ -51,7 +52,7 @@ class Head:
         self.divergences = 0
         self._clock = clock
         self._replay = ReplayBuffer(width + 1, settings)
-        self._evaluation = Evaluation(settings.max_weight, settings.window)
+        self._scored: deque[Label] = deque(maxlen=settings.window)
         self._standardiser = Standardiser.blank(width + 1)
         self._network = Network(width + 1, settings, device)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
@@ -83,7 +84,7 @@ class Head:
         return TrainerReport(
             status=self.status,
             prior=self._replay.prior,
-            metrics=self._evaluation.metrics(),
+            metrics=evaluate(self._scored, self.settings.max_weight),
             labels=self._labels,
             steps=self.steps,
             trained_steps=self._trained_steps,
@@ -93,20 +94,15 @@ class Head:
         )
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add the label of a trajectory with this hidden state after ``position`` tokens.
+        """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
 
         ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
-
-        Raises:
-            ValueError: ``hidden`` has another width or is not finite, or another argument is out of range.
         """
-        Label(0.0, target, survival)  # raises if they are out of range
-        feature = assemble_feature(hidden, self.width, position)
-        if feature is None:
-            raise ValueError("hidden must be finite")
+        feature = assemble_feature(hidden, position)
+        assert feature is not None
         self._labels += 1
         if self.steps:  # the label evaluates the head from before it is learned
-            self._evaluation.add(Label(self._snapshot.score(feature), target, survival))
+            self._scored.append(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
         self._standardiser = self._standardiser.after(feature)
 

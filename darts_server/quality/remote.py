@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
@@ -44,7 +44,6 @@ class RemoteHead:
         settings, device: see `head.Head`.
         schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
-        clock: seconds; the deaths of the process are counted by it.
         train: runs in the process, `trainer.train` by default.
         grace: seconds that `close` gives the process.
         answer_seconds: in which the process must answer.
@@ -58,7 +57,6 @@ class RemoteHead:
         device: str = "cpu",
         schedule: TrainingSchedule | None = None,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
-        clock: Callable[[], float] = time.monotonic,
         train: Train | None = None,
         grace: float = GRACE_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
@@ -70,7 +68,6 @@ class RemoteHead:
         self._schedule = schedule or TrainingSchedule()
         self._train = train or partial(trainer.train, width, settings, device, self._schedule)
         self._on_report = on_report
-        self._clock = clock
         self._grace = grace
         self._answer_seconds = answer_seconds
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
@@ -115,30 +112,24 @@ class RemoteHead:
         """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
 
         Unless the status is ``READY``, it is the share of correct ones among the labels.
-
-        Raises:
-            ValueError: ``hidden`` has another width, or ``position`` is below 1.
         """
-        feature = assemble_feature(hidden, self.width, position)
+        feature = assemble_feature(hidden, position)
         report, snapshot = self._current
         status = HeadStatus.BAD_FEATURE if feature is None else self.status
         if feature is None or snapshot is None or status is not HeadStatus.READY:
             return Score(report.prior, status)
         return Score(snapshot.score(feature), status)
 
-    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> bool:
-        """Add a label, see `head.Head.learn`, for the next training; ``False`` if its hidden state is not finite.
+    def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
+        """Add a label, see `head.Head.learn`, for the next training.
 
         Raises:
-            ValueError: as `score`, or ``target`` or ``survival`` is out of range.
+            ValueError: ``target`` or ``survival`` is out of range.
         """
         Label(0.0, target, survival)  # raises if they are out of range
-        if assemble_feature(hidden, self.width, position) is None:
-            return False
         with self._changed:
             self._unsent.append((hidden, position, target, survival))
             self._changed.notify_all()
-        return True
 
     def restore(self, data: bytes) -> None:
         """Continue from a saved state; empty ``data`` stands for a new head, without labels.
@@ -166,18 +157,17 @@ class RemoteHead:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
             try:
                 self._run(self._pool)
-            except BrokenExecutor:
-                pass  # it has died
             except TimeoutError:
                 logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
-            except Exception:  # the process cannot be started, training raised, or the callback has a bug of its own
-                logger.exception("the quality head's trainer failed, or its report could not be handled")
+            except Exception:  # it died or cannot be started, training raised, or the callback has a bug of its own
+                if not self._closed:  # else it may have been killed
+                    logger.exception("the quality head's trainer failed, or its report could not be handled")
             finally:
                 self._kill_process()  # it has nothing to save: all that is kept was in its reports
                 self._pool.shutdown(wait=False)
             if self._closed:
                 return
-            deaths.append(self._clock())
+            deaths.append(time.monotonic())
             if len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS:
                 logger.error("the quality head's trainer died %d times in an hour; it is not restarted", len(deaths))
                 self.is_lost = True

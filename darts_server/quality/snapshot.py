@@ -1,8 +1,8 @@
 """A trained head at one moment: it scores hidden states, and it is what is saved. Plain numpy.
 
 A saved head is a line of ASCII, then safetensors. The line is ``darts-quality-head VERSION SHA256``, with the SHA-256
-(hex) of all bytes after it. Integers are JSON in the metadata of the safetensors part. Nothing is pickled, so bytes
-from the network cannot run code.
+(hex) of all bytes after it, which only older versions check: the store has one of its own. Integers are JSON in the
+metadata of the safetensors part. Nothing is pickled, so bytes from the network cannot run code.
 """
 
 import hashlib
@@ -32,26 +32,18 @@ SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state that torch's Adam keeps for each parameter."""
 VERSION = 1
-LARGEST = 2**52
-_FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
+_FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) [0-9a-f]{64}\n")
 
 Single = NDArray[np.float32]
 Floats = NDArray[np.float64]
 
 
-def assemble_feature(hidden: NDArray[np.floating], width: int, position: int) -> Single | None:
+def assemble_feature(hidden: NDArray[np.floating], position: int) -> Single | None:
     """Append the logarithm of its position to a hidden state; ``None`` if a value is not a finite float32.
 
     With the position as an input, one head serves all detection points, and also states that were taken some tokens
     past one. With a single detection point it is constant, and standardising removes it.
-
-    Raises:
-        ValueError: ``hidden`` is not a vector of ``width``, or ``position`` is below 1.
     """
-    if hidden.shape != (width,):
-        raise ValueError(f"hidden must have shape ({width},), got {hidden.shape}")
-    if position < 1:
-        raise ValueError(f"position must be at least 1, got {position}")
     with np.errstate(over="ignore"):
         feature = np.append(hidden, np.log2(position)).astype(np.float32)
     return feature if np.isfinite(feature).all() else None
@@ -83,10 +75,6 @@ class Standardiser:
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
 
 
-def are_finite(arrays: Mapping[str, Single]) -> bool:
-    return all(bool(np.isfinite(x).all()) for x in arrays.values())
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """Immutable, so any thread may read it.
@@ -109,10 +97,13 @@ class Snapshot:
     def to_bytes(self) -> bytes:
         """Serialize weights, optimiser and scale."""
         hidden, features = self.arrays["hidden_weight"].shape
-        return pack(
-            {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance},
-            {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count},
+        numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
+        arrays = {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance}
+        body = safetensors.save(
+            {name: np.asarray(x, order="C") for name, x in arrays.items()},
+            metadata={"numbers": json.dumps(numbers, sort_keys=True)},
         )
+        return b"darts-quality-head %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
 
     @staticmethod
     def from_bytes(data: bytes, width: int, hidden: int) -> "Snapshot":
@@ -122,26 +113,44 @@ class Snapshot:
             StateDamaged, StateTooNew: `to_bytes` did not make it, or a newer version of it did.
             InvalidRequest: it is of a model or a head of another size.
         """
-        arrays, numbers = unpack(data)
-        if set(numbers) != {"width", "hidden", "steps", "seen"}:
-            raise state_damaged("lacks a number, or has one too many")
-        if (numbers["width"], numbers["hidden"]) != (width, hidden):
+        line = _FIRST_LINE.match(data)
+        if not line:
+            raise StateDamaged("it does not begin like a quality head")
+        if int(line[1]) > VERSION:
+            raise StateTooNew(
+                f"the quality head was saved by a newer darts-server (format {int(line[1])}, this one reads "
+                f"{VERSION}); upgrade this server"
+            )
+        body = data[line.end() :]
+        try:
+            # The header: JSON, after its length in eight bytes. The library's reader for bytes returns tensors only.
+            header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+            numbers = json.loads(header["__metadata__"]["numbers"])
+            steps, seen, *sizes = (int(numbers[name]) for name in ("steps", "seen", "width", "hidden"))
+            arrays = safetensors.load(body)
+        except (SafetensorError, OverflowError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StateDamaged(f"it cannot be read ({error!r})") from error
+        if sizes != [width, hidden]:
             raise InvalidRequest(
                 "state",
-                f"is of a quality head with {numbers['width']} inputs and {numbers['hidden']} hidden units, this one "
-                f"has {width} and {hidden}; restore it where the same model is served",
+                f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, this one has {width} and "
+                f"{hidden}; restore it where the same model is served",
             )
         network = shapes(width + 1, hidden)
         scale = {"mean": (width + 1,), "variance": (width + 1,)}
-        if {name: x.shape for name, x in arrays.items()} != network | scale:
-            raise state_damaged("has arrays of other shapes than its sizes say")
+        if {name: x.shape for name, x in arrays.items()} != network | scale or min(steps, seen) < 0:
+            raise StateDamaged("it has arrays of other shapes than its sizes say, or negative numbers")
         weights = {name: arrays[name].astype(np.float32) for name in network}
         mean, variance = (arrays[name].astype(np.float64) for name in scale)
         if not (are_finite(weights) and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
-            raise state_damaged("has values that are not finite, or negative variances")
-        if any((np.abs(arrays[name]) > MAX_WEIGHT).any() for name in SHAPES):
-            raise state_damaged(f"has weights above {MAX_WEIGHT:g}")
-        return Snapshot(weights, Standardiser(numbers["seen"], mean, variance), numbers["steps"])
+            raise StateDamaged("it has values that are not finite, or negative variances")
+        if any((np.abs(weights[name]) > MAX_WEIGHT).any() for name in SHAPES):
+            raise StateDamaged(f"it has weights above {MAX_WEIGHT:g}")
+        return Snapshot(weights, Standardiser(seen, mean, variance), steps)
+
+
+def are_finite(arrays: Mapping[str, Single]) -> bool:
+    return all(bool(np.isfinite(x).all()) for x in arrays.values())
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -154,46 +163,3 @@ def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
     }
     moments = {f"{name}.{m}": () if m == "step" else parameters[name] for name in SHAPES for m in MOMENTS}
     return parameters | moments
-
-
-def pack(arrays: Mapping[str, NDArray[np.generic]], numbers: Mapping[str, int]) -> bytes:
-    """Serialize arrays and numbers; equal ones give equal bytes."""
-    body = safetensors.save(
-        {name: np.asarray(x, order="C") for name, x in arrays.items()},
-        metadata={"numbers": json.dumps(dict(numbers), sort_keys=True)},
-    )
-    return b"darts-quality-head %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
-
-
-def unpack(data: bytes) -> tuple[dict[str, NDArray[np.generic]], dict[str, int]]:
-    """Read the arrays and numbers that `pack` serialized.
-
-    Raises:
-        StateDamaged: `pack` did not make this, or bytes are missing or changed.
-        StateTooNew: a newer version made it.
-    """
-    line = _FIRST_LINE.match(data)
-    if not line:
-        raise state_damaged("does not begin like one")
-    if int(line[1]) > VERSION:
-        raise StateTooNew(
-            f"the quality head given was saved by a newer darts-server (format {int(line[1])}, this one reads "
-            f"{VERSION}); nothing was changed. Upgrade this server"
-        )
-    body = data[line.end() :]
-    if hashlib.sha256(body).hexdigest().encode() != line[2]:
-        raise state_damaged("is incomplete or was changed: its checksum is wrong")
-    try:
-        # The header: JSON, after its length in eight bytes. The library's reader for bytes returns tensors only.
-        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-        numbers = json.loads(dict(header["__metadata__"])["numbers"])
-        arrays = safetensors.load(body)
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise state_damaged(f"cannot be read ({error!r})") from error
-    if not isinstance(numbers, dict) or not all(type(n) is int and 0 <= n <= LARGEST for n in numbers.values()):
-        raise state_damaged(f"has numbers that are not integers in [0, {LARGEST}]")
-    return arrays, numbers
-
-
-def state_damaged(problem: str) -> StateDamaged:
-    return StateDamaged(f"the quality head given {problem}; nothing was changed. Give a saved one, byte for byte")

@@ -30,20 +30,12 @@ class VllmLoras:
         self._checkpoint = checkpoint
         self._registry: Any = None
         self._raw_names: set[str] = set()
-        self._pushed: dict[str, LoRARequest] = {}
+        self.pushed: dict[str, LoRARequest] = {}
+        """The adapters that are served and were pushed, by name."""
+        self.changes = 0
+        """Number of adapters that were loaded or removed."""
         self._removed_ids: set[int] = set()
-        self._changes = 0
         self._layers: LoraLayers | None = None
-
-    @property
-    def pushed(self) -> list[LoRARequest]:
-        """The adapters that are served and were pushed."""
-        return list(self._pushed.values())
-
-    @property
-    def state(self) -> int:
-        """Changes with each adapter that is loaded or removed."""
-        return self._changes
 
     def attach(self, registry: Any, raw_names: set[str]) -> None:
         """Register names from now on. ``registry``: vLLM's, of served models. ``raw_names``: the unshaped ones."""
@@ -68,33 +60,33 @@ class VllmLoras:
         if self._registry.is_base_model(name):
             raise InvalidRequest("name", f"{name!r} is the model itself; choose another")
         registered = self._registry.lora_requests.get(name)
-        if registered is not None and registered is not self._pushed.get(name):
+        if registered is not None and registered is not self.pushed.get(name):
             raise Conflict(
                 "name",
                 f"the LoRA adapter {name!r} was loaded by vLLM's flag or route; unload it first, or choose another",
             )
 
     async def load(self, name: str, folder: Path) -> None:
-        number = self._pushed[name].lora_int_id if name in self._pushed else self._registry.lora_id_counter.inc(1)
+        number = self.pushed[name].lora_int_id if name in self.pushed else self._registry.lora_id_counter.inc(1)
         # The LoRARequest that goes with requests has no load_inplace: the engine would load the files at every step.
-        self._pushed[name] = LoRARequest(name, number, str(folder))
+        self.pushed[name] = LoRARequest(name, number, str(folder))
         try:
             is_loaded = await AsyncLLM.add_lora(self._llm, LoRARequest(name, number, str(folder), load_inplace=True))
         except Exception as error:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error
         if not is_loaded:
             raise UpdateFailed("the engine did not take the LoRA adapter")
-        self._changes += 1
-        self._registry.lora_requests[name] = self._pushed[name]
+        self.changes += 1
+        self._registry.lora_requests[name] = self.pushed[name]
         raw = name + RAW_SUFFIX
         self._registry.lora_requests[raw] = LoRARequest(raw, number, str(folder))
         self._raw_names.add(raw)
 
     async def unload(self, name: str) -> None:
-        if (request := self._pushed.pop(name, None)) is None:
+        if (request := self.pushed.pop(name, None)) is None:
             return
         self._removed_ids.add(request.lora_int_id)
-        self._changes += 1
+        self.changes += 1
         for served in (name, name + RAW_SUFFIX):
             self._registry.lora_requests.pop(served, None)
             self._raw_names.discard(served)
@@ -107,7 +99,7 @@ class VllmLoras:
         Raises:
             Conflict
         """
-        if any(pushed.lora_int_id == request.lora_int_id for pushed in self._pushed.values()):
+        if any(pushed.lora_int_id == request.lora_int_id for pushed in self.pushed.values()):
             raise Conflict(
                 "name", f"the LoRA adapter {request.lora_name!r} was pushed; push it again, or delete it first"
             )
@@ -121,4 +113,4 @@ class VllmLoras:
         if request.lora_int_id in self._removed_ids:
             name = request.lora_name
             raise NotFound("model", f"the LoRA adapter {name!r} was removed while the request waited")
-        return self._pushed.get(request.lora_name.removesuffix(RAW_SUFFIX), request)
+        return self.pushed.get(request.lora_name.removesuffix(RAW_SUFFIX), request)

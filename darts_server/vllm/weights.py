@@ -84,7 +84,7 @@ class VllmModel:
     @property
     def state(self) -> tuple[Any, ...]:
         """Equal for as long as the engines have the same weights and LoRA adapters."""
-        return self._loaded, () if self.loras is None else self.loras.state
+        return self._loaded, () if self.loras is None else self.loras.changes
 
     async def bring_to_state(self, engine: bytes) -> None:
         """Bring an engine that has started again to the weights and LoRA adapters of the others.
@@ -98,7 +98,7 @@ class VllmModel:
                 call = ("collective_rpc", "darts_load_weights", None, (_plan_of(self._loaded),), None)
                 _raise_error(await core._call_utility_async(*call, engine=engine))
             if self.loras is not None:
-                for lora in self.loras.pushed:
+                for lora in self.loras.pushed.values():
                     await core._call_utility_async("add_lora", lora, engine=engine)
         except EngineError as error:
             raise UpdateFailed(f"the engine was lost while it loaded weights: {error}") from error

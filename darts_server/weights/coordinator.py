@@ -1,21 +1,21 @@
 """Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule.
 
-An update of our own routes is a `Transaction`: it is applied completely, or rolled back.
+Whatever fails, the old weights are served afterwards, or nothing is.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
 from typing import TypeVar
 
-from darts_server.exceptions import Conflict, IllegalMove, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
+from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.port import Groups, Model, Rule, Transaction, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,6 @@ class State(StrEnum):
     """The model's weights are undefined, or the engine does not resume. Final."""
 
 
-NEXT = {
-    State.SERVING: {State.STAGING},
-    State.STAGING: {State.ANNOUNCED, State.SERVING},
-    State.ANNOUNCED: {State.PAUSED, State.SERVING, State.LOST},
-    State.PAUSED: {State.UPDATING, State.SERVING, State.LOST},
-    State.UPDATING: {State.SERVING, State.RESTORING, State.LOST},
-    State.RESTORING: {State.SERVING, State.LOST},
-    State.LOST: set[State](),
-}
-"""The states that may follow each. Only the way from updating to serving changes the version."""
-
-
 class Coordinator:
     """Tracks the served version and the update in progress, and who has paused the engine.
 
@@ -80,54 +68,34 @@ class Coordinator:
         groups: Groups | None = None,
     ) -> None:
         self.settings = settings
+        self.state = State.SERVING
+        self.version = model.weight_version
+        """In the state LOST: the version that was served last."""
         self.last: UpdateRecord | None = None
         self.last_error: str | None = None
         self.paused_by_trainer = False
         """Whether the trainer paused the engine through vLLM's routes. Then only the trainer resumes it."""
+        self.trainer_pauses = 0
+        """Pauses by the trainer that the engine has not carried out yet."""
         self._model = model
         self._gate = gate
         self._groups = groups
         self._observers = observers or UpdateEvents()
-        self.state = State.SERVING
-        self.version = model.weight_version
-        """In the state LOST: the version that was served last."""
-        self._target: int | None = None
-        self._source: str | None = None
+        self._source: str | None = None  # of the update in progress
         self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False
-        self._trainer_pauses = 0  # that the engine has not carried out yet
         self._trainer_resumes = 0
         self._asleep: set[str] = set()
-
-    @property
-    def target(self) -> int:
-        """Version of the update in progress."""
-        assert self._target is not None
-        return self._target
 
     @property
     def is_settled(self) -> bool:
         """Whether all engines have the same weights, in memory, and keep them in this turn of the event loop."""
         return self.state in (State.SERVING, State.STAGING) and not self._asleep
 
-    def _move(self, after: State) -> None:
-        """Change the state.
+    # --- an update, from its beginning to its end ---------------------------
 
-        Raises:
-            IllegalMove
-        """
-        if after not in NEXT[self.state]:
-            raise IllegalMove(f"weights in state {self.state} cannot become {after}")
-        if self.state is State.UPDATING and after is State.SERVING:
-            self.version = self.target
-        self.state = after
-        if after is State.SERVING:
-            self._target = None
-
-    # --- an update of our own routes -------------------------------------------
-
-    async def run(self, update: Update, version: int | None, transaction: Transaction) -> UpdateRecord:
-        """Run a transaction. ``version``: of the new weights; ``None`` for the next one.
+    async def run(self, update: Update, version: int | None) -> UpdateRecord:
+        """Run an update of our own routes. ``version``: of the new weights; ``None`` for the next one.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
@@ -136,47 +104,34 @@ class Coordinator:
         """
         self.begin(update, version)
         try:
-            await transaction.stage(update)
+            await update.stage()
             if update.when_staged is not None:
                 await update.when_staged()
         except BaseException as error:
-            transaction.clean_up()
-            self._move(State.SERVING)
+            update.clean_up()
+            self.state = State.SERVING
             self._end(update, UpdateOutcome.REFUSED, error)
             raise
         # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
-        self._task = asyncio.create_task(self._run_staged(update, transaction))
+        self._task = asyncio.create_task(self._run_staged(update))
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._task)
 
-    async def _run_staged(self, update: Update, transaction: Transaction) -> UpdateRecord:
+    async def _run_staged(self, update: Update) -> UpdateRecord:
         try:
             await self.pause(update)
             try:
                 self.mark_updating()
-                await transaction.apply(update)
-                await self._model.set_version(self.target)
+                await update.apply()
+                await self._model.set_version(update.version)
             except Exception as error:
-                self.mark_restoring()
-                try:
-                    await transaction.roll_back(update)
-                except Exception as second:
-                    lost = self.mark_lost(
-                        f"an update failed ({error}), and restoring the old weights failed too ({second})"
-                    )
-                    try:
-                        await update.run_phase("stop", self._model.abort_requests)
-                    finally:  # also if aborting fails: the caller must learn that the weights are lost
-                        await self.finish(update, lost)
-                        raise lost from error
-                await self.finish(update, error)
+                if (lost := await self.fail(update, error)) is not None:
+                    raise lost from error
                 raise
-            transaction.commit()
+            update.commit()
             return await self.finish(update)
         finally:
-            transaction.clean_up()
-
-    # --- an update, from its beginning to its end ---------------------------
+            update.clean_up()
 
     def begin(self, update: Update, version: int | None) -> None:
         """Begin an update. ``version``: of the new weights; ``None`` for the next one.
@@ -190,10 +145,10 @@ class Coordinator:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         self.check_free()
         self._check_weights_awake()
-        update.timeout = self.settings.step_timeout
         self._source = update.source
-        self._move(State.STAGING)
-        self._target = self.version + 1 if version is None else version
+        self.state = State.STAGING
+        update.timeout = self.settings.step_timeout
+        update.version = self.version + 1 if version is None else version
 
     def check_free(self) -> None:
         """Check that no update is in progress.
@@ -212,9 +167,15 @@ class Coordinator:
             Conflict: the engine was put to sleep meanwhile.
             UpdateFailed, WeightsLost
         """
-        self._move(State.ANNOUNCED)
-        self._observers.announced(self.target)
+        self.state = State.ANNOUNCED
+        self._observers.announced(update.version)
         self._gate.close(UPDATE)
+
+        async def suspend_groups() -> None:
+            if self._groups is not None:
+                await self._groups.suspend()
+            await self._gate.wait_until_empty(except_groups=True)
+
         try:
             self._check_weights_awake()
             if update.rule is Rule.FINISH:
@@ -224,31 +185,40 @@ class Coordinator:
                     )
                 await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif update.rule is Rule.RESTART:
-                await update.run_phase("wait", self._suspend_groups, self.settings.wait_timeout)
+                await update.run_phase("wait", suspend_groups, self.settings.wait_timeout)
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
-            self._move(State.PAUSED)
+            self.state = State.PAUSED
         except Exception as error:
             await self.finish(update, error)
             raise
 
     def mark_updating(self) -> None:
         """Record that the model is being written: its weights are undefined until the update ends."""
-        self._move(State.UPDATING)
+        self.state = State.UPDATING
         if self._groups is not None:
             self._groups.weights_change()
 
-    def mark_restoring(self) -> None:
-        """Record that writing failed, and that the old weights are being restored."""
-        self._move(State.RESTORING)
+    async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
+        """Restore the old weights after ``error``, and end the update. Returns the error if the weights are lost.
 
-    def mark_lost(self, reason: str) -> WeightsLost:
-        """Record that the model's weights are lost, and refuse all requests. Returns the error to raise."""
-        self._move(State.LOST)
-        error = f"{reason}; restart the server"
-        self._gate.fail(WeightsLost(error))
-        return WeightsLost(error)
+        Raises:
+            WeightsLost: the engine does not resume.
+        """
+        self.state = State.RESTORING
+        try:
+            restored = await update.roll_back()
+        except Exception as second:
+            lost = self._lose(f"an update failed ({error}), and restoring the old weights failed too ({second})")
+            try:
+                with suppress(Exception):  # the caller must learn that the weights are lost
+                    await update.run_phase("stop", self._model.abort_requests)
+            finally:
+                await self.finish(update, lost)
+            return lost
+        await self.finish(update, UpdateFailed(f"{error}; {restored}") if restored else error)
+        return None
 
     async def finish(self, update: Update, error: Exception | None = None) -> UpdateRecord:
         """Resume the engine, unless the trainer paused it, and end the update. ``error``: why it failed.
@@ -263,19 +233,26 @@ class Coordinator:
                     await update.run_phase("resume", self._model.resume)
         except Exception as failed:
             if self.state is not State.LOST:  # else the first error has been reported, and nothing is served anyway
-                error = self.mark_lost(f"the engine does not resume after an update ({failed})")
+                error = self._lose(f"the engine does not resume after an update ({failed})")
                 raise error from failed
         finally:
-            if self.state in (State.ANNOUNCED, State.PAUSED, State.RESTORING) or (
-                self.state is State.UPDATING and error is None
-            ):
-                self._move(State.SERVING)
+            outcome = UpdateOutcome.LOST
+            if self.state is not State.LOST:
+                outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
+                self.version = update.version if error is None else self.version
+                self.state = State.SERVING
             self._gate.open(UPDATE)
-            outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
-            record = self._end(update, UpdateOutcome.LOST if self.state is State.LOST else outcome, error)
+            record = self._end(update, outcome, error)
             if self._groups is not None:
                 self._groups.resume()
         return record
+
+    def _lose(self, reason: str) -> WeightsLost:
+        """Refuse all requests from now on. Returns the error to raise."""
+        self.state = State.LOST
+        error = f"{reason}; restart the server"
+        self._gate.fail(WeightsLost(error))
+        return WeightsLost(error)
 
     # --- pauses by the trainer, through vLLM's routes -----------------------
 
@@ -288,19 +265,14 @@ class Coordinator:
         Raises:
             UpdateRunning, UpdateFailed
         """
-        await self._pause_for_trainer(mode, pause)
-        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
-            raise UpdateFailed("the engine was resumed while it was being paused")
-
-    async def _pause_for_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
-        """Pause as `pause_by_trainer`, and leave it to the caller what a resume meanwhile means."""
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._update_running()
         was_paused, resumes = self.paused_by_trainer, self._trainer_resumes
         self._gate.close(TRAINER)
         try:
             if mode == "wait" and not was_paused:
-                await Update(TRAINER, None).run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
+                waiting = Update(source=TRAINER, rule=None)
+                await waiting.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif mode == "abort" and self._groups is not None:
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
@@ -309,7 +281,7 @@ class Coordinator:
                 raise UpdateFailed("the engine was resumed while groups were waited for")
             # Before it is paused: an update that ends meanwhile must not resume it.
             self.paused_by_trainer = True
-            self._trainer_pauses += 1
+            self.trainer_pauses += 1
             try:
                 await pause()
             except BaseException:
@@ -318,19 +290,12 @@ class Coordinator:
                     await self._model.resume()  # it may have failed half-way
                 raise
             finally:
-                self._trainer_pauses -= 1
+                self.trainer_pauses -= 1
         finally:
             if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
-
-    def check_not_pausing(self) -> None:
-        """Check that the engine has carried out whatever pause the trainer requested.
-
-        Raises:
-            Conflict: it still runs, and an update that relies on this pause would change weights that are in use.
-        """
-        if self._trainer_pauses:
-            raise Conflict("engine", "is being paused; begin the update when this request has been answered")
+        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
+            raise UpdateFailed("the engine was resumed while it was being paused")
 
     async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
         """Resume the engine by ``resume``; during an update the engine resumes when that has ended.
@@ -369,17 +334,19 @@ class Coordinator:
             UpdateRunning, UpdateFailed, WeightsLost
         """
 
+        parts = set(MEMORY if frees_memory else ())
+
         async def fall_asleep() -> None:
             self._check_no_update()  # again, as one may have begun while groups were waited for
-            with self._falling_asleep(MEMORY if frees_memory else ()):
+            with self._falling_asleep(parts):
                 await sleep()
+            # Whatever came meanwhile: the engine may have been woken up before it slept.
+            self.paused_by_trainer = True
+            self._gate.close(TRAINER)
+            self._asleep = self._asleep | parts
 
         self._check_no_update()
-        await self._pause_for_trainer(mode, fall_asleep)
-        # Whatever came meanwhile: the engine may have been woken up before it slept.
-        self.paused_by_trainer = True
-        self._gate.close(TRAINER)
-        self._asleep = self._asleep | set(MEMORY if frees_memory else ())
+        await self.pause_by_trainer(mode, fall_asleep)
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
         """Free one part of `MEMORY` by ``free`` while the engine is paused.
@@ -453,11 +420,6 @@ class Coordinator:
     def _update_running(self) -> UpdateRunning:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
-
-    async def _suspend_groups(self) -> None:
-        if self._groups is not None:
-            await self._groups.suspend()
-        await self._gate.wait_until_empty(except_groups=True)
 
     def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
         self._source = None

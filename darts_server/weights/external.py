@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from darts_server.exceptions import UpdateError, UpdateFailed
+from darts_server.exceptions import Conflict, UpdateFailed
 from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model, Update
@@ -15,19 +15,36 @@ MAX_NAMES = 3
 Step = Callable[[], Awaitable[None]]
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(slots=True, kw_only=True)
+class _Session(Update):
     """A trainer's update, from start to finish.
 
     ``calls``: steps that began. ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as
     vLLM reports them. ``timer``: ends the session if the trainer does not call again.
     """
 
-    update: Update
+    model: Model
+    loaded: LoadedWeights
     calls: int = 0
     writes: int = 0
     names: list[str] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+
+    async def roll_back(self) -> str:
+        await self.run_phase("restore", self.model.abandon_update)
+        if not self.writes:
+            return "no tensor had arrived, and the old weights are served"
+        if await self.loaded.restore(self):
+            return "the old weights were restored and are served"
+        self.loaded.record_mixture()
+        wrote = f"{self.writes} call{'s' if self.writes > 1 else ''} of /update_weights"
+        if self.names:
+            more = len(self.names) - MAX_NAMES
+            wrote += f", with {', '.join(self.names[:MAX_NAMES])}" + (f" and {more} more" if more > 0 else "")
+        return (
+            f"the model may hold a part of the new weights, layer by layer ({wrote}), and the old ones are in no file; "
+            "send a full set"
+        )
 
 
 class ExternalUpdates:
@@ -57,12 +74,13 @@ class ExternalUpdates:
         coordinator = self._coordinator
         coordinator.check_free()  # at once: who has the lock may wait for groups
         async with self._steps:
-            coordinator.check_not_pausing()
+            if coordinator.trainer_pauses:  # it still runs, and this update would change weights that are in use
+                raise Conflict("engine", "is being paused; begin the update when this request has been answered")
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-            update = Update(VLLM_ROUTES, rule)
-            coordinator.begin(update, coordinator.version + 1)
-            await coordinator.pause(update)
-            session = self._session = _Session(update)
+            session = _Session(source=VLLM_ROUTES, rule=rule, model=self._model, loaded=self._loaded)
+            coordinator.begin(session, None)
+            await coordinator.pause(session)
+            self._session = session
             coordinator.mark_updating()
             await self._run_step(session, "load", start)
 
@@ -90,13 +108,13 @@ class ExternalUpdates:
             if (session := self._session) is None:
                 await finish(self._coordinator.version)
                 return
-            await self._run_step(session, "load", lambda: finish(self._coordinator.target))
+            await self._run_step(session, "load", lambda: finish(session.version))
             self._close(session)
-            if session.update.rule is None:
+            if session.rule is None:
                 # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
                 await self._model.clear_caches()
             self._loaded.record(None)
-            await self._coordinator.finish(session.update)
+            await self._coordinator.finish(session)
 
     # --- helpers ------------------------------------------------------------
 
@@ -105,9 +123,10 @@ class ExternalUpdates:
             session.timer.cancel()
         session.calls += 1
         try:
-            await session.update.run_phase(phase, step)
+            await session.run_phase(phase, step)
         except Exception as error:
-            await self._fail(session, error)
+            self._close(session)
+            await self._coordinator.fail(session, error)
             raise
         finally:
             if session is self._session:
@@ -117,59 +136,17 @@ class ExternalUpdates:
                 )
 
     def _time_out(self, session: _Session, calls: int, timeout: float) -> None:
-        error = UpdateFailed(f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout")
-        self._timeout_task = asyncio.get_running_loop().create_task(self._fail_if_silent(session, calls, error))
-        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        async def fail_if_silent() -> None:
+            async with self._steps:
+                if session.calls == calls:  # else the trainer has called while this waited
+                    self._close(session)
+                    error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
+                    await self._coordinator.fail(session, UpdateFailed(error))
 
-    async def _fail_if_silent(self, session: _Session, calls: int, error: Exception) -> None:
-        """End the update, unless the trainer has called again since ``calls`` calls."""
-        async with self._steps:
-            if session.calls == calls:
-                await self._fail(session, error)
+        self._timeout_task = asyncio.get_running_loop().create_task(fail_if_silent())
+        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _close(self, session: _Session) -> None:
         if session.timer is not None:
             session.timer.cancel()
         self._session = None
-
-    async def _fail(self, session: _Session, error: Exception) -> None:
-        """End the update, with the old weights if they can be restored."""
-        if session is not self._session:  # another call of the same update has failed it already
-            return
-        self._close(session)
-        update = session.update
-        self._coordinator.mark_restoring()
-        try:
-            await update.run_phase("restore", self._model.abandon_update)
-            result = await self._restore(session)
-        except Exception as second:
-            lost = self._coordinator.mark_lost(
-                f"an update failed ({error}), and restoring the old weights failed too ({second})"
-            )
-            try:
-                await update.run_phase("stop", self._model.abort_requests)
-            finally:
-                await self._coordinator.finish(update, lost)
-        else:
-            await self._coordinator.finish(update, UpdateFailed(f"{error}; {result}"))
-
-    async def _restore(self, session: _Session) -> str:
-        """Restore the old weights if possible. Returns what the model holds now, for the error message."""
-        if not session.writes:
-            return "no tensor had arrived, and the old weights are served"
-        try:
-            old = await self._loaded.restorable()
-        except UpdateError:
-            old = None
-        if old is not None:
-            await self._loaded.restore(session.update)
-            return "the old weights were restored and are served"
-        self._loaded.record_mixture()
-        wrote = f"{session.writes} call{'s' if session.writes > 1 else ''} of /update_weights"
-        if session.names:
-            more = len(session.names) - MAX_NAMES
-            wrote += f", with {', '.join(session.names[:MAX_NAMES])}" + (f" and {more} more" if more > 0 else "")
-        return (
-            f"the model may hold a part of the new weights, layer by layer ({wrote}), and the old ones are in no file; "
-            "send a full set"
-        )

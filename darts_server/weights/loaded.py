@@ -1,10 +1,11 @@
 """Remembers which files the model's weights were loaded from, so that they can be restored."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from darts_server.exceptions import InvalidRequest, UpdateFailed
+from darts_server.exceptions import InvalidRequest, UpdateUnsupported
 from darts_server.weights.port import Model, Update
 from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
@@ -54,27 +55,20 @@ class LoadedWeights:
             raise InvalidRequest(field, f"is partial, and {gone[0]}, which has the others, has changed since; {remedy}")
         return {**loaded, **partial}
 
-    async def restore(self, update: Update) -> None:
-        """Load the weights into the model again.
+    async def restore(self, update: Update) -> bool:
+        """Load the weights into the model again. ``False`` if their files are gone: the model was not touched.
 
         Raises:
-            UpdateFailed: their files are gone and the model was not touched, or loading failed half-way.
+            UpdateFailed: loading failed half-way.
         """
-        loaded = await self.restorable()
-        if loaded is None:
-            raise UpdateFailed("the files with the old weights are gone or have changed")
+        loaded: TensorSet = {}
+        with suppress(UpdateUnsupported):
+            loaded = await self._all() if self._in_files else {}
+        gone = await run_sync(changed_files, loaded)
+        if gone or not loaded:
+            return False
         await update.run_phase("restore", lambda: self._model.load(names_by_file(loaded)))
-
-    async def restorable(self) -> TensorSet | None:
-        """All of the model's weights, if their files are still there; otherwise ``None``.
-
-        Raises:
-            UpdateUnsupported
-        """
-        if not self._in_files:
-            return None
-        loaded = await self._all()
-        return None if await run_sync(changed_files, loaded) else loaded
+        return True
 
     async def _all(self) -> TensorSet:
         return self._tensors or await self._model.checkpoint_tensors()

@@ -43,8 +43,8 @@ class LoadedLora:
     folder: Path
 
 
-Fetched = tuple[LoraConfig, Path]
-"""The configuration, and the folder with the tensors."""
+Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
+"""Fetches the configuration and the file of the tensors, at most `LoraLayers.max_bytes` of it."""
 
 
 class Loras:
@@ -87,12 +87,10 @@ class Loras:
             WeightsLost
         """
 
-        async def fetch(layers: LoraLayers) -> Fetched:
-            parsed = parse_config(config, "config")
-            return parsed, await self.write_tensors(body(layers.max_bytes))
+        async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
+            return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        update = Update("push", rule or self.coordinator.settings.rule, lora=name)
-        return await self._put(update, version, name, fetch, "body")
+        return await self._run("push", name, rule, version, fetch, "body")
 
     async def load(
         self,
@@ -113,13 +111,16 @@ class Loras:
             WeightsLost
         """
 
-        async def fetch(layers: LoraLayers) -> Fetched:
+        async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             folder, root = await run_sync(resolve_path, self._root, path)
-            config = await run_sync(read_config, folder, root)
-            return config, await self.write_tensors(stream_tensors(folder, root, layers.max_bytes))
+            try:
+                config = await run_sync(read_file, folder / CONFIG, MAX_CONFIG_BYTES, root)
+            except OSError as error:
+                raise _unreadable(folder, CONFIG, error) from error
+            tensors = _stream_tensors(folder, root, layers.max_bytes)
+            return parse_config(config, FIELD), await self.staging.write(tensors)
 
-        update = Update("disk", rule or self.coordinator.settings.rule, lora=name, when_staged=when_staged)
-        return await self._put(update, version, name, fetch, "path")
+        return await self._run("disk", name, rule, version, fetch, FIELD, when_staged)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it.
@@ -129,126 +130,107 @@ class Loras:
             UpdateError: it is still served.
             WeightsLost
         """
-        engine = self._require_lora()
-        if name not in self.served:
-            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         # Requests cannot continue without the adapter, so no other rule is possible.
-        update = Update("delete", Rule.FINISH, lora=name)
-        return await self.coordinator.run(update, None, _LoraUpdate(self, engine, name, None, "name"))
+        return await self._run("delete", name, Rule.FINISH, None, None, "name")
 
-    async def write_tensors(self, chunks: AsyncIterator[bytes]) -> Path:
-        """Write these bytes as the tensors of a new adapter. Returns its folder.
+    async def _run(
+        self,
+        source: str,
+        name: str,
+        rule: Rule | None,
+        version: int | None,
+        fetch: Fetch | None,
+        field: str,
+        when_staged: Callable[[], Awaitable[None]] | None = None,
+    ) -> UpdateRecord:
+        if self._engine is None:
+            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
+        if fetch is not None:
+            self._engine.check_name(name)
+        elif name not in self.served:
+            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
+        update = _LoraUpdate(
+            source=source,
+            rule=rule or self.coordinator.settings.rule,
+            lora=name,
+            when_staged=when_staged,
+            loras=self,
+            engine=self._engine,
+            fetch=fetch,
+            field=field,
+            old=self.served.get(name),
+        )
+        return await self.coordinator.run(update, version)
 
-        Raises:
-            DiskFull
-        """
-        path = await self.staging.write(chunks)
+
+@dataclass(slots=True, kw_only=True)
+class _LoraUpdate(Update):
+    """Adds, replaces or removes a LoRA adapter.
+
+    ``lora``: its name. ``fetch``: fetches what is to be served; ``None`` to serve no adapter of that name any more.
+    ``field``: of the request that it is in.
+    """
+
+    lora: str
+    loras: Loras
+    engine: LoraEngine
+    fetch: Fetch | None
+    field: str
+    old: LoadedLora | None
+    new: LoadedLora | None = None
+
+    async def stage(self) -> None:
+        if (fetch := self.fetch) is None:
+            return
+        layers = await self.engine.layers()
+        config, path = await self.run_phase("transfer", lambda: fetch(layers))
         folder = path.with_suffix(FOLDER_SUFFIX)
         folder.mkdir()
         path.rename(folder / TENSORS)
-        return folder
-
-    async def _put(
-        self,
-        update: Update,
-        version: int | None,
-        name: str,
-        fetch: Callable[[LoraLayers], Awaitable[Fetched]],
-        field: str,
-    ) -> UpdateRecord:
-        engine = self._require_lora()
-        engine.check_name(name)
-        return await self.coordinator.run(update, version, _LoraUpdate(self, engine, name, fetch, field))
-
-    def _require_lora(self) -> LoraEngine:
-        if self._engine is None:
-            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
-        return self._engine
-
-
-class _LoraUpdate:
-    """Implements :class:`darts_server.weights.port.Transaction`: adds, replaces or removes a LoRA adapter.
-
-    ``fetch``: fetches what is to be served; ``None`` to serve no adapter of that name any more.
-    """
-
-    def __init__(
-        self,
-        loras: Loras,
-        engine: LoraEngine,
-        name: str,
-        fetch: Callable[[LoraLayers], Awaitable[Fetched]] | None,
-        field: str,
-    ) -> None:
-        self._loras = loras
-        self._engine = engine
-        self._name = name
-        self._fetch = fetch
-        self._field = field
-        self._old = loras.served.get(name)
-        self._new: LoadedLora | None = None
-
-    async def stage(self, update: Update) -> None:
-        if (fetch := self._fetch) is None:
-            return
-        layers = await self._engine.layers()
-        config, folder = await update.run_phase("transfer", lambda: fetch(layers))
 
         def check() -> None:
-            tensors = read_tensors(folder / TENSORS, self._field)
-            check_lora(layers, config, tensors, self._field)
+            tensors = read_tensors(folder / TENSORS, self.field)
+            check_lora(layers, config, tensors, self.field)
             (folder / CONFIG).write_text(dump_config(config, tensors))
 
-        await update.run_phase("check", lambda: run_sync(check))
-        self._new = LoadedLora(self._loras.coordinator.target, config, folder)
+        await self.run_phase("check", lambda: run_sync(check))
+        self.new = LoadedLora(self.version, config, folder)
 
-    async def apply(self, update: Update) -> None:
-        await self._serve(update, "load", self._new)
+    async def apply(self) -> None:
+        await self._serve("load", self.new)
 
-    async def roll_back(self, update: Update) -> None:
-        await self._serve(update, "restore", self._old)
+    async def roll_back(self) -> str:
+        await self._serve("restore", self.old)
+        return ""
 
     def commit(self) -> None:
-        if self._new is None:
-            del self._loras.served[self._name]
+        if self.new is None:
+            del self.loras.served[self.lora]
         else:
-            self._loras.served[self._name] = self._new
+            self.loras.served[self.lora] = self.new
 
     def clean_up(self) -> None:
         """Remove the folders and links of adapters that are not served."""
-        served, staging = self._loras.served, self._loras.staging
+        served, staging = self.loras.served, self.loras.staging
         for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - {lora.folder for lora in served.values()}:
             shutil.rmtree(folder, ignore_errors=True)
         for link in staging.glob(f"{LINK_PREFIX}*"):
             if link.name.removeprefix(LINK_PREFIX) not in served:
                 link.unlink(missing_ok=True)
 
-    async def _serve(self, update: Update, phase: str, lora: LoadedLora | None) -> None:
-        if lora is None:
-            await update.run_phase(phase, lambda: self._engine.unload(self._name))
+    async def _serve(self, phase: str, adapter: LoadedLora | None) -> None:
+        if adapter is None:
+            await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
         # Point the name's link to the adapter's folder, atomically.
-        link, new = lora.folder.with_name(LINK_PREFIX + self._name), lora.folder.with_name(f"new-{LINK_PREFIX}")
+        link, new = adapter.folder.with_name(LINK_PREFIX + self.lora), adapter.folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)
-        new.symlink_to(lora.folder)
+        new.symlink_to(adapter.folder)
         os.replace(new, link)
-        await update.run_phase(phase, lambda: self._engine.load(self._name, link))
+        await self.run_phase(phase, lambda: self.engine.load(self.lora, link))
 
 
-def read_config(folder: Path, root: Path) -> LoraConfig:
-    """Read PEFT's configuration from a folder below ``root``.
-
-    Raises:
-        InvalidRequest: it is missing, or not supported.
-    """
-    try:
-        text = read_file(folder / CONFIG, MAX_CONFIG_BYTES, root)
-    except OSError as error:
-        raise _unreadable(folder, CONFIG, error) from error
-    return parse_config(text, FIELD)
-
-
-async def stream_tensors(folder: Path, root: Path, limit: int) -> AsyncIterator[bytes]:
+async def _stream_tensors(folder: Path, root: Path, limit: int) -> AsyncIterator[bytes]:
     """Yield the bytes of the tensors in a folder below ``root``, at most ``limit``.
 
     Raises:

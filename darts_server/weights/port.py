@@ -18,8 +18,6 @@ from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 T = TypeVar("T")
 
 STEP_TIMEOUT = 300.0
-REMEDIES = {"wait": "groups still run; see --weights-wait, or use the rule keep"}
-"""What to do about a phase that timed out; for all others see ``--weights-timeout``."""
 
 
 class Rule(StrEnum):
@@ -54,23 +52,52 @@ class UpdateSettings:
     step_timeout: float = STEP_TIMEOUT
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Update:
-    """A weight update in progress.
+    """A weight update in progress, whose steps are called in the order in which they are here.
 
     ``source``: how the weights arrive. ``rule``: ``None`` if the trainer paused the engine itself. ``lora``: name of
-    the LoRA adapter that is updated; ``None`` for the model itself. ``timeout``: seconds that each phase may take.
-    ``when_staged``: awaited when the new weights have been checked; if it fails, the update is refused. ``seconds``:
-    duration of each phase so far.
+    the LoRA adapter that is updated; ``None`` for the model itself. ``when_staged``: awaited when the new weights have
+    been checked; if it fails, the update is refused. ``version``: of the new weights. ``timeout``: seconds that each
+    phase may take. Both are set when it begins. ``seconds``: duration of each phase so far.
     """
 
     source: str
     rule: Rule | None
     partial: bool = False
     lora: str | None = None
-    timeout: float = STEP_TIMEOUT
     when_staged: Callable[[], Awaitable[None]] | None = None
+    version: int = 0
+    timeout: float = STEP_TIMEOUT
     seconds: dict[str, float] = field(default_factory=dict)
+
+    async def stage(self) -> None:
+        """Fetch and check the new weights, while the engine serves the old ones.
+
+        Raises:
+            InvalidRequest, UpdateError: nothing was changed.
+        """
+
+    async def apply(self) -> None:
+        """Load the staged weights into the paused engine.
+
+        Raises:
+            UpdateFailed: the engine's weights are undefined.
+        """
+
+    async def roll_back(self) -> str:
+        """Load the previous weights into the paused engine, after a failure. Returns what to add to its message.
+
+        Raises:
+            UpdateFailed
+        """
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Record the new weights as the ones that are served."""
+
+    def clean_up(self) -> None:
+        """Remove staged files that are no longer needed, whatever the outcome."""
 
     async def run_phase(self, phase: str, step: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
         """Await ``step`` within the timeout, and add its duration to the phase.
@@ -84,41 +111,12 @@ class Update:
             async with asyncio.timeout(timeout):
                 return await step()
         except TimeoutError as error:
-            remedy = REMEDIES.get(phase, "see --weights-timeout")
+            remedy = "see --weights-timeout"
+            if phase == "wait":
+                remedy = "groups still run; see --weights-wait, or use the rule keep"
             raise UpdateFailed(f"{phase} took longer than {timeout:g} s; {remedy}") from error
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
-
-
-class Transaction(Protocol):
-    """The steps of one update, in the order of their calls. `roll_back` is called only after a failure."""
-
-    async def stage(self, update: Update) -> None:
-        """Fetch and check the new weights, while the engine serves the old ones.
-
-        Raises:
-            InvalidRequest, UpdateError: nothing was changed.
-        """
-
-    async def apply(self, update: Update) -> None:
-        """Load the staged weights into the paused engine.
-
-        Raises:
-            UpdateFailed: the engine's weights are undefined.
-        """
-
-    async def roll_back(self, update: Update) -> None:
-        """Load the previous weights into the paused engine.
-
-        Raises:
-            UpdateFailed
-        """
-
-    def commit(self) -> None:
-        """Record the new weights as the ones that are served."""
-
-    def clean_up(self) -> None:
-        """Remove staged files that are no longer needed, whatever the outcome."""
 
 
 class LoraEngine(Protocol):

@@ -42,9 +42,12 @@ class Staging:
         """Remove the folders of killed processes."""
         for folder in self._parent.glob(f"{PREFIX}*"):
             with suppress(OSError):
-                if _is_abandoned(folder):
-                    logger.warning("%s was left by a process that is gone; removing it", folder)
-                    shutil.rmtree(folder)
+                if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                    continue
+                with open_file(folder / LOCK) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
+                logger.warning("%s was left by a process that is gone; removing it", folder)
+                shutil.rmtree(folder)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,7 +65,12 @@ class Staging:
             DiskFull
         """
         if self._folder is None:
-            self._folder, self._lock = _create_folder(self._parent)
+            # It gets its name after it is locked: another process that starts meanwhile would take it for an abandoned
+            # one.
+            hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._parent))
+            self._lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._folder = hidden.rename(self._parent / hidden.name.removeprefix("."))
         self._count += 1
         path, buffer = self._folder / f"{self._count}{SUFFIX}", bytearray()
         try:
@@ -92,26 +100,3 @@ class Staging:
     def glob(self, pattern: str) -> list[Path]:
         """Paths in the folder whose names match a pattern."""
         return [] if self._folder is None else list(self._folder.glob(pattern))
-
-
-def _create_folder(parent: Path) -> tuple[Path, int]:
-    """Create a folder and lock it.
-
-    It gets its name after it is locked: another process that starts meanwhile would take it for an abandoned one.
-    """
-    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return hidden.rename(parent / hidden.name.removeprefix(".")), lock
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Whether the folder is this user's and no process has locked it."""
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return False
-    with open_file(folder / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True

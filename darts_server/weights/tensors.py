@@ -42,14 +42,6 @@ class TensorFile:
     tensors: Mapping[str, Tensor]
     stamp: Stamp
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether it is still the file that was read."""
-        try:
-            return stamp_of(self.path) == self.stamp
-        except OSError:
-            return False
-
 
 TensorSet = Mapping[str, TensorFile]
 """The file of each tensor, by the tensor's name."""
@@ -108,31 +100,22 @@ def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
     """
     tensors: dict[str, TensorFile] = {}
     try:
-        for file in _list_files(path, field, root):
-            header = read_header(file, field, root)
-            if (twice := next((name for name in header.tensors if name in tensors), None)) is not None:
-                raise InvalidRequest(field, f"tensor {twice} is in {tensors[twice].path.name} and in {file.name}")
-            tensors |= dict.fromkeys(header.tensors, header)
+        for place in _list_files(path, field, root):
+            with open_file(place, root) as opened:
+                try:
+                    with safe_open(path_of(opened), "numpy") as header:
+                        slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  # no mapping
+                        found = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+                except SafetensorError as error:
+                    problem = f"not a whole safetensors file: {error}; send or write it again"
+                    raise InvalidRequest(field, problem) from error
+                file = TensorFile(place, found, stamp_of(opened))
+            if (twice := next((name for name in found if name in tensors), None)) is not None:
+                raise InvalidRequest(field, f"tensor {twice} is in {tensors[twice].path.name} and in {place.name}")
+            tensors |= dict.fromkeys(found, file)
     except OSError as error:
         raise _unreadable(field, path, error) from error
     return tensors
-
-
-def read_header(path: Path, field: str, root: Path | None = None) -> TensorFile:
-    """Read the header of a file. ``root``: see `files.open_file`.
-
-    Raises:
-        InvalidRequest: of ``field``; the file is not safetensors, or incomplete.
-        OSError
-    """
-    with open_file(path, root) as opened:
-        try:
-            with safe_open(path_of(opened), "numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-                tensors = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-        except SafetensorError as error:
-            raise InvalidRequest(field, f"not a whole safetensors file: {error}; send or write it again") from error
-        return TensorFile(path, tensors, stamp_of(opened))
 
 
 def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
@@ -142,7 +125,22 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
         InvalidRequest: of ``field``; names the first tensor that does not fit.
     """
     for name, file in given.items():
-        _check_tensor(expected, given, name, file, field)
+        tensor, tied_to = file.tensors[name], expected.tied.get(name)
+        wanted = expected.tensors.get(tied_to or name)
+        if wanted is None:
+            raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
+        is_convertible = tensor.dtype == wanted.dtype or {tensor.dtype, wanted.dtype} <= FLOAT_DTYPES
+        if tensor.shape != wanted.shape or not is_convertible:
+            raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
+        if tied_to is not None:
+            try:
+                is_equal = tied_to in given and _have_equal_data(file, name, given[tied_to], tied_to)
+            except OSError as error:
+                raise _unreadable(field, file.path, error) from error
+            if not is_equal:
+                raise InvalidRequest(
+                    field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
+                )
     missing = [name for name in expected.tensors if name not in given]
     if missing and not partial:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -157,8 +155,15 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
 
 def changed_files(tensors: TensorSet) -> list[Path]:
     """The files of a set that were removed or changed since they were read."""
-    files = {file.path: file for file in tensors.values()}
-    return [path for path, file in files.items() if not file.is_unchanged]
+    changed = []
+    for file in {file.path: file for file in tensors.values()}.values():
+        try:
+            is_changed = stamp_of(file.path) != file.stamp
+        except OSError:
+            is_changed = True
+        if is_changed:
+            changed.append(file.path)
+    return changed
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:
@@ -167,26 +172,6 @@ def names_by_file(tensors: TensorSet) -> FilePlan:
     for name, file in tensors.items():
         files.setdefault(file.path, (file, []))[1].append(name)
     return list(files.values())
-
-
-def _check_tensor(expected: ExpectedTensors, given: TensorSet, name: str, file: TensorFile, field: str) -> None:
-    tensor, tied_to = file.tensors[name], expected.tied.get(name)
-    wanted = expected.tensors.get(tied_to or name)
-    if wanted is None:
-        raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
-    is_convertible = tensor.dtype == wanted.dtype or {tensor.dtype, wanted.dtype} <= FLOAT_DTYPES
-    if tensor.shape != wanted.shape or not is_convertible:
-        raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
-    if tied_to is None:
-        return
-    try:
-        is_equal = tied_to in given and _have_equal_data(file, name, given[tied_to], tied_to)
-    except OSError as error:
-        raise _unreadable(field, file.path, error) from error
-    if not is_equal:
-        raise InvalidRequest(
-            field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
-        )
 
 
 def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:

@@ -48,12 +48,12 @@ class Updates:
         observers: UpdateEvents | None = None,
         groups: Groups | None = None,
     ) -> None:
-        self._model = model
-        self._staging = staging
+        self.model = model
+        self.staging = staging
         self._root = root
-        self._loaded = LoadedWeights(model)
+        self.loaded = LoadedWeights(model)
         self.coordinator = Coordinator(model, gate, settings or UpdateSettings(), observers, groups)
-        self.external = ExternalUpdates(self.coordinator, self._loaded, model)
+        self.external = ExternalUpdates(self.coordinator, self.loaded, model)
         """Updates through vLLM's own routes."""
         self.loras = Loras(self.coordinator, model.loras, staging, root)
 
@@ -64,16 +64,6 @@ class Updates:
     @property
     def version(self) -> int:
         return self.coordinator.version
-
-    @property
-    def intact(self) -> bool:
-        """Whether all of the model's weights are of that version."""
-        return self._loaded.intact
-
-    @property
-    def are_initial(self) -> bool:
-        """Whether the weights are those that the server was started with."""
-        return self._loaded.are_initial
 
     @property
     def rule(self) -> Rule:
@@ -107,11 +97,14 @@ class Updates:
         """
 
         async def fetch() -> TensorSet:
-            limit = (await self._model.expected_tensors()).max_bytes
-            path = await self._staging.write(body(limit))
+            limit = (await self.model.expected_tensors()).max_bytes
+            path = await self.staging.write(body(limit))
             return await run_sync(read_tensors, path, "body")
 
-        return await self._update(Update("push", rule or self.rule, partial), version, fetch, "body")
+        update = _WeightUpdate(
+            source="push", rule=rule or self.rule, partial=partial, owner=self, fetch=fetch, field="body"
+        )
+        return await self.coordinator.run(update, version)
 
     async def load(
         self,
@@ -133,53 +126,56 @@ class Updates:
         """
 
         async def fetch() -> TensorSet:
-            await self._model.expected_tensors()  # raises where the model is not supported
+            await self.model.expected_tensors()  # raises where the model is not supported
             resolved, root = await run_sync(resolve_path, self._root, path)
             return await run_sync(read_tensors, resolved, "path", root)
 
-        update = Update("disk", rule or self.rule, partial, when_staged=when_staged)
-        return await self._update(update, version, fetch, "path")
+        update = _WeightUpdate(
+            source="disk",
+            rule=rule or self.rule,
+            partial=partial,
+            when_staged=when_staged,
+            owner=self,
+            fetch=fetch,
+            field="path",
+        )
+        return await self.coordinator.run(update, version)
 
-    async def _update(
-        self, update: Update, version: int | None, fetch: Callable[[], Awaitable[TensorSet]], field: str
-    ) -> UpdateRecord:
-        transaction = _WeightUpdate(self._model, self._loaded, self._staging, fetch, field)
-        return await self.coordinator.run(update, version, transaction)
 
+@dataclass(slots=True, kw_only=True)
+class _WeightUpdate(Update):
+    """Replaces the model's weights. ``fetch``: returns the tensors that were given in ``field`` of the request."""
 
-@dataclass(slots=True)
-class _WeightUpdate:
-    """Implements :class:`darts_server.weights.port.Transaction`: replaces the model's weights."""
+    owner: Updates
+    fetch: Callable[[], Awaitable[TensorSet]]
+    field: str
+    tensors: TensorSet = dataclass_field(default_factory=dict)
 
-    _model: Model
-    _loaded: LoadedWeights
-    _staging: Staging
-    _fetch: Callable[[], Awaitable[TensorSet]]
-    _field: str
-    _tensors: TensorSet = dataclass_field(default_factory=dict)
-
-    async def stage(self, update: Update) -> None:
-        given = await update.run_phase("transfer", self._fetch)
+    async def stage(self) -> None:
+        model, loaded = self.owner.model, self.owner.loaded
+        given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:
-            expected = await self._model.expected_tensors()
-            tensors = await run_sync(lambda: check_tensors(expected, given, partial=update.partial, field=self._field))
+            expected = await model.expected_tensors()
+            tensors = await run_sync(lambda: check_tensors(expected, given, partial=self.partial, field=self.field))
             is_full = tensors.keys() == expected.tensors.keys()
-            return tensors if is_full else await self._loaded.complete(tensors, self._field)
+            return tensors if is_full else await loaded.complete(tensors, self.field)
 
-        self._tensors = await update.run_phase("check", check)
+        self.tensors = await self.run_phase("check", check)
 
-    async def apply(self, update: Update) -> None:
-        await update.run_phase("load", lambda: self._model.load(names_by_file(self._tensors)))
-        if changed := await run_sync(changed_files, self._tensors):
+    async def apply(self) -> None:
+        await self.run_phase("load", lambda: self.owner.model.load(names_by_file(self.tensors)))
+        if changed := await run_sync(changed_files, self.tensors):
             raise UpdateFailed(f"{changed[0]} changed while it was loaded; write weights under a name of their own")
 
-    async def roll_back(self, update: Update) -> None:
-        await self._loaded.restore(update)
+    async def roll_back(self) -> str:
+        if not await self.owner.loaded.restore(self):
+            raise UpdateFailed("the files with the old weights are gone or have changed")
+        return ""
 
     def commit(self) -> None:
-        self._loaded.record(self._tensors)
+        self.owner.loaded.record(self.tensors)
 
     def clean_up(self) -> None:
         with suppress(OSError):
-            self._staging.keep_only(self._loaded.files)
+            self.owner.staging.keep_only(self.owner.loaded.files)

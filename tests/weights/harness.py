@@ -1,7 +1,7 @@
 """The weights room with a fake model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +60,23 @@ class Trainer:
     """A trainer that uses vLLM's routes. Its steps are recorded among the model's calls."""
 
     def __init__(self, harness: Harness) -> None:
-        self._harness = harness
+        self._model = harness.model
         self._external = harness.updates.external
+        self._coordinator = harness.updates.coordinator
+
+    def _step(self, name: str) -> Callable[[], Awaitable[None]]:
+        return lambda: self._model.step(name)
 
     async def start(self) -> None:
-        await self._external.start(lambda: self._harness.model.step("start"))
+        await self._external.start(self._step("start"))
 
     async def write(self, names: Sequence[str] = ()) -> None:
-        await self._external.write(lambda: self._harness.model.step("write"), names)
+        await self._external.write(self._step("write"), names)
 
     async def finish(self) -> None:
         async def finish(version: int) -> None:
-            await self._harness.model.step("finish")
-            self._harness.model.weight_version = version
+            await self._model.step("finish")
+            self._model.weight_version = version
 
         await self._external.finish(finish)
 
@@ -82,32 +86,22 @@ class Trainer:
         await self.finish()
 
     async def pause(self, mode: str) -> None:
-        await self._harness.updates.coordinator.pause_by_trainer(
-            mode, lambda: self._harness.model.step(f"trainer's pause {mode}")
-        )
-
-    async def sleep(self, mode: str = "abort", *, frees_memory: bool = True) -> None:
-        await self._harness.updates.coordinator.sleep_by_trainer(
-            mode, lambda: self._harness.model.step("sleep"), frees_memory=frees_memory
-        )
-
-    async def wake_up(self, *parts: str) -> None:
-        await self._harness.updates.coordinator.wake_up_by_trainer(
-            lambda: self._harness.model.step("wake up"), parts or None
-        )
-
-    async def free_cache(self) -> None:
-        await self._harness.updates.coordinator.free_by_trainer(
-            KV_CACHE, lambda: self._harness.model.step("free cache")
-        )
-
-    async def abort(self, *, everything: bool = True) -> None:
-        await self._harness.updates.coordinator.abort_by_trainer(
-            lambda: self._harness.model.step("abort"), everything=everything
-        )
+        await self._coordinator.pause_by_trainer(mode, self._step(f"trainer's pause {mode}"))
 
     async def resume(self) -> None:
-        await self._harness.updates.coordinator.resume_by_trainer(lambda: self._harness.model.step("trainer's resume"))
+        await self._coordinator.resume_by_trainer(self._step("trainer's resume"))
+
+    async def sleep(self, mode: str = "abort", *, frees_memory: bool = True) -> None:
+        await self._coordinator.sleep_by_trainer(mode, self._step("sleep"), frees_memory=frees_memory)
+
+    async def wake_up(self, *parts: str) -> None:
+        await self._coordinator.wake_up_by_trainer(self._step("wake up"), parts or None)
+
+    async def free_cache(self) -> None:
+        await self._coordinator.free_by_trainer(KV_CACHE, self._step("free cache"))
+
+    async def abort(self, *, everything: bool = True) -> None:
+        await self._coordinator.abort_by_trainer(self._step("abort"), everything=everything)
 
 
 async def until(harness: Harness, state: State) -> None:

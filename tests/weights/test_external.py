@@ -70,12 +70,6 @@ async def test_a_pause_with_wait_waits_for_whole_groups(harness: Harness) -> Non
     assert harness.model.calls == ["trainer's pause wait"] * 2
 
 
-async def test_a_pause_with_abort_aborts_groups(harness: Harness) -> None:
-    await harness.trainer.pause("abort")
-    (why,) = harness.groups.aborted
-    assert "mode=abort" in why
-
-
 async def test_a_failed_pause_leaves_the_gate_open(harness: Harness) -> None:
     harness.model.fail["trainer's pause keep"] = [RuntimeError("no")]
     with pytest.raises(RuntimeError):
@@ -229,15 +223,6 @@ async def test_a_trainers_update_excludes_ours_and_leaves_no_files_to_complete_p
     harness.check_serves(4, all=7, layer0=8)
 
 
-async def test_a_second_start_is_refused_and_the_update_continues(harness: Harness) -> None:
-    await harness.trainer.start()
-    with pytest.raises(UpdateRunning, match="POST /finish_weight_update ends it"):
-        await harness.trainer.start()
-    assert harness.model.calls.count("start") == 1
-    await harness.trainer.finish()
-    harness.check_serves(1, all=0)
-
-
 async def test_a_start_while_the_update_before_ends_does_not_reach_the_engine(harness: Harness) -> None:
     """The engine would begin it, and then be resumed at the end of the update before, with a model without weights."""
     await harness.trainer.start()
@@ -298,7 +283,7 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
         "the trainer began an update and did not call for 1 s; see --weights-timeout; "
         "no tensor had arrived, and the old weights are served"
     )
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
     harness.check_serves(1, all=0)
     await harness.trainer.update()
     assert harness.updates.version == 2
@@ -321,7 +306,7 @@ async def test_a_dead_trainers_partial_weights_are_rolled_back_if_the_old_ones_a
     await harness.trainer.write(["a"])
     await until(harness, State.SERVING)
     harness.check_serves(1, all=5)
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
 
 
 async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_update(tmp_path: Path) -> None:
@@ -331,7 +316,7 @@ async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_upd
     await harness.trainer.write(["a", "b"])
     await harness.trainer.write(["c", "d"])
     await until(harness, State.SERVING)
-    assert not harness.updates.intact
+    assert not harness.updates.loaded.intact
     assert harness.updates.last_error is not None
     assert "a part of the new weights" in harness.updates.last_error
     assert "2 calls of /update_weights, with a, b, c and 1 more" in harness.updates.last_error
@@ -339,7 +324,7 @@ async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_upd
     with pytest.raises(InvalidRequest, match="send a full set"):
         await harness.push(6, "layers.0.weight")
     await harness.push(6)
-    assert harness.updates.intact
+    assert harness.updates.loaded.intact
     harness.check_serves(2, all=6)
 
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
+from darts_server.weights.tensors import TensorSet
 from tests.weights.lora_sets import LAYERS, tensors_of
 
 GOOD: dict[str, Any] = {"r": 2, "lora_alpha": 6}
@@ -73,45 +75,35 @@ def test_only_checked_keys_are_written_for_the_engine() -> None:
     }
 
 
+ONE = tensors_of("layers.0")
+DOWN, UP = ONE
+
+
+def named(name: str) -> TensorSet:
+    """A tensor of layer 0 under another name."""
+    file = ONE[DOWN]
+    return {name: replace(file, tensors={name: file.tensors[DOWN]})}
+
+
 @pytest.mark.parametrize(
-    ("config", "names", "words"),
+    ("config", "given", "words"),
     [
-        (LoraConfig(5, 1), ["layers.0"], "r is 5, and the server takes 4"),
-        (LoraConfig(2, 1), [], "has no tensor"),
-        (LoraConfig(2, 1), ["layers.2"], "layers.2.lora_A.weight is of no layer"),
-        (LoraConfig(3, 1), ["layers.0"], r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
+        (LoraConfig(5, 1), ONE, "r is 5, and the server takes 4"),
+        (LoraConfig(2, 1), {}, "has no tensor"),
+        (LoraConfig(2, 1), tensors_of("layers.2"), "layers.2.lora_A.weight is of no layer"),
+        (LoraConfig(3, 1), ONE, r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
+        (LoraConfig(2, 1), tensors_of("layers.0", dtype="I32"), "must have floats"),
+        (LoraConfig(2, 1), {UP: ONE[UP]}, r"lora_A\.weight is missing"),
+        (LoraConfig(2, 1), named("layers.0.lora_A.weight"), "is not one of a LoRA adapter's"),
+        (LoraConfig(2, 1), named("base_model.model.layers.0.weight"), "is not one of a LoRA adapter's"),
+        (LoraConfig(2, 1), named("base_model.model.layers.0.lora_magnitude_vector"), "is not one of a LoRA adapter's"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
-    config: LoraConfig, names: list[str], words: str
+    config: LoraConfig, given: TensorSet, words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        check_lora(LAYERS, config, tensors_of(*names), "body")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("layers.0.lora_A.weight", "is not one of a LoRA adapter's"),
-        ("base_model.model.layers.0.weight", "is not one of a LoRA adapter's"),
-        ("base_model.model.layers.0.lora_magnitude_vector", "is not one of a LoRA adapter's"),
-    ],
-)
-def test_tensors_with_other_names_are_refused(name: str, words: str) -> None:
-    given = dict(tensors_of("layers.0"))
-    file = next(iter(given.values()))
-    file = type(file)(file.path, {**file.tensors, name: next(iter(file.tensors.values()))}, file.stamp)
-    with pytest.raises(InvalidRequest, match=words):
-        check_lora(LAYERS, LoraConfig(2, 1), {name: file}, "body")
-
-
-def test_integer_tensors_and_single_matrices_are_refused() -> None:
-    given = tensors_of("layers.0", dtype="I32")
-    with pytest.raises(InvalidRequest, match="must have floats"):
-        check_lora(LAYERS, LoraConfig(2, 1), given, "body")
-    up = "base_model.model.layers.0.lora_B.weight"
-    with pytest.raises(InvalidRequest, match=r"lora_A\.weight is missing"):
-        check_lora(LAYERS, LoraConfig(2, 1), {up: tensors_of("layers.0")[up]}, "body")
+        check_lora(LAYERS, config, given, "body")
 
 
 def test_the_size_limit_grows_with_the_rank() -> None:

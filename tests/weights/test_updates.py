@@ -8,15 +8,12 @@ from safetensors.numpy import save
 
 from darts_server.engine.scripted import settle
 from darts_server.exceptions import (
-    Forbidden,
     InvalidRequest,
     UpdateFailed,
-    UpdateRunning,
     UpdateUnsupported,
 )
 from darts_server.weights.coordinator import State
 from darts_server.weights.port import Rule, UpdateSettings
-from darts_server.weights.updates import Updates
 from tests.weights.harness import Harness, enter, until
 from tests.weights.model import SHAPES, tensors, write
 
@@ -102,13 +99,6 @@ async def test_a_bad_set_changes_nothing(harness: Harness, data: bytes) -> None:
     assert harness.updates.last_error == str(error.value)
 
 
-async def test_without_a_root_no_path_is_read(harness: Harness, tmp_path: Path) -> None:
-    updates = Updates(harness.model, harness.gate, harness.staging)
-    with pytest.raises(Forbidden):
-        await updates.load(str(tmp_path / "checkpoint"))
-    harness.check_serves(0, all=0)
-
-
 async def test_an_unsupported_model_is_refused_before_anything_is_transferred(harness: Harness) -> None:
     harness.model.fail["checkpoint_tensors"] = [UpdateUnsupported("quantized")]
 
@@ -168,19 +158,6 @@ async def test_keep_does_not_wait_but_admits_no_new_groups_while_it_loads(harnes
 
 
 # --- one at a time -----------------------------------------------------------
-
-
-async def test_a_second_update_is_refused_while_one_is_in_progress(harness: Harness) -> None:
-    harness.gate.let_in()
-    first = asyncio.create_task(harness.push(5))
-    await settle()
-    with pytest.raises(UpdateRunning, match="an update by push is in progress"):
-        await harness.push(6)
-    with pytest.raises(UpdateRunning):
-        await harness.trainer.start()
-    harness.gate.leave()
-    await first
-    harness.check_serves(1, all=5)
 
 
 async def test_a_caller_that_disconnects_while_it_sends_cancels_its_update(harness: Harness) -> None:

@@ -139,7 +139,7 @@ def answer(updates: Updates) -> WeightsAnswer:
     return WeightsAnswer(
         version=updates.version,
         state=updates.state.value,
-        intact=updates.intact,
+        intact=updates.loaded.intact,
         rule=updates.rule.value,
         loras=[
             LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)

@@ -30,7 +30,6 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.checks import LARGEST, check_count
 from darts_server.policy.isotonic import fit_isotonic
 
 Floats = NDArray[np.float64]
@@ -102,18 +101,6 @@ class Calibration:
     cold_steps: int = COLD_STEPS
     cold_labels: int = COLD_LABELS
 
-    def __post_init__(self) -> None:
-        if self.bins < 1:
-            raise ValueError(f"bins must be at least 1, got {self.bins}")
-        if not 0 < self.smoothing < math.inf:
-            raise ValueError(f"smoothing must be finite and above 0, got {self.smoothing}")
-        if not 1 <= self.max_weight < math.inf:
-            raise ValueError(f"max_weight must be finite and at least 1, got {self.max_weight}")
-        if self.cold_steps < 0:
-            raise ValueError(f"cold_steps must be at least 0, got {self.cold_steps}")
-        if not 0 <= self.cold_labels <= self.buffer:
-            raise ValueError(f"cold_labels must be in [0, buffer = {self.buffer}], got {self.cold_labels}")
-
     @property
     def as_published(self) -> Self:
         """The same options in the paper's form, without our additions."""
@@ -136,7 +123,6 @@ class Calibrator:
     """
 
     def __init__(self, calibration: Calibration | None = None, labels: Iterable[Label] = (), steps: int = 0) -> None:
-        check_count("steps", steps)
         self.calibration = calibration or Calibration()
         self.labels: deque[Label] = deque(labels, maxlen=self.calibration.buffer)
         self.steps = steps
@@ -144,7 +130,7 @@ class Calibrator:
 
     def count_step(self) -> None:
         """Count one more step of the trainer."""
-        self.steps = min(self.steps + 1, LARGEST)
+        self.steps += 1
 
     def add(self, label: Label) -> None:
         self.labels.append(label)
@@ -169,12 +155,7 @@ class Calibrator:
         """Return the probability q that a trajectory with this score ends correct.
 
         It is the prior unless the status is ``READY``.
-
-        Raises:
-            ValueError: ``score`` is outside [0, 1].
         """
-        if not 0 <= score <= 1:
-            raise ValueError(f"score must be in [0, 1], got {score}")
         if self.status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
@@ -201,27 +182,10 @@ class Calibrator:
         return self._cached
 
 
-def label_from_reward(reward: float, threshold: float | None = None) -> float:
-    """Return the target of a reward: 1 from ``threshold`` on and 0 below; without one the reward, clipped to [0, 1].
-
-    Raises:
-        ValueError: ``reward`` is not finite.
-    """
-    if not math.isfinite(reward):
-        raise ValueError(f"reward must be finite, got {reward}")
-    return min(max(reward, 0.0), 1.0) if threshold is None else float(reward >= threshold)
-
-
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
     """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one.
 
     Clipping trades noise for bias: a clipped label no longer represents all the pruned trajectories like it.
-
-    Raises:
-        ValueError: a survival probability is outside (0, 1].
     """
-    p = np.asarray(survivals, dtype=np.float64)
-    if not ((p > 0) & (p <= 1)).all():
-        raise ValueError("survival probabilities must be in (0, 1]")
-    weights = np.minimum(1 / p, max_weight)
-    return weights / weights.mean() if p.size else weights
+    weights = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
+    return weights / weights.mean() if weights.size else weights

@@ -5,8 +5,7 @@ default. With the weights of `calibration.inverse_propensity_weights` a figure o
 estimates the figure over all of them.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 
 Floats = NDArray[np.float64]
+Numbers = Sequence[float] | Floats
 
 RELIABILITY_BINS = 15
 """Usual for a calibration error: of a few hundred labels, each bin holds some dozens."""
@@ -22,57 +22,35 @@ WINDOW = 1024
 """Labels that metrics are over: those of several training steps with a usual batch size."""
 
 
-def calibration_error(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-) -> float | None:
+def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
 
     ``None`` without labels.
-
-    Raises:
-        ValueError: lengths differ, a probability or target is outside [0, 1], or a weight is negative or not finite.
     """
-    q, y, w = _checked(probabilities, targets, weights)
+    q, y, w = _arrays(probabilities, targets, weights)
     mass = float(w.sum())
     bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     gaps = np.bincount(bins, weights=w * (q - y))
     return float(np.abs(gaps).sum()) / mass if mass else None
 
 
-def brier_score(
-    probabilities: Sequence[float] | Floats, targets: Sequence[float], weights: Sequence[float] | None = None
-) -> float | None:
+def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the mean of (probability - target)²: 0 is perfect, 1/4 is that of a constant half.
 
     ``None`` without labels.
-
-    Raises:
-        ValueError: as `calibration_error`.
     """
-    q, y, w = _checked(probabilities, targets, weights)
+    q, y, w = _arrays(probabilities, targets, weights)
     mass = float(w.sum())
     return float((w * (q - y) ** 2).sum()) / mass if mass else None
 
 
-def auc(
-    scores: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None = None,
-) -> float | None:
+def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the probability that a right trajectory scores above a wrong one; ties count half.
 
     ``None`` without right ones or without wrong ones. It is exact: all pairs are counted, by one sort. Only the order
     of ``scores`` matters, which may be any finite numbers.
-
-    Raises:
-        ValueError: a score is not finite; else as `calibration_error`.
     """
-    s = np.asarray(scores, dtype=np.float64)
-    if not np.isfinite(s).all():
-        raise ValueError("scores must be finite")
-    _, y, w = _checked(np.zeros(s.size), targets, weights)
+    s, y, w = _arrays(scores, targets, weights)
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
@@ -94,46 +72,21 @@ class ScoreMetrics:
     calibration_error: float | None
 
 
-class Evaluation:
-    """Prequential evaluation: each label comes with the score from before the head was trained on it.
+def evaluate(labels: Collection[Label], max_weight: float | None) -> ScoreMetrics:
+    """Compute the metrics of labels whose scores are from before anything was trained on them (prequential evaluation).
 
-    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1. ``window``: the
-    metrics are over so many of the newest labels.
+    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1.
     """
-
-    def __init__(self, max_weight: float | None, window: int = WINDOW) -> None:
-        self._max_weight = max_weight
-        self._labels: deque[Label] = deque(maxlen=window)
-
-    def add(self, label: Label) -> None:
-        self._labels.append(label)
-
-    def metrics(self) -> ScoreMetrics:
-        scores = [x.score for x in self._labels]
-        targets = [x.target for x in self._labels]
-        weights: list[float] | None = None
-        if self._max_weight is not None:
-            weights = inverse_propensity_weights([x.survival for x in self._labels], self._max_weight).tolist()
-        return ScoreMetrics(
-            labels=len(scores),
-            auc=auc(scores, targets, weights),
-            brier=brier_score(scores, targets, weights),
-            calibration_error=calibration_error(scores, targets, weights),
-        )
+    scores, targets = [x.score for x in labels], [x.target for x in labels]
+    weights = None if max_weight is None else inverse_propensity_weights([x.survival for x in labels], max_weight)
+    return ScoreMetrics(
+        labels=len(scores),
+        auc=auc(scores, targets, weights),
+        brier=brier_score(scores, targets, weights),
+        calibration_error=calibration_error(scores, targets, weights),
+    )
 
 
-def _checked(
-    probabilities: Sequence[float] | Floats,
-    targets: Sequence[float] | Floats,
-    weights: Sequence[float] | Floats | None,
-) -> tuple[Floats, Floats, Floats]:
-    q, y = np.asarray(probabilities, dtype=np.float64), np.asarray(targets, dtype=np.float64)
-    w = np.ones(q.size) if weights is None else np.asarray(weights, dtype=np.float64)
-    if not q.size == y.size == w.size:
-        raise ValueError(f"there must be equally many, got {q.size} values, {y.size} targets and {w.size} weights")
-    for name, x in (("probabilities", q), ("targets", y)):
-        if not ((x >= 0) & (x <= 1)).all():
-            raise ValueError(f"{name} must be in [0, 1]")
-    if not (np.isfinite(w) & (w >= 0)).all():
-        raise ValueError("weights must be finite and at least 0")
-    return q, y, w
+def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
+    x, y = np.asarray(values, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    return x, y, np.ones(x.size) if weights is None else np.asarray(weights, dtype=np.float64)

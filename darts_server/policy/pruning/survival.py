@@ -49,18 +49,12 @@ class Pruning:
             raise ValueError(f"balance_strength must be in [0, 100], got {self.balance_strength}")
 
     def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
-        """Fit survival to recent q, such that its mean over them is the keep ratio.
+        """Fit survival to recent q, at least one, such that its mean over them is the keep ratio.
 
         The mean rises with delta from p_min to p_max, and the keep ratio lies between these, so bisection finds delta.
         Where a whole range of delta gives the keep ratio, all of them give the same p.
-
-        Raises:
-            ValueError: there is no q, or one is outside [0, 1].
         """
-        q = np.asarray(qualities, dtype=np.float64)
-        if not q.size or not ((q >= 0) & (q <= 1)).all():
-            raise ValueError("qualities must be at least one, in [0, 1]")
-        pull = self.keep_ratio - self.balance_strength * q
+        pull = self.keep_ratio - self.balance_strength * np.asarray(qualities, dtype=np.float64)
         low, high = self.min_survival - float(pull.max()), self.max_survival - float(pull.min())
         for _ in range(BISECTIONS):
             middle = (low + high) / 2

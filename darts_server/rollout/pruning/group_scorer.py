@@ -74,19 +74,18 @@ class GroupScorer:
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
         self._waiting: dict[int, list[HiddenState]] = {}  # hidden states whose log-probs have not arrived yet
-        self._started: set[int] = set()
-        self._early: dict[int, list[Scored]] = {}  # scores of candidates from before `mark_started`
+        self._early: dict[int, list[Scored]] = {}  # scores of candidates before `mark_started`
         self._passed: dict[int, int] = {}  # detection points at which a candidate was scored by log-probs
         self._dropped: set[int] = set()
 
     def probe_for(self, index: int) -> Probe:
         """Create the probe to start a candidate with."""
+        self._early[index] = []
         points = self._detect_at if self._uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
         """Mark a candidate as started; return its scores that came before: the engine may be faster than its answer."""
-        self._started.add(index)
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
@@ -139,10 +138,10 @@ class GroupScorer:
         else:
             scores = [self._scorer.score(self._group, index, probed, (), self._pruning)]
         for scored in scores:
-            if index in self._started:
+            if (early := self._early.get(index)) is None:
                 self._on_score(scored)
             else:
-                self._early.setdefault(index, []).append(scored)
+                early.append(scored)
 
     def _score_waiting(self, index: int) -> Iterator[Scored]:
         """Score the hidden states of a candidate whose tokens are there.
@@ -151,7 +150,7 @@ class GroupScorer:
         none any more, so its states are dropped.
         """
         states, running = self._waiting.pop(index), self._running.get(index)
-        if running is None and index not in self._started:
+        if running is None and index in self._early:
             self._waiting[index] = states
             return
         generated = None if index in self._dropped or running is None else running.tokens_from(0)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,14 +14,13 @@ from darts_server.exceptions import StateError
 from darts_server.observers import PruningObserver
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
-from darts_server.policy.pruning.score_metrics import Evaluation, ScoreMetrics
+from darts_server.policy.pruning.score_metrics import ScoreMetrics, evaluate
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadStatus, Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.scoring import (
-    MAX_PENDING_BYTES,
     DetectionPoint,
     HeadCheckpoint,
     ScoreKind,
@@ -74,60 +74,21 @@ class PendingScore:
     score: float | None = None
     quality: float | None = None
 
-    @property
-    def size(self) -> int:
-        return SCORE_BYTES + (0 if self.hidden is None else self.hidden.nbytes)
-
 
 @dataclass(slots=True, eq=False)
 class PendingLabel:
-    """The scores of one trajectory. ``survival``: the probability with which it was kept, over all of them.
+    """A scored trajectory without a reward yet. ``size``: in bytes.
 
-    ``share``: of the survivors that it was sampled from for the tail of its group; 1 for the shortest.
-    ``is_undecided``: whether the last score allows it to be pruned and the group has not decided yet.
+    ``survival``: the probability with which it was kept, over all scores. ``share``: of the survivors that it was
+    sampled from for the tail of its group; 1 for the shortest. ``is_undecided``: whether the last score allows it to be
+    pruned and the group has not decided yet.
     """
 
     scores: list[PendingScore] = field(default_factory=list)
+    size: int = 0
     survival: float = 1.0
     share: float = 1.0
     is_undecided: bool = False
-
-
-class PendingLabels:
-    """Scored trajectories without a reward yet; the oldest are dropped beyond ``max_bytes``."""
-
-    def __init__(self, max_bytes: int = MAX_PENDING_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._labels: dict[tuple[GroupKey, int], PendingLabel] = {}
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def find(self, group: GroupKey, index: int) -> PendingLabel | None:
-        return self._labels.get((group, index))
-
-    def add(self, group: GroupKey, index: int, score: PendingScore) -> int:
-        """Add a score; return how many other trajectories were dropped to make room."""
-        label = self._labels.get((group, index))
-        if label is not None and any(score.tokens <= earlier.tokens for earlier in label.scores):
-            self.pop(group, index)  # tokens never decrease, so a caller used its request id again
-            label = None
-        if label is None:
-            label = self._labels[group, index] = PendingLabel()
-        label.scores.append(score)
-        self._bytes += score.size
-        dropped = 0
-        while self._bytes > self._max_bytes and len(self._labels) > 1:
-            self.pop(*next(iter(self._labels)))
-            dropped += 1
-        return dropped
-
-    def pop(self, group: GroupKey, index: int) -> PendingLabel | None:
-        label = self._labels.pop((group, index), None)
-        if label is not None:
-            self._bytes -= sum(score.size for score in label.scores)
-        return label
 
 
 class Pruner:
@@ -167,25 +128,22 @@ class Pruner:
         self._prunes = prunes
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
-        self._pending = PendingLabels(settings.max_bytes)
-        self._points: dict[ScoreKind, dict[int, DetectionPoint]] = {}
+        self._pending: dict[tuple[GroupKey, int], PendingLabel] = {}  # oldest first
+        self._pending_bytes = 0
+        self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
-        self._score_evaluation = Evaluation(max_weight, settings.window)
-        self._calibrated_evaluation = Evaluation(max_weight, settings.window)
+        self._max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
+        self._scored: deque[Label] = deque(maxlen=settings.window)  # scores with their rewards, for metrics
+        self._calibrated: deque[Label] = deque(maxlen=settings.window)  # the same of qualities
         self._logged_status: PruningStatus | None = None
         self._last_version: int | None = None
         self._step_groups = 0
         self._reloaded_at = -RELOAD_SECONDS
         self._is_unreadable = False
-        self._has_started = False
 
     def start(self) -> None:
-        """Load what was learned before, and start the training of the head."""
-        self._has_started = True
-        kind, width = self._kind, self._width()
-        if not kind.uses_head or width is not None:
-            self._ensure_points(kind, kind.head_width(width or 0))
+        """Load what was learned before, and start the training of the head, for which the engine must have a width."""
+        self._ensure_points(self._kind, self._kind.head_width(self._width() or 0))
         self._log_status()
 
     def close(self) -> None:
@@ -229,25 +187,46 @@ class Pruner:
         usable = score.status is not HeadStatus.BAD_FEATURE
         self._observer.trajectory_scored(usable=usable)
         calibrator = pending.point.calibrator
+        quality, survival = score.value, 1.0
         if score.status is HeadStatus.READY:
             pending.score = score.value
-            if calibrator.status is CalibrationStatus.READY:
-                pending.quality = calibrator.probability(score.value)
-        if usable and (dropped := self._pending.add(group, index, pending)):
-            self._observer.pending_labels_dropped(dropped)
-        quality, survival = pending.quality, 1.0
-        if quality is not None:
+        if score.status is HeadStatus.READY and calibrator.status is CalibrationStatus.READY:
+            pending.quality = quality = calibrator.probability(score.value)
             survival = pending.point.estimator.survival(quality, pruning)
-        elif calibrator.status is not CalibrationStatus.NO_LABELS or score.status is HeadStatus.READY:
+        elif score.status is HeadStatus.READY or calibrator.status is not CalibrationStatus.NO_LABELS:
             quality = calibrator.prior
-        else:
-            quality = score.value
-        if (label := self._pending.find(group, index)) is not None:
+        if usable:
+            self._remember(group, index, pending)
+        if (label := self._pending.get((group, index))) is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
 
+    def _remember(self, group: GroupKey, index: int, score: PendingScore) -> None:
+        """Store a score until the reward of its trajectory comes; the oldest trajectories make room."""
+        label = self._pending.get((group, index))
+        if label is not None and score.tokens <= label.scores[-1].tokens:
+            self._pop(group, index)  # tokens never decrease, so a caller used its request id again
+            label = None
+        if label is None:
+            label = self._pending[group, index] = PendingLabel()
+        label.scores.append(score)
+        size = SCORE_BYTES + (0 if score.hidden is None else score.hidden.nbytes)
+        label.size += size
+        self._pending_bytes += size
+        before = len(self._pending)
+        while self._pending_bytes > self._settings.max_bytes and len(self._pending) > 1:
+            self._pop(*next(iter(self._pending)))
+        if dropped := before - len(self._pending):
+            self._observer.pending_labels_dropped(dropped)
+
+    def _pop(self, group: GroupKey, index: int) -> PendingLabel | None:
+        label = self._pending.pop((group, index), None)
+        if label is not None:
+            self._pending_bytes -= label.size
+        return label
+
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        label = self._pending.find(group, index)
+        label = self._pending.get((group, index))
         if label is not None:
             label.survival = survival
             if label.is_undecided:
@@ -255,7 +234,7 @@ class Pruner:
             label.is_undecided = False
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
-        label = self._pending.pop(group, index)
+        label = self._pop(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
@@ -263,7 +242,7 @@ class Pruner:
 
     def learn_reward(self, group: GroupKey, index: int, reward: float, correct: bool) -> None:
         """Learn from the reward of a trajectory, if it was scored."""
-        label = self._pending.pop(group, index)
+        label = self._pop(group, index)
         if label is None:
             return
         self._reload()
@@ -279,9 +258,9 @@ class Pruner:
             if pending.score is not None:
                 learned = Label(pending.score, target, survival)
                 pending.point.add(learned)
-                self._score_evaluation.add(learned)
+                self._scored.append(learned)
             if pending.quality is not None:
-                self._calibrated_evaluation.add(Label(pending.quality, target, survival))
+                self._calibrated.append(Label(pending.quality, target, survival))
         self._observer.label_learned()
         self._save_soon.request()
 
@@ -296,7 +275,7 @@ class Pruner:
         if last in (None, version) and self._step_groups < STEP_GROUPS:
             return
         self._step_groups = 0
-        for point in self._all_points:
+        for point in self._points.values():
             point.count_step()
         self._save_soon.request()
 
@@ -305,7 +284,7 @@ class Pruner:
         if not self._prunes(record.policy):
             return
         for candidate in record.selected:
-            label = self._pending.find(record.key, candidate.index)
+            label = self._pending.get((record.key, candidate.index))
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.share = record.tail_share
         self._log_status()
@@ -320,16 +299,21 @@ class Pruner:
     def status(self) -> PruningStatus:
         """``READY`` if any detection point prunes; otherwise the reason why the first one does not."""
         kind = self._kind
-        if not self._has_started:
+        head = self._head if kind.uses_head else None
+        if not self._points:
             return PruningStatus.UNUSED
         if kind.uses_head and self._width() is None:
             return PruningStatus.PROBE_LOST
-        head = self._head if kind.uses_head else None
-        args = () if head is None else (head.status, head.report.labels)
-        statuses = [point_status(point.calibrator.status, *args) for point in self._points.get(kind, {}).values()]
+        if head is not None and head.status is not HeadStatus.READY:
+            return PruningStatus(head.status.value)
+        statuses = [point.calibrator.status for (of, _), point in self._points.items() if of is kind]
         if not statuses:
             return PruningStatus.UNUSED
-        return PruningStatus.READY if PruningStatus.READY in statuses else statuses[0]
+        if CalibrationStatus.READY in statuses:
+            return PruningStatus.READY
+        if statuses[0] is CalibrationStatus.NO_LABELS and head is not None and head.report.labels:
+            return PruningStatus.FEW_LABELS  # all labels are from before the head's first training, and had no score
+        return PruningStatus(statuses[0].value)
 
     def _log_status(self) -> None:
         """Log the status if it has changed."""
@@ -348,12 +332,12 @@ class Pruner:
     def score_metrics(self) -> ScoreMetrics:
         """How good scores are, on labels that they were not trained on."""
         if self._head is None or not self.uses_hidden_states:
-            return self._score_evaluation.metrics()
+            return evaluate(self._scored, self._max_weight)
         return self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
         """How good calibrated scores are, on labels that came after them."""
-        return self._calibrated_evaluation.metrics()
+        return evaluate(self._calibrated, self._max_weight)
 
     # --- detection points, head and store -------------------------------------
 
@@ -364,26 +348,19 @@ class Pruner:
             return settings.fallback
         return settings.kind
 
-    @property
-    def _all_points(self) -> list[DetectionPoint]:
-        return [point for points in self._points.values() for point in points.values()]
-
     def _last_point(self, kind: ScoreKind, width: int, tokens: int) -> DetectionPoint:
         """Return the last detection point at or before ``tokens``."""
         self._ensure_points(kind, width)
         self._reload()
-        points = self._points[kind]
-        return points[max((at for at in points if at <= tokens), default=min(points))]
+        at = max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])
+        return self._points[kind, at]
 
     def _ensure_points(self, kind: ScoreKind, width: int) -> None:
         """Create the detection points of a kind of score, unless they exist, and start the head that they need."""
-        self._has_started = True
-        if kind in self._points:
+        if (kind, self.detect_at[0]) in self._points:
             return
-        self._points[kind] = {
-            tokens: DetectionPoint(self._blobs, f"{kind}@{tokens}", self._settings.calibration, width)
-            for tokens in self.detect_at
-        }
+        for at in self.detect_at:
+            self._points[kind, at] = DetectionPoint(self._blobs, f"{kind}@{at}", self._settings.calibration, width)
         if kind.uses_head:
             self._head = self._create_head(width, self._checkpoint.update)
         self._reloaded_at = -RELOAD_SECONDS
@@ -398,7 +375,7 @@ class Pruner:
             return
         self._reloaded_at = now
         try:
-            for point in self._all_points:
+            for point in self._points.values():
                 point.reload()
             if self._head is not None:
                 self._checkpoint.reload(self._head.restore)
@@ -411,7 +388,7 @@ class Pruner:
 
     def _save(self) -> None:
         try:
-            for point in self._all_points:
+            for point in self._points.values():
                 point.save()
         except StateError as error:
             logger.warning("the calibration of quality was not saved: %s", error)
@@ -422,15 +399,3 @@ def compact(hidden: NDArray[np.floating]) -> NDArray[np.floating]:
     with np.errstate(over="ignore"):
         half = hidden.astype(np.float16)
     return half if np.isfinite(half).all() else hidden.astype(np.float32)
-
-
-def point_status(calibration: CalibrationStatus, head: HeadStatus | None = None, labels: int = 0) -> PruningStatus:
-    """Combine the statuses of a detection point's calibration and of the head whose scores it calibrates.
-
-    ``head``: ``None`` for scores without a head. ``labels``: those that the head's trainer has received.
-    """
-    if head is not None and head is not HeadStatus.READY:
-        return PruningStatus(head.value)
-    if head is not None and calibration is CalibrationStatus.NO_LABELS and labels:
-        return PruningStatus.FEW_LABELS  # all labels are from before the head's first training, and had no score
-    return PruningStatus(calibration.value)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label, label_from_reward
+from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label
 from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
 from darts_server.rollout.learned.documents import Blob, BlobStore
@@ -74,9 +74,9 @@ class ScoringSettings:
     window: int = WINDOW
 
     def target(self, reward: float, correct: bool) -> float:
-        if self.reward_threshold is None and not self.soft:
-            return float(correct)
-        return label_from_reward(reward, self.reward_threshold)
+        if self.reward_threshold is not None:
+            return float(reward >= self.reward_threshold)
+        return min(max(reward, 0.0), 1.0) if self.soft else float(correct)
 
 
 def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ import zmq
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from darts_server.vllm.probe.steps import reader_for
+from darts_server.vllm.probe.steps import check_runner, read_step
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
@@ -25,7 +25,7 @@ INSTALL = "darts_install_probe"
 """Name of the workers' method that installs the probe."""
 
 READY = b"ready"
-"""Followed by the width of the states and the name of the model runner, as text: this worker will send states."""
+"""Followed by the width of the states, as text: this worker will send states."""
 STATES = b"states"
 """Followed by the number and the tokens of each request, [n, 2] of int64, and by states, [n, width] of float32."""
 FAULT = b"fault"
@@ -250,11 +250,11 @@ class Capture:
         put: queues what is to be sent, and returns at once.
 
     Raises:
-        ValueError: see `reader_for`.
+        ValueError: see `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
-        self._name, self._read_step = reader_for(runner)
+        check_runner(runner)
         self._runner = runner
         self._execute = runner.execute_model
         self._width: int = runner.model_config.get_hidden_size()
@@ -265,7 +265,7 @@ class Capture:
     def start(self) -> None:
         """Wrap the runner's steps from now on, and announce it. Whatever fails on this device fails here."""
         self._copy([torch.zeros(1, device=self._runner.device)])
-        self._put([READY, str(self._width).encode(), self._name.encode()])
+        self._put([READY, str(self._width).encode()])
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
@@ -293,7 +293,7 @@ class Capture:
         due = self._requests.due()
         if not due:
             return
-        step = self._read_step(self._runner, scheduled)
+        step = read_step(self._runner, scheduled)
         reached: list[tuple[ProbedRequest, int]] = []
         for request in due:
             computed = None if step is None else step.computed(request.request_id)

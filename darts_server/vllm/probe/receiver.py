@@ -37,8 +37,6 @@ class ProbeReceiver:
     def __init__(self, linger: float = LINGER_SECONDS, timeout: float = READY_SECONDS) -> None:
         self.fault: str | None = "no probe was installed"
         """Why no states are received; ``None`` if they are."""
-        self.runner: str | None = None
-        """Which of vLLM's model runners the workers have: ``first`` or ``second``."""
         self._linger, self._timeout = linger, timeout
         self._width: int | None = None
         self._probes: dict[int, Probe] = {}
@@ -76,7 +74,7 @@ class ProbeReceiver:
                 if tokens >= probe.detect_at[-1]:
                     del self._probes[number]
         elif kind == READY:
-            self._width, self.runner = int(rest[0]), rest[1].decode()
+            self._width = int(rest[0])
             self._ready.put_nowait(None)
         else:
             self.disable(rest[0].decode())

@@ -4,7 +4,7 @@ The row of a sequence is that of its last certain token: the last of its prompt,
 tokens come after that row, so speculative decoding does not change it. Rows are the inputs of the output head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -79,37 +79,37 @@ class SecondRunnerStep:
 
 
 Step = FirstRunnerStep | SecondRunnerStep
-Reader = Callable[[Any, Any], Step | None]
 
 
-def reader_for(runner: Any) -> tuple[str, Reader]:
-    """Return the runner's name, and a function that reads a step from the runner and its ``SchedulerOutput``.
-
-    It returns ``None`` for a step without a forward pass, or without the model's last layer.
+def check_runner(runner: Any) -> None:
+    """Check that `read_step` can read a model runner.
 
     Raises:
-        ValueError: this runner cannot be read; the message says why.
+        ValueError: it cannot; the message says why.
     """
     if runner.is_pooling_model:
         raise ValueError("a pooling model generates nothing")
-
-    def read_first(runner: Any, _: Any) -> Step | None:
-        state = runner.execute_model_state
-        return None if state is None else FirstRunnerStep(runner, state)
-
-    def read_second(runner: Any, scheduled: Any) -> Step | None:
-        state = runner.execute_model_state
-        return None if state is None or state.hidden_states is None else SecondRunnerStep(runner, state, scheduled)
-
     if hasattr(runner, "input_batch"):
-        return "first", read_first
+        return
     if not hasattr(runner, "req_states"):
         raise ValueError(f"{type(runner).__module__} is an unknown model runner")
     if runner.pcp_manager is not None:
         raise ValueError("prefill context parallelism spreads a prompt's states over workers")
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
         raise ValueError("a diffusion model has no state of a last token")
-    return "second", read_second
+
+
+def read_step(runner: Any, scheduled: Any) -> Step | None:
+    """Read a step from the runner and its ``SchedulerOutput``.
+
+    ``None`` for one without a forward pass, or without the model's last layer.
+    """
+    state = runner.execute_model_state
+    if state is None:
+        return None
+    if hasattr(runner, "input_batch"):
+        return FirstRunnerStep(runner, state)
+    return None if state.hidden_states is None else SecondRunnerStep(runner, state, scheduled)
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> torch.Tensor:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from darts_server.policy.pruning.calibration import Label
 from darts_server.policy.pruning.score_metrics import (
     RELIABILITY_BINS,
-    WINDOW,
-    Evaluation,
     ScoreMetrics,
     auc,
     brier_score,
     calibration_error,
+    evaluate,
 )
 
 CHANCES = st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 1.0]) | st.floats(0, 1)
@@ -51,66 +50,16 @@ def test_the_brier_score_is_the_mean_squared_error(labels: list[tuple[float, flo
     assert brier_score(*columns(labels)) == (pytest.approx(squares / mass) if mass else None)
 
 
-@given(LABELS)
-def test_a_weight_counts_as_that_many_labels(labels: list[tuple[float, float, int]]) -> None:
-    scores, targets, weights = columns(labels)
-    repeated = [(s, y, 1) for s, y, w in labels for _ in range(w)]
-    for figure in (auc, brier_score, calibration_error):
-        assert figure(scores, targets, weights) == pytest.approx(figure(*columns(repeated)[:2]))
-
-
-def test_the_auc_depends_on_the_order_alone() -> None:
-    assert auc([-700.0, -3.0, 2.0, 90.0], [0, 1, 0, 1]) == auc([0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]) == 0.75
-
-
-@pytest.mark.parametrize(
-    ("scores", "targets", "weights", "complaint"),
-    [
-        ([0.5], [1, 0], None, "equally many"),
-        ([0.5], [1], [1, 1], "equally many"),
-        ([1.5], [1], None, "probabilities must"),
-        ([math.nan], [1], None, "probabilities must"),
-        ([0.5], [2], None, "targets must"),
-        ([0.5], [1], [-1], "weights must"),
-        ([0.5], [1], [math.inf], "weights must"),
-    ],
-)
-def test_values_out_of_range_are_refused(
-    scores: list[float], targets: list[float], weights: list[float] | None, complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        brier_score(scores, targets, weights)
-
-
-def test_the_auc_needs_finite_scores() -> None:
-    with pytest.raises(ValueError, match="scores must be finite"):
-        auc([math.nan], [1])
-
-
 def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
 
-def test_without_labels_there_are_no_metrics() -> None:
-    assert Evaluation(None).metrics() == ScoreMetrics(0, None, None, None)
-
-
-def test_metrics_are_over_the_last_labels() -> None:
-    evaluation = Evaluation(None)
-    for _ in range(WINDOW):
-        evaluation.add(Label(0.9, 0.0))
-    for i in range(WINDOW):
-        evaluation.add(Label(0.8 if i % 2 else 0.2, float(i % 2)))
-    metrics = evaluation.metrics()
-    assert (metrics.labels, metrics.auc) == (WINDOW, 1.0)
-    assert (metrics.brier, metrics.calibration_error) == pytest.approx((0.04, 0.2))
-
-
 def test_survivors_are_weighted_for_the_pruned_ones() -> None:
     """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
-    plain, corrected = Evaluation(None), Evaluation(10.0)
-    for evaluation in (plain, corrected):
-        for label in [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3:
-            evaluation.add(label)
-    assert plain.metrics().brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
-    assert corrected.metrics().brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
+    labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
+    plain, corrected = evaluate(labels, None), evaluate(labels, 10.0)
+    assert (plain.labels, plain.auc) == (5, 0.0)
+    assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
+    assert corrected.brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
+    assert plain.calibration_error == pytest.approx((2 * 0.5 + 3 * 0.6) / 5)
+    assert evaluate([], None) == ScoreMetrics(0, None, None, None)

@@ -29,10 +29,7 @@ from tests.rollout.helpers import Harness, Texts, lengths
 from tests.rollout.pruning.fake_scorer import EarlyStateEngine, FakeScorer, create_script
 
 pytestmark = pytest.mark.anyio
-SHAPINGS = {
-    **build_policies(Shaping(), Deadline(), Pruning()),
-    "refill": build_policies(Shaping(max_redundancy=3.0), Deadline(), Pruning(), refill=True)["arrol"],
-}
+SHAPINGS = build_policies(Shaping(), Deadline(), Pruning())
 PRUNED, KEPT = 0.0, 1.0
 LOGPROBS_ONLY = {"uses_hidden_states": False, "uses_logprobs": True}
 
@@ -68,23 +65,6 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
     assert {c.selected_as for c in candidates} == {None, SelectedAs.SURVIVOR}
     assert sorted(scorer.kept) == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert sorted(scorer.dropped) == [0, unsampled]
-
-
-async def test_a_sample_of_the_survivors_is_returned_whatever_their_quality() -> None:
-    qualities = (1.0, 0.75, 1.0, 0.0)
-    harness = create_house(FakeScorer(4), [20], {i: (quality, KEPT) for i, quality in enumerate(qualities)})
-    candidates = await run_group(harness)
-    assert [c.weight for c in candidates if c.selected_as is SelectedAs.SURVIVOR] == [2.0, 2.0]
-    assert harness.record("g").sampled_from == 4
-
-
-async def test_no_more_are_pruned_than_the_group_can_spare_and_the_others_are_kept_with_probability_1() -> None:
-    scorer = FakeScorer(4)
-    harness = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
-    candidates = await run_group(harness, size=3)
-    assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 3
-    assert scorer.kept == [(3, 1.0), (4, 1.0), (5, 1.0)]
-    assert sorted(scorer.dropped) == [0, 1, 2]
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
@@ -147,24 +127,6 @@ async def test_failed_stopped_and_cancelled_candidates_are_dropped() -> None:
     assert sorted(scorer.dropped) == [0, 1, 2, 3]
 
 
-async def test_a_pruned_candidate_is_replaced_if_the_policy_refills() -> None:
-    scorer = FakeScorer(4)
-    harness = create_house(scorer, [20], dict.fromkeys(range(10), (0.5, PRUNED)))
-    candidates = await run_group(harness, policy="refill")
-    assert len(candidates) == 6  # three times the group's size instead of two
-    assert [c.reason for c in candidates].count(DiscardReason.PRUNED) == 4
-
-
-async def test_darts_selects_by_length_among_the_survivors() -> None:
-    harness = create_house(FakeScorer(4), [10, 5, 7, 30], {1: (0.5, PRUNED)})
-    run = harness.run(2, "darts+arrol")
-    trajectories = await harness.group(run)
-    candidates = harness.record("g").candidates
-    assert candidates[1].reason is DiscardReason.PRUNED
-    assert candidates[2].selected_as is SelectedAs.SHORT
-    assert len(trajectories) == 2
-
-
 @pytest.mark.parametrize("policy", ["uniform", "darts"])
 async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
     scorer = FakeScorer(4)
@@ -173,20 +135,6 @@ async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: s
     assert all(started.probe is None for started in harness.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
     assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
-
-
-async def test_pruning_does_not_change_the_draws_of_the_tail_and_decisions_are_repeatable() -> None:
-    def tail_draws(policy: str) -> list[float]:
-        run = create_house(FakeScorer(4), [20], {}).run(4, policy)
-        run.cancel()
-        return [c.tail_draw for c in run.candidates]
-
-    assert tail_draws("darts") == tail_draws("darts+arrol")
-    reasons = []
-    for _ in range(2):
-        harness = create_house(FakeScorer(4), [20], dict.fromkeys(range(16), (0.5, 0.5)))
-        reasons.append([c.reason for c in await run_group(harness, size=8)])
-    assert reasons[0] == reasons[1]
 
 
 # --- by hidden states and log-probs ----------------------------------------------------------------
@@ -312,14 +260,6 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(
     with pytest.raises(InvalidRequest, match=message):
         await submit_under(harness, "arrol", request)
     assert harness.plan(2, "darts").policy == "darts"
-
-
-async def test_a_group_without_a_candidate_to_spare_is_refused() -> None:
-    shapings = build_policies(Shaping(), Deadline(), Pruning(keep_ratio=0.9))
-    harness = Harness(lengths(5), shapings, scorer=FakeScorer(4, **LOGPROBS_ONLY))
-    with pytest.raises(InvalidRequest, match=r"n / keep_ratio = 2 / 0\.9"):
-        harness.plan(2, "arrol")
-    assert not harness.engine.started
 
 
 # --- all survivors ----------------------------------------------------------

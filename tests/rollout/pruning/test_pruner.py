@@ -12,17 +12,14 @@ from darts_server.policy.pruning.calibration import Calibration, CalibrationStat
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.types import HeadStatus
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.documents import BlobStore
 from darts_server.rollout.pruning.pruner import (
     MISSING_STATE_TOKENS,
+    SCORE_BYTES,
     STATUS_REASONS,
     STEP_GROUPS,
-    PendingLabels,
-    PendingScore,
     compact,
-    point_status,
 )
-from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, ScoringSettings
+from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
 from tests.quality.synthetic import WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
@@ -87,7 +84,7 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
 async def test_each_detection_point_has_its_own_calibration() -> None:
     bench = Bench(replace(FAST, detect_at=(10, 20))).warm(4)
     assert bench.pruner.status is PruningStatus.READY
-    early, late = bench.pruner._points[ScoreKind.HEAD].values()
+    early, late = bench.pruner._points.values()
     assert len(early.calibrator.labels) > 64
     assert not late.calibrator.labels
     assert bench.score("g", 0, np.ones(WIDTH), 27).survival == 1.0  # past the second point, which has no labels
@@ -137,7 +134,8 @@ async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixtu
 async def test_all_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(replace(FAST, calibration=Calibration(cold_steps=2, cold_labels=160, bins=16)))
     assert_all_are_kept(bench, PruningStatus.FEW_LABELS)  # the head has 24
-    assert_all_are_kept(bench, PruningStatus.COLD, 6)
+    assert_all_are_kept(bench, PruningStatus.FEW_LABELS, 5)  # it is ready, and no label so far had a score
+    assert_all_are_kept(bench, PruningStatus.COLD, 1)
     bench.version += 1
     assert_all_are_kept(bench, PruningStatus.COLD)
     bench.version += 1
@@ -202,15 +200,8 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
 
 
 async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
-    for calibration in CalibrationStatus:
-        assert point_status(calibration) in STATUS_REASONS
-    for head in HeadStatus:
-        if head is not HeadStatus.BAD_FEATURE:
-            assert point_status(CalibrationStatus.READY, head) in STATUS_REASONS
-    assert set(STATUS_REASONS) == set(PruningStatus)
-    # Labels that came before the first scores count as few.
-    assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 64) is PruningStatus.FEW_LABELS
-    assert point_status(CalibrationStatus.NO_LABELS, HeadStatus.READY, 0) is PruningStatus.NO_LABELS
+    learned = {*CalibrationStatus, *HeadStatus} - {HeadStatus.BAD_FEATURE}
+    assert {PruningStatus(status.value) for status in learned} <= set(STATUS_REASONS) == set(PruningStatus)
 
 
 # --- log-probs ------------------------------------------------------------------
@@ -278,7 +269,7 @@ async def test_the_settings_decide_the_target_of_a_reward(scoring: ScoringSettin
 async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
     bench = Bench()
     bench.group()
-    [point] = bench.pruner._points[ScoreKind.HEAD].values()
+    [point] = bench.pruner._points.values()
     assert point.calibrator.steps == 0
     for version, steps in ((0, 0), (1, 1), (1, 1), (2, 2)):
         bench.version = version
@@ -299,17 +290,15 @@ async def test_hidden_states_are_stored_at_half_precision_if_their_values_fit() 
 
 
 async def test_memory_is_bounded_and_released() -> None:
-    point = DetectionPoint(BlobStore(Documents(), "test"), "head@10", Calibration(), 100)
-    pending = PendingLabels(10_000)
-    dropped = sum(
-        pending.add((None, f"g{i}"), 0, PendingScore(point, 10, np.zeros(100, np.float16))) for i in range(50)
-    )
-    assert (len(pending), dropped) == (14, 36)
-    for i in range(50):
-        pending.pop((None, f"g{i}"), 0)
-    assert pending._bytes == len(pending) == 0
-    assert pending.add((None, "large"), 0, PendingScore(point, 10, np.zeros(100_000, np.float16))) == 0
-    assert pending.find((None, "large"), 0) is not None
+    size = SCORE_BYTES + 2 * WIDTH
+    bench = Bench(replace(FAST, max_bytes=14 * size))
+    for number in range(50):
+        bench.score(f"g{number}", 0, np.zeros(WIDTH))
+    assert bench.counter.counts["dropped"] == 36
+    assert bench.pruner._pending_bytes == 14 * size
+    for number in range(50):
+        bench.pruner.record_dropped((None, f"g{number}"), 0)
+    assert bench.pruner._pending_bytes == len(bench.pruner._pending) == 0
 
 
 async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
@@ -377,7 +366,7 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     store.kept = dict(saved)
     bench.now += 2
     bench.score("x", 0, np.ones(WIDTH))
-    [point] = bench.pruner._points[ScoreKind.HEAD].values()
+    [point] = bench.pruner._points.values()
     assert point.calibrator.steps == 3
     assert bench.head.report.steps < steps + 30
     store.kept = {}
@@ -396,7 +385,7 @@ async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_fr
     assert store.kept == {}
     bench.now += 2
     assert bench.score("x", 0, np.ones(WIDTH)).survival == 1.0
-    [point] = bench.pruner._points[ScoreKind.HEAD].values()
+    [point] = bench.pruner._points.values()
     assert not point.calibrator.labels
 
 

@@ -14,6 +14,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from darts_server.vllm.probe import capture
 from darts_server.vllm.probe.capture import (
     FAULT,
     READY,
@@ -26,7 +27,7 @@ from darts_server.vllm.probe.capture import (
     create_message,
     unpack_states,
 )
-from darts_server.vllm.probe.steps import reader_for
+from darts_server.vllm.probe.steps import check_runner, read_step
 from tests.vllm.probe.fakes import FakeScheduler, FirstRunner, Request, Runner, SecondRunner
 
 RUNNERS: list[type[Runner]] = [FirstRunner, SecondRunner]
@@ -66,14 +67,12 @@ def test_every_passed_point_is_sent_once_in_order_and_with_its_own_state(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_no_step_is_read_if_no_request_has_a_probe(runner: type[Runner]) -> None:
-    real = runner(0)
-
+def test_no_step_is_read_if_no_request_has_a_probe(runner: type[Runner], monkeypatch: pytest.MonkeyPatch) -> None:
     def unread(*_: Any) -> None:
         raise AssertionError("it was read")
 
-    scheduler = FakeScheduler(real, Random(1), [Request(i, str(i), 4, 20, ()) for i in range(4)])
-    scheduler._capture._read_step = unread
+    monkeypatch.setattr(capture, "read_step", unread)
+    scheduler = FakeScheduler(runner(0), Random(1), [Request(i, str(i), 4, 20, ()) for i in range(4)])
     scheduler.run()
     assert scheduler.faults == []
     assert scheduler.tracked == 0
@@ -83,9 +82,9 @@ def test_a_fault_disables_the_probe_and_not_the_engine() -> None:
     sent: list[Any] = []
     runner = FirstRunner(0)
     before = runner.execute_model
-    capture = Capture(runner, sent.append)
-    capture.start()
-    assert runner.execute_model == capture.execute_model
+    wrapper = Capture(runner, sent.append)
+    wrapper.start()
+    assert runner.execute_model == wrapper.execute_model
     broken = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(sampling_params=None), None], finished_req_ids=set())
     runner.execute_model(broken)
     assert runner.execute_model == before
@@ -105,10 +104,10 @@ def test_states_of_another_width_than_the_models_are_a_fault() -> None:
 
 def test_a_step_without_a_forward_pass_or_without_the_last_layer_has_no_states() -> None:
     for runner in (FirstRunner(0), SecondRunner(0)):
-        assert reader_for(runner)[1](runner, None) is None
+        assert read_step(runner, None) is None
     second = SecondRunner(0)
     second.execute_model_state = SimpleNamespace(hidden_states=None)
-    assert reader_for(second)[1](second, None) is None
+    assert read_step(second, None) is None
 
 
 @pytest.mark.parametrize(
@@ -124,9 +123,9 @@ def test_a_runner_that_cannot_be_read_is_refused(changes: dict[str, Any], why: s
     for name, value in changes.items():
         setattr(runner, name, value)
     with pytest.raises(ValueError, match=why):
-        reader_for(runner)
+        check_runner(runner)
     with pytest.raises(ValueError, match="unknown model runner"):
-        reader_for(SimpleNamespace(is_pooling_model=False, device=torch.device("cpu")))
+        check_runner(SimpleNamespace(is_pooling_model=False, device=torch.device("cpu")))
 
 
 # --- sending ---
@@ -148,11 +147,11 @@ def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -
         sender, failures = Sender(address), list[bool]()
         sender.on_failure = lambda: failures.append(True)
         sender.start()
-        sender.put([READY, b"2", b"first"])
+        sender.put([READY, b"2"])
         sender.put(CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
         sender.put(CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
         assert socket.poll(10_000)
-        assert socket.recv_multipart() == [READY, b"2", b"first"]
+        assert socket.recv_multipart() == [READY, b"2"]
         kind, *rest = socket.recv_multipart()
         assert kind == STATES
         [(number, tokens, state)] = unpack_states(*rest)

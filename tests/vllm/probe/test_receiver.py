@@ -69,18 +69,18 @@ async def test_there_is_a_width_once_every_engine_is_ready() -> None:
     probes = ProbeReceiver()
     assert (probes.width, probes.fault) == (None, "no probe was installed")
     waiting = asyncio.create_task(probes.wait_ready(2))
-    probes.receive([READY, b"64", b"second"])
+    probes.receive([READY, b"64"])
     await turn()
     assert probes.width is None
-    probes.receive([READY, b"64", b"second"])
+    probes.receive([READY, b"64"])
     await waiting
     assert probes.fault is None
-    assert (probes.width or 0, probes.runner or "") == (64, "second")
+    assert probes.width == 64
 
 
 async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
     probes = ProbeReceiver(timeout=0.05)
-    probes.receive([READY, b"64", b"first"])
+    probes.receive([READY, b"64"])
     await probes.wait_ready(2)
     assert probes.width is None
     assert (probes.fault or "").startswith("1 of 2 engines have answered")
@@ -88,7 +88,7 @@ async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
 
 async def test_a_workers_fault_disables_the_probe_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     probes = ProbeReceiver()
-    probes.receive([READY, b"64", b"first"])
+    probes.receive([READY, b"64"])
     await probes.wait_ready(1)
     probes.receive([FAULT, b"RuntimeError: out of memory"])
     assert (probes.width, probes.fault) == (None, "RuntimeError: out of memory")
@@ -120,7 +120,7 @@ def fake_llm(answer: str | None, *frames: list[bytes]) -> Any:
 
 async def test_states_that_a_worker_sends_are_received() -> None:
     received: list[HiddenState] = []
-    async with probing(fake_llm(None, [READY, b"3", b"first"], states((1, 5)))) as probes:
+    async with probing(fake_llm(None, [READY, b"3"], states((1, 5)))) as probes:
         assert probes.width == 3
         assert probes.register(Probe((5,), received.append)) == 1
         async with asyncio.timeout(10):
@@ -135,7 +135,7 @@ async def test_the_reason_of_a_failed_installation_is_the_fault() -> None:
 
 
 async def test_a_message_that_cannot_be_read_is_a_fault() -> None:
-    async with probing(fake_llm(None, [READY, b"3", b"first"], [STATES, b"?", b"?"])) as probes:
+    async with probing(fake_llm(None, [READY, b"3"], [STATES, b"?", b"?"])) as probes:
         async with asyncio.timeout(10):
             while probes.fault is None:
                 await asyncio.sleep(0.01)
