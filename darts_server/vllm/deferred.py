@@ -314,8 +314,13 @@ def truncate_output(
         "token_ids": list(whole.token_ids[:tokens]),
         "finish_reason": FinishReason.LENGTH.value,
         "stop_reason": None,
-        **truncate_optional(whole, tokens),
     }
+    if whole.sampling_mask is not None:
+        changes["sampling_mask"] = replace(whole.sampling_mask, token_ids=whole.sampling_mask.token_ids[:tokens])
+    if (experts := whole.routed_experts) is not None:  # those of the prompt first
+        changes["routed_experts"] = experts[: len(experts) - max(0, len(whole.token_ids) - tokens)]
+    if (spans := getattr(whole, "weight_versions", None)) is not None:  # since 0.32
+        changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
     collected = whole.collected if isinstance(whole, DeferredCompletion) else None
     if collected is None and whole.logprobs is not None:
         changes["logprobs"] = whole.logprobs[:tokens]
@@ -325,22 +330,6 @@ def truncate_output(
     copied = copy(output)
     copied.outputs = [DeferredCompletion.of(whole, partial(_detokenize, new), collected, changes, tokens)]
     return copied
-
-
-def truncate_optional(completion: CompletionOutput, tokens: int) -> dict[str, Any]:
-    """Return the fields of a truncated output that only some versions and options of vLLM give it, if it has them.
-
-    They are the sampling mask (which tokens could be sampled), the experts of each token, those of the prompt first,
-    and the weight versions.
-    """
-    changes: dict[str, Any] = {}
-    if (mask := getattr(completion, "sampling_mask", None)) is not None:
-        changes["sampling_mask"] = replace(mask, token_ids=mask.token_ids[:tokens])
-    if (experts := getattr(completion, "routed_experts", None)) is not None:
-        changes["routed_experts"] = experts[: len(experts) - max(0, len(completion.token_ids) - tokens)]
-    if (spans := getattr(completion, "weight_versions", None)) is not None:
-        changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
-    return changes
 
 
 async def make_deferred(output: RequestOutput, *names: str) -> None:

@@ -20,7 +20,8 @@ from functools import partial
 from math import isnan
 from typing import Any, TypeAlias
 
-from vllm import SamplingParams, exceptions
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -57,8 +58,6 @@ from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
 
-# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`, which 0.26 does not have.
-BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 UNUSABLE_GRAMMAR = (
@@ -322,7 +321,7 @@ def translate(error: Exception) -> EngineError:
         return error
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
-    if isinstance(error, (*BUSY, Overloaded)):
+    if isinstance(error, (GracefulHTTPError, Overloaded)):  # by `--max-num-queued-reqs` or `-tokens`
         return EngineBusy(str(error), RETRY_SECONDS)
     if isinstance(error, REFUSALS):
         return EngineRefused(str(error))

@@ -339,7 +339,7 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
         return follower
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     # Experts and sampling masks cannot be joined where a request goes on with another prompt.
-    has_more = state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None)
+    has_more = state.routed_experts_chunks or state.sampling_mask_chunks
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)

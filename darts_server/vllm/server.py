@@ -6,12 +6,19 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from logging import getLogger
+from logging import NOTSET, WARNING, getLogger
 from typing import Any
 
 import uvloop
 from fastapi import FastAPI
 from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
 from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -20,17 +27,6 @@ from darts_server.records import GroupRecord
 from darts_server.serving.lifecycle import Drainable
 from darts_server.vllm import routes
 from darts_server.vllm.compat import version_warning, vllm_version
-from darts_server.vllm.compat.entrypoints import (
-    build_app,
-    cli_env_setup,
-    configure_logging,
-    get_uvicorn_log_config,
-    init_app_state,
-    make_arg_parser,
-    serve_http,
-    setup_server,
-    validate_parsed_serve_args,
-)
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.requests import Extension, ReadOptions, attach, with_raw_names
@@ -102,7 +98,11 @@ def traces(args: Namespace) -> "list[Traces]":
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
-    configure_logging(args)
+    configure_logging_from_args(args)
+    # Explicitly, since a library that vLLM uses raises the root logger's level to ERROR when the app is made.
+    ours = getLogger("darts_server")
+    if ours.level == NOTSET:
+        ours.setLevel(WARNING)
     if (warning := version_warning(vllm_version())) is not None:
         logger.warning(warning)
     return uvloop.run(main())

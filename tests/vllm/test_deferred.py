@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -279,6 +279,23 @@ def test_an_output_is_whole_after_one_of_it_was_truncated() -> None:
     assert cut.logprobs == (wanted.outputs[0].logprobs or [])[:9]
     assert cut.text == truncate_output(wanted, 9, case.params, tokenizer(case.tokenizer)).outputs[0].text
     assert_same(output, wanted)
+
+
+def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
+    @dataclass
+    class Span:
+        version: str
+        start: int
+        end: int
+
+    output = run(Frontend(long_case()))
+    (whole,) = output.outputs
+    whole.token_ids, whole.logprobs = [7] * 4, None
+    whole.sampling_mask, whole.routed_experts = SamplingMask([[1], [2, 3], [4], [5]]), np.arange(6)
+    whole.weight_versions = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]  # type: ignore[attr-defined]  # since 0.32
+    cut: Any = truncate_output(output, 2, long_case().params, None).outputs[0]
+    assert (cut.sampling_mask.token_ids, cut.routed_experts.tolist()) == ([[1], [2, 3]], [0, 1, 2, 3])
+    assert cut.weight_versions == [Span("a", 0, 1), Span("b", 1, 2)]
 
 
 @cache

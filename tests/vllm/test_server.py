@@ -5,13 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.demo.server import FLAGS, MODEL
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm import platform
-from darts_server.vllm.compat.entrypoints import make_arg_parser
 from darts_server.vllm.launch import start_engine
 from darts_server.vllm.server import MORE_HELP, Traces, parse
 from tests.metrics.test_rollouts import record
