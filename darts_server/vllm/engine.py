@@ -5,9 +5,9 @@ It relies on six details of vLLM that are not documented, each covered by a test
 * ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far;
 * ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
-  is found; so is ``logprobs_processor.logprobs`` of one that was resumed;
+  is found;
 * nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
-  :mod:`darts_server.vllm.deferred`;
+  :mod:`darts_server.vllm.outputs`;
 * an aborted final-only request still yields the output generated before the abort;
 * ``abort(..., internal=True)`` takes internal ids.
 """
@@ -16,10 +16,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from math import isnan
 from typing import Any, TypeAlias
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
@@ -42,17 +41,10 @@ from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import (
-    CachingTokenizer,
-    Deferred,
-    change_new_states,
-    changing_state,
-    sampled_logprobs,
-    truncate_output,
-)
-from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
+from darts_server.vllm.held import changing_state
+from darts_server.vllm.outputs import Deferred, TokenTexts, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
-from darts_server.vllm.prompt_request import PromptRequest, begin_with, check_resumable
+from darts_server.vllm.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
 from darts_server.vllm.sampling import REFUSALS
 
@@ -83,9 +75,9 @@ class VllmCandidate:
         collector: RequestOutputCollector,
         aborts: "Aborts",
         on_end: Callable[[], None],
-        deferred: Deferred | None,
+        deferred: Deferred,
         *,
-        constrained: bool = False,
+        constrained: bool,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._held = llm.held
@@ -107,11 +99,8 @@ class VllmCandidate:
             self._released = True
             self._held.release(self._collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
-        if self._deferred is not None:
-            values = self._deferred.logprobs()
-            return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
-        logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-        return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
+        values = self._deferred.values
+        return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
 
     def stop(self) -> int:
         self._aborts.add(self._collector)
@@ -135,8 +124,7 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        values = sampled_logprobs(completion) or () if self._deferred is None else ()
-        if isnan(sum(values)) or (self._deferred is not None and self._deferred.has_nan()):
+        if self._deferred.values is not None and np.isnan(self._deferred.values).any():
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -144,9 +132,7 @@ class VllmCandidate:
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        if self._deferred is not None:
-            output = self._deferred.output(output)
-        return CandidateResult(len(completion.token_ids), reason, output)
+        return CandidateResult(len(completion.token_ids), reason, self._deferred.output(output))
 
 
 class VllmEngine:
@@ -156,8 +142,7 @@ class VllmEngine:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = Aborts(llm)
-        change_new_states(llm.output_processor)
-        self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+        self._texts = TokenTexts(llm.output_processor.tokenizer)
 
     @property
     def weight_version(self) -> int:
@@ -198,7 +183,6 @@ class VllmEngine:
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> VllmCandidate:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
-        llm = self._llm
         with ExitStack() as cleanup:
             params = request.params_of(index)
             if probe is not None:
@@ -207,12 +191,9 @@ class VllmEngine:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
-            if self._tokenizer.tokenizer is not llm.output_processor.tokenizer:
-                self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
             returns_logprobs = probe is None or not request.adds_logprobs(probe)
-            deferred = Deferred(self._tokenizer, stop_strings=bool(params.stop), returns_logprobs=returns_logprobs)
-            with changing_state(deferred.begin):
-                return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
+            deferred = self._deferred(params, returns_logprobs=returns_logprobs)
+            return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
@@ -220,10 +201,16 @@ class VllmEngine:
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
         self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
-        prompt_token_ids, tokenizer = request.prompt["prompt_token_ids"], self._llm.output_processor.tokenizer
-        change = partial(begin_with, prefix, prompt_token_ids, request.params_of(index), tokenizer)
-        with ExitStack() as cleanup, changing_state(change):
-            return await self._add(request, index, prompt, params, order, cleanup)
+        with ExitStack() as cleanup:
+            deferred = self._deferred(request.params_of(index), prefix)
+            return await self._add(request, index, prompt, params, order, cleanup, deferred)
+
+    def _deferred(
+        self, params: SamplingParams, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True
+    ) -> Deferred:
+        if self._texts.tokenizer is not self._llm.output_processor.tokenizer:
+            self._texts = TokenTexts(self._llm.output_processor.tokenizer)
+        return Deferred(self._texts, params, prefix, returns_logprobs=returns_logprobs)
 
     async def _add(
         self,
@@ -233,7 +220,7 @@ class VllmEngine:
         params: SamplingParams,
         order: float,
         cleanup: ExitStack,
-        deferred: Deferred | None = None,
+        deferred: Deferred,
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
         ranks = self._llm.ranks
@@ -244,8 +231,9 @@ class VllmEngine:
         if self.has_priorities:
             options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         try:
-            # The id that vLLM gives to the children of a request with n > 1.
-            collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
+            with changing_state(deferred.begin):
+                # The id that vLLM gives to the children of a request with n > 1.
+                collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
         except Exception as error:
             raise translate(error) from error
         return VllmCandidate(
@@ -258,21 +246,15 @@ class VllmEngine:
         )
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        return truncate_output(output, tokens, request.params, self._llm.tokenizer)
+        return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        if not prefix.token_ids:
-            return make_output(request.prompt, request.params)
-        tokenizer = self._llm.output_processor.tokenizer
-        detokenizer = new_detokenizer(request.prompt["prompt_token_ids"], request.params, tokenizer)
-        detokenizer.update(list(prefix.token_ids), False)
-        text = detokenizer.get_next_output_text(finished=True, delta=False)
-        return make_output(request.prompt, request.params, prefix, text=text)
+        return self._deferred(request.params, prefix).make_output(request.prompt)
 
     def finished_output(
         self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
     ) -> RequestOutput:
-        return make_output(request.prompt, request.params, tokens, finish_reason.value, text)
+        return self._deferred(request.params, tokens).make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]

@@ -30,8 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from darts_server.exceptions import EngineBusy, EngineError
 from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.serving.admission import RETRY_SECONDS
-from darts_server.vllm.deferred import is_candidate
-from darts_server.vllm.held import number_of
+from darts_server.vllm.held import held_of, number_of
 from darts_server.vllm.probe.capture import INSTALL
 from darts_server.vllm.prompt_request import depends_on_prompt_end, leave_rest
 
@@ -330,7 +329,8 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
     """
     params, follower = request.sampling_params, copy(request)
-    if is_candidate(state) or request.resumable:
+    held = held_of(state)
+    if (held is not None and held.is_candidate) or request.resumable:
         return None
     prompt = request.prompt_token_ids or []
     # If it was moved before, its prompt has some of them already.

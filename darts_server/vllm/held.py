@@ -18,7 +18,9 @@ import queue
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -314,11 +316,32 @@ def number_of(params: Any) -> int:
 # --- in the API process -----------------------------------------------------------
 
 
+StateChange = Callable[[EngineCoreRequest, RequestState], None]
+_changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
+
+
+@contextmanager
+def changing_state(change: StateChange) -> Iterator[None]:
+    """Call ``change`` with the candidate that this task adds in the block, and its new state.
+
+    In the call that sends it, because its first output may come before `AsyncLLM.add_request` returns.
+    """
+    token = _changes.set([change])  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+
+
 class HeldRequest(NamedTuple):
-    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them."""
+    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them.
+
+    ``is_candidate``: of a group.
+    """
 
     number: int
     before: int
+    is_candidate: bool
 
 
 class HeldRequests:
@@ -354,7 +377,7 @@ class HeldRequests:
         if state is None or state.detokenizer is None:
             return None
         received = int(state.detokenizer.num_output_tokens())
-        if (held := _held(state)) is None:
+        if (held := held_of(state)) is None:
             return received
         return max(received, held.before + self._counts.get(held.number, 0))
 
@@ -397,12 +420,16 @@ class HeldRequests:
             if params is None or state is None or not is_final_only or request.resumable:
                 await add(request)
                 return
-            extra = params.extra_args or {}
-            if (moved := _held(state)) is not None:
+            is_candidate = False
+            if (moved := held_of(state)) is not None:
                 self._counts.pop(moved.number, None)
+            elif changes := _changes.get():
+                changes.pop()(request, state)
+                is_candidate = True
+            extra = params.extra_args or {}
             number = next(self._numbers)
             before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-            setattr(state, ARGUMENT, HeldRequest(number, before))
+            setattr(state, ARGUMENT, HeldRequest(number, before, is_candidate))
             # Stop strings are searched for in this process.
             is_read = bool(params.stop) or PASSED_ON in extra
             request.sampling_params = copy(params)  # other requests may have the same
@@ -423,7 +450,7 @@ class HeldRequests:
             names = list(request_ids)
             ids = names if internal else [each for name in names for each in processor.external_req_ids.get(name, ())]
             ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
-            ours = [each for each in ids if _held(self._states.get(each))]
+            ours = [each for each in ids if held_of(self._states.get(each))]
             return [*ours, *forget([each for each in ids if each not in ours], True)]  # which calls this for children
 
         processor.abort_requests = abort_requests  # type: ignore[method-assign]  # of this one
@@ -433,7 +460,7 @@ class HeldRequests:
         update = processor._update_stats_from_output
 
         def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-            if (held := _held(state)) is None:
+            if (held := held_of(state)) is None:
                 update(state, output, timestamp, stats)
                 return
             if output.finish_reason is not None:
@@ -466,7 +493,8 @@ class HeldRequests:
         loggers.record = record_kept
 
 
-def _held(state: RequestState | None) -> HeldRequest | None:
+def held_of(state: RequestState | None) -> HeldRequest | None:
+    """Return what is noted of a request that has a number; ``None``: it has none."""
     return getattr(state, ARGUMENT, None)
 
 
