@@ -12,9 +12,8 @@ It relies on six details of vLLM that are not documented, each covered by a test
 * ``abort(..., internal=True)`` takes internal ids.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -41,7 +40,7 @@ from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.held import changing_state
+from darts_server.vllm.held import OncePerTurn, changing_state
 from darts_server.vllm.outputs import Deferred, TokenTexts, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable
@@ -73,7 +72,7 @@ class VllmCandidate:
         self,
         llm: ControlledLLM,
         collector: RequestOutputCollector,
-        aborts: "Aborts",
+        aborts: OncePerTurn[RequestOutputCollector],
         on_end: Callable[[], None],
         deferred: Deferred,
         *,
@@ -141,7 +140,8 @@ class VllmEngine:
     def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
-        self._aborts = Aborts(llm)
+        self._aborts = OncePerTurn(self._abort)
+        """A completed group stops all of its running candidates in the same turn."""
         self._texts = TokenTexts(llm.output_processor.tokenizer)
 
     @property
@@ -245,6 +245,15 @@ class VllmEngine:
             constrained=params.structured_outputs is not None,
         )
 
+    async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
+        try:
+            await self._llm.engine_core.abort_requests_async([each.request_id for each in collectors])  # it answers
+        except Exception as error:
+            logger.exception("vLLM failed to abort %d requests", len(collectors))
+            for each in collectors:
+                if each.output is None:
+                    each.put(CandidateFailed(f"vLLM failed to abort request {each.request_id}: {error}"))
+
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens)
 
@@ -263,38 +272,6 @@ class VllmEngine:
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
-
-
-class Aborts:
-    """Sends the aborts of one turn of the event loop to the engine as one message.
-
-    A completed group stops all of its running candidates in the same turn.
-    """
-
-    def __init__(self, llm: ControlledLLM) -> None:
-        self._llm = llm
-        self._pending: dict[str, RequestOutputCollector] = {}
-        self._sending: set[asyncio.Task[None]] = set()
-
-    def add(self, collector: RequestOutputCollector) -> None:
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._pending[collector.request_id] = collector
-
-    def _send(self) -> None:
-        pending, self._pending = self._pending, {}
-        task = asyncio.get_running_loop().create_task(self._abort(pending))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _abort(self, collectors: Mapping[str, RequestOutputCollector]) -> None:
-        try:
-            await self._llm.engine_core.abort_requests_async(list(collectors))  # which it answers
-        except Exception as error:
-            logger.exception("vLLM failed to abort %d requests", len(collectors))
-            for request_id, collector in collectors.items():
-                if collector.output is None:
-                    collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
 
 
 def translate(error: Exception) -> EngineError:

@@ -68,7 +68,6 @@ class FleetCore(AsyncMPClient):
         self.resources: Any = SimpleNamespace(engine_dead=False, engine_manager=None)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.utility_results: dict[int, Any] = {}
         self.client_index, self.client_count, self.engines_running = 0, 1, False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
         self.core_engines: list[bytes] = []
@@ -146,8 +145,8 @@ class FleetCore(AsyncMPClient):
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
-        for call in engine.calls:
-            if (future := self.utility_results.pop(call, None)) is not None and not future.done():
+        for future in engine.calls.values():
+            if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
         self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
@@ -215,10 +214,13 @@ class FleetCore(AsyncMPClient):
         ends = EngineCoreOutputs(engine_index=lost.rank, outputs=aborted(ended), scheduler_stats=SchedulerStats())
         self.outputs_queue.put_nowait(ends)
 
+    def _engine(self, name: bytes) -> "Engine":
+        if (engine := self.engines.get(name)) is None:
+            raise EngineLost(f"engine {int.from_bytes(name, 'little')} was lost")
+        return engine
+
     async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
-        if (there := self.engines.get(engine)) is None:
-            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
-        there.connection.send(message)
+        self._engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         wanted = request.data_parallel_rank
@@ -277,17 +279,14 @@ class FleetCore(AsyncMPClient):
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
             args = for_engine(self.vllm_config, int.from_bytes(engine, "little"), *args)
-        if (there := self.engines.get(engine)) is None:
-            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
-        call, future = next(self._calls), asyncio.get_running_loop().create_future()
-        self.utility_results[call] = future
-        there.calls.add(call)
+        there, call = self._engine(engine), next(self._calls)
+        future = there.calls[call] = asyncio.get_running_loop().create_future()
         try:
             message: Sequence[Any] = self.encoder.encode((self.client_index, call, method, args))
             there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
             return await future
         finally:
-            there.calls.discard(call)
+            there.calls.pop(call, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, also in those that come later. Returns the answers of their workers.
@@ -369,7 +368,8 @@ class Engine:
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
-        self.calls: set[int] = set()
+        self.calls: dict[int, Any] = {}
+        """Futures of calls that it has not answered."""
         self.joining: asyncio.Task[None]
         self.silent = 0.0
         """Seconds since its last message."""
@@ -387,8 +387,8 @@ class Engine:
         outputs: EngineCoreOutputs = self._core.decoder.decode(parts)
         outputs.engine_index = self.rank
         if outputs.utility_output is not None:
-            if outputs.utility_output.call_id in self._core.utility_results:
-                _process_utility_output(outputs.utility_output, self._core.utility_results)
+            if outputs.utility_output.call_id in self.calls:
+                _process_utility_output(outputs.utility_output, self.calls)
             return
         for output in outputs.outputs:
             if output.finish_reason is not None:

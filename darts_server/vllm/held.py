@@ -18,14 +18,14 @@ import queue
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -51,6 +51,7 @@ REPORT_SECONDS = 0.01
 MOST_KEPT = 256
 """Tokens of a request that are kept at most; twice that for some: requests that began together are sent one by one."""
 
+T = TypeVar("T")
 Step = tuple[int, float, int]
 StepListener = Callable[[int, float, int], None]
 """Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
@@ -87,13 +88,13 @@ class Release(NamedTuple):
 
 
 class Request:
-    """What is kept of one request. ``count``: of the tokens that it has generated, sent or kept."""
+    """What is kept of one request, at ``most``. ``count``: of the tokens that it has generated, sent or kept."""
 
-    __slots__ = ("_events", "_logprobs", "_most", "_nans", "_tokens", "count", "held", "number")
+    __slots__ = ("_events", "_logprobs", "_nans", "_tokens", "count", "held", "most", "number")
 
     def __init__(self, number: int, held: bool) -> None:
         self.number, self.held, self.count = number, held, 0
-        self._most = MOST_KEPT + 7 * number % MOST_KEPT
+        self.most = MOST_KEPT + 7 * number % MOST_KEPT
         self._clear()
 
     def _clear(self) -> None:
@@ -126,10 +127,6 @@ class Request:
     @property
     def kept(self) -> int:
         return len(self._tokens)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) >= self._most
 
 
 def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
@@ -189,7 +186,7 @@ class Holding:
                 passed.append(request.join(output))
             elif is_first or not request.held:
                 passed.append(output)
-            elif request.is_full:
+            elif request.kept >= request.most:
                 self._kept -= request.kept
                 passed.append(request.join(output))
             else:
@@ -362,8 +359,7 @@ class HeldRequests:
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number
         self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
-        self._released: list[str] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._releases = OncePerTurn(self._send_released)
         self._receive_reports()
         self._number_requests()
         self._leave_aborts_to_engine(processor)
@@ -382,18 +378,15 @@ class HeldRequests:
         return max(received, held.before + self._counts.get(held.number, 0))
 
     def release(self, request_id: str) -> None:
-        """Let the tokens of a request come as they are generated: in one call for all of a turn of the event loop."""
-        if not self._released:
-            asyncio.get_running_loop().call_soon(self._send_released)
-        self._released.append(request_id)
+        """Let the tokens of a request come as they are generated."""
+        self._releases.add(request_id)
 
-    def _send_released(self) -> None:
-        released, self._released = self._released, []
-        for engine in self._core.core_engines:
-            call = self._core._call_utility_async(RELEASE, self._core.client_index, released, engine=engine)
-            task = asyncio.get_running_loop().create_task(_logged(call))
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+    async def _send_released(self, names: list[str]) -> None:
+        call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, names)
+        calls = (call(engine=engine) for engine in self._core.core_engines)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Exception):  # of a dead engine, which ends all requests anyway
+                logger.error("an engine did not release requests: %s", answer)
 
     def _receive_reports(self) -> None:
         vllms: Any = self._core.decoder
@@ -498,8 +491,21 @@ def held_of(state: RequestState | None) -> HeldRequest | None:
     return getattr(state, ARGUMENT, None)
 
 
-async def _logged(call: Any) -> None:
-    try:
-        await call
-    except Exception:  # of a dead engine, which ends all requests anyway
-        logger.exception("an engine did not release requests")
+class OncePerTurn(Generic[T]):
+    """Calls ``send`` once with all that is added in one turn of the event loop: for the engine that is one message."""
+
+    def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
+        self._send = send
+        self._added: dict[T, None] = {}
+        self._sending: set[asyncio.Task[None]] = set()  # the event loop itself keeps weak references only
+
+    def add(self, one: T) -> None:
+        if not self._added:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._added[one] = None
+
+    def _begin(self) -> None:
+        added, self._added = [*self._added], {}
+        task = asyncio.get_running_loop().create_task(self._send(added))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
