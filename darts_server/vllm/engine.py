@@ -41,7 +41,7 @@ from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.held import OncePerTurn, changing_state
-from darts_server.vllm.outputs import Deferred, TokenTexts, sampled_logprobs, truncate_output
+from darts_server.vllm.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
@@ -142,7 +142,7 @@ class VllmEngine:
         self._probes = ProbeReceiver() if probes is None else probes
         self._aborts = OncePerTurn(self._abort)
         """A completed group stops all of its running candidates in the same turn."""
-        self._texts = TokenTexts(llm.output_processor.tokenizer)
+        self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
 
     @property
     def weight_version(self) -> int:
@@ -208,9 +208,9 @@ class VllmEngine:
     def _deferred(
         self, params: SamplingParams, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True
     ) -> Deferred:
-        if self._texts.tokenizer is not self._llm.output_processor.tokenizer:
-            self._texts = TokenTexts(self._llm.output_processor.tokenizer)
-        return Deferred(self._texts, params, prefix, returns_logprobs=returns_logprobs)
+        if self._tokenizer.tokenizer is not self._llm.output_processor.tokenizer:
+            self._tokenizer = CachingTokenizer(self._llm.output_processor.tokenizer)
+        return Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
 
     async def _add(
         self,

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -22,6 +22,7 @@ from msgspec import structs
 from vllm import SamplingParams
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -44,32 +45,42 @@ STOP = "stop"
 _one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
 
 
-class TokenTexts(dict[int, str]):
-    """The texts of single tokens, which log-probs name again and again, as vLLM's log-probs have them."""
+class CachingTokenizer:
+    """A tokenizer that remembers the text of single tokens, which log-probs name again and again."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._decode = cache(lambda token: tokenizer.decode([token]))
+        self.text = cache(lambda token: convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])[0])
+        """Returns a token's text as vLLM's log-probs have it, before it corrects incomplete ones."""
 
-    def __missing__(self, token: int) -> str:
-        (self[token],) = convert_ids_list_to_tokens(self.tokenizer, [token])
-        return self[token]
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids) if len(token_ids) > 1 else self._decode(*token_ids))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
 
 
 class Deferred:
     """What the output of one candidate is made from.
 
     Args:
-        texts: of the model's tokens.
+        tokenizer: the model's.
         params: of the candidate, as if it had not been stopped.
         prefix: tokens that it had generated before, which the engine gets as the end of its prompt.
         returns_logprobs: whether its output has log-probs if the engine computes some.
     """
 
     def __init__(
-        self, texts: TokenTexts, params: SamplingParams, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True
+        self,
+        tokenizer: CachingTokenizer,
+        params: SamplingParams,
+        prefix: TokenSlice = NOTHING,
+        *,
+        returns_logprobs: bool = True,
     ) -> None:
-        self._texts, self._params, self._prefix = texts, params, prefix
-        self._tokenizer = texts.tokenizer if params.detokenize else None
+        self._params, self._prefix = params, prefix
+        self._tokenizer = tokenizer if params.detokenize and tokenizer.tokenizer is not None else None
         self._detokenizer: IncrementalDetokenizer | None = None
         self._arrays: list[LogprobsLists] = []
         self.returns_logprobs = returns_logprobs
@@ -107,7 +118,8 @@ class Deferred:
         )
 
     def _new_detokenizer(self) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
+        tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
+        return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
 
     def _collect(self, logprobs_lists: LogprobsLists) -> None:
         # Copies, which do not keep the message that they came in.
@@ -169,36 +181,42 @@ class Deferred:
 
     def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
         """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text but once."""
-        processor = LogprobsProcessor.from_new_request(self._tokenizer, self._request)
-        logprobs, total, number = processor.logprobs, processor.cumulative_logprob, processor.num_logprobs
+        processor = LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
+        logprobs, text = processor.logprobs, None if self._tokenizer is None else self._tokenizer.text
         assert logprobs is not None
-        assert total is not None
-        assert number is not None
+        assert processor.cumulative_logprob is not None
+        assert processor.num_logprobs is not None
         left, entries = len(completion.token_ids), 0
         for token, value in zip(self._prefix.token_ids[:left], self._prefix.logprobs or (), strict=False):
             logprobs.append({token: Logprob(value)})
-            total += value
+            processor.cumulative_logprob += value
         left -= len(logprobs)
         for arrays in self._arrays:
             rows, step = min(left, len(arrays.logprobs)), max(1, SLICE // arrays.logprobs.shape[1])
             left -= rows
             for start in range(0, rows, step):
-                part = arrays.slice_request(start, min(step, rows - start))
+                part = rows_of(arrays, start, min(start + step, rows))
                 ids, values, ranks = part.logprob_token_ids.tolist(), part.logprobs.tolist(), part.sampled_token_ranks
-                for tokens, of_tokens, rank in zip(ids, values, ranks.tolist(), strict=True):
-                    decoded: Iterable[str | None] = NONES
-                    if self._tokenizer is not None:
-                        texts = [self._texts[token] for token in tokens]
-                        if INCOMPLETE in "".join(texts):  # by the tokens before, which is left to vLLM
-                            texts = processor._verify_tokens(texts, tokens)
-                        decoded = texts
-                    append_logprobs_for_next_position(logprobs, tokens, of_tokens, decoded, rank, number)
-                    total += of_tokens[0]
+                for row, (tokens, of_tokens, rank) in enumerate(zip(ids, values, ranks.tolist(), strict=True)):
+                    texts = None if text is None else [text(token) for token in tokens]
+                    if texts is not None and INCOMPLETE in "".join(texts):  # vLLM corrects it by the tokens before
+                        processor._update_sample_logprobs(rows_of(part, row, row + 1))
+                        continue
+                    append_logprobs_for_next_position(
+                        logprobs, tokens, of_tokens, texts or NONES, rank, processor.num_logprobs
+                    )
+                    processor.cumulative_logprob += of_tokens[0]
                 entries += part.logprobs.size
                 if entries >= SLICE:
                     entries = 0
                     yield
-        completion.logprobs, completion.cumulative_logprob = logprobs, total
+        completion.logprobs, completion.cumulative_logprob = logprobs, processor.cumulative_logprob
+
+
+def rows_of(arrays: LogprobsLists, start: int, end: int) -> LogprobsLists:
+    return LogprobsLists(
+        arrays.logprob_token_ids[start:end], arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end]
+    )
 
 
 class DeferredCompletion(CompletionOutput):

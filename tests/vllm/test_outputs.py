@@ -26,9 +26,9 @@ from darts_server.demo.server import MODEL
 from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.vllm.outputs import (
     SLICE,
+    CachingTokenizer,
     Deferred,
     DeferredCompletion,
-    TokenTexts,
     make_deferred,
     sampled_logprobs,
     truncate_output,
@@ -157,8 +157,8 @@ class DeferringFrontend(Frontend):
     def __init__(self, case: Case, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True) -> None:
         super().__init__(case)
         self.prefix = prefix
-        texts = TokenTexts(self.processor.tokenizer)
-        self.deferred = Deferred(texts, case.params, prefix, returns_logprobs=returns_logprobs)
+        caching = CachingTokenizer(self.processor.tokenizer)
+        self.deferred = Deferred(caching, case.params, prefix, returns_logprobs=returns_logprobs)
 
     def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
         request = super().add([*prompt, *self.prefix.token_ids])
