@@ -51,8 +51,16 @@ class CachingTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._decode = cache(lambda token: tokenizer.decode([token]))
-        self.text = cache(lambda token: convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])[0])
-        """Returns a token's text as vLLM's log-probs have it, before it corrects incomplete ones."""
+        self.text = cache(self._text)
+        self.incomplete: set[int] = set()
+        """Of the tokens whose text was returned, those with a part of a character."""
+
+    def _text(self, token: int) -> str:
+        """Return a token's text as vLLM's log-probs have it, before it corrects incomplete ones."""
+        (text,) = convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])
+        if INCOMPLETE in text:
+            self.incomplete.add(token)
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids) if len(token_ids) > 1 else self._decode(*token_ids))
@@ -182,7 +190,8 @@ class Deferred:
     def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
         """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text but once."""
         processor = LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
-        logprobs, text = processor.logprobs, None if self._tokenizer is None else self._tokenizer.text
+        logprobs, caching = processor.logprobs, self._tokenizer
+        text, incomplete = (None, set[int]()) if caching is None else (caching.text, caching.incomplete)
         assert logprobs is not None
         assert processor.cumulative_logprob is not None
         assert processor.num_logprobs is not None
@@ -198,13 +207,11 @@ class Deferred:
                 part = rows_of(arrays, start, min(start + step, rows))
                 ids, values, ranks = part.logprob_token_ids.tolist(), part.logprobs.tolist(), part.sampled_token_ranks
                 for row, (tokens, of_tokens, rank) in enumerate(zip(ids, values, ranks.tolist(), strict=True)):
-                    texts = None if text is None else [text(token) for token in tokens]
-                    if texts is not None and INCOMPLETE in "".join(texts):  # vLLM corrects it by the tokens before
+                    texts = NONES if text is None else [text(token) for token in tokens]
+                    if not incomplete.isdisjoint(tokens):  # vLLM corrects their texts by the tokens before
                         processor._update_sample_logprobs(rows_of(part, row, row + 1))
                         continue
-                    append_logprobs_for_next_position(
-                        logprobs, tokens, of_tokens, texts or NONES, rank, processor.num_logprobs
-                    )
+                    append_logprobs_for_next_position(logprobs, tokens, of_tokens, texts, rank, processor.num_logprobs)
                     processor.cumulative_logprob += of_tokens[0]
                 entries += part.logprobs.size
                 if entries >= SLICE:
