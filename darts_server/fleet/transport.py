@@ -28,7 +28,6 @@ MAX_PARTS = 4096
 MAX_BYTES = 1 << 30
 HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0
 """A connection that has not said who it is by then is closed."""
-READ_BYTES = 1 << 18
 KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """A host whose machine is gone, or whose network is, is noticed after some seconds without an answer, or with data that
 was not taken for so many milliseconds: longer than either end may be too busy to read."""
@@ -143,34 +142,22 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-class Hub:
-    """Where hosts connect to.
+Joined = Callable[[Hello, Connection], Receiver]
 
-    Args:
-        token: that they must have.
-        joined: called with each host that has said hello, and its connection; returns what receives its messages.
+
+async def listen(host: str, token: str, joined: Joined) -> asyncio.Server:
+    """Listen for hosts of engines on any port.
+
+    ``token``: that they must have. ``joined``: called with each that has said hello, and its connection; returns what
+    receives its messages.
     """
-
-    def __init__(self, token: str, joined: Callable[[Hello, Connection], Receiver]) -> None:
-        self._token = token
-        self._joined = joined
-        self._server: asyncio.Server | None = None
-
-    async def listen(self, host: str, port: int = 0) -> int:
-        """Listen, and return the port."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Greeting(self._token, self._joined).connection, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+    return await asyncio.get_running_loop().create_server(lambda: _Greeting(token, joined).connection, host, 0)
 
 
 class _Greeting:
     """Receives the first message of a connection."""
 
-    def __init__(self, token: str, joined: Callable[[Hello, Connection], Receiver]) -> None:
+    def __init__(self, token: str, joined: Joined) -> None:
         self._token, self._joined = token, joined
         self.connection = Connection(self, HELLO_BYTES)
         self._timer = asyncio.get_running_loop().call_later(

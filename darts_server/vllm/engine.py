@@ -5,22 +5,21 @@ It relies on six details of vLLM that are not documented, each covered by a test
 * ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far;
 * ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
-  is found; so is ``logprobs_processor.logprobs`` of one that was resumed;
+  is found;
 * nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
-  :mod:`darts_server.vllm.deferred`;
+  :mod:`darts_server.vllm.outputs`;
 * an aborted final-only request still yields the output generated before the abort;
 * ``abort(..., internal=True)`` takes internal ids.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from math import isnan
 from typing import Any, TypeAlias
 
-from vllm import SamplingParams, exceptions
+import numpy as np
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -41,24 +40,15 @@ from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import (
-    CachingTokenizer,
-    Deferred,
-    change_new_states,
-    changing_state,
-    sampled_logprobs,
-    truncate_output,
-)
-from darts_server.vllm.outputs import make_output, new_detokenizer, token_logprobs
+from darts_server.vllm.held import OncePerTurn, changing_state
+from darts_server.vllm.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
-from darts_server.vllm.prompt_request import PromptRequest, begin_with, check_resumable
+from darts_server.vllm.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
 from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
 
-# Raised by `--max-num-queued-reqs` and `--max-num-queued-tokens`, which 0.26 does not have.
-BUSY: tuple[type[Exception], ...] = (exceptions.GracefulHTTPError,) if hasattr(exceptions, "GracefulHTTPError") else ()
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
 UNUSABLE_GRAMMAR = (
@@ -82,11 +72,11 @@ class VllmCandidate:
         self,
         llm: ControlledLLM,
         collector: RequestOutputCollector,
-        aborts: "Aborts",
+        aborts: OncePerTurn[RequestOutputCollector],
         on_end: Callable[[], None],
-        deferred: Deferred | None,
+        deferred: Deferred,
         *,
-        constrained: bool = False,
+        constrained: bool,
     ) -> None:
         self._states = llm.output_processor.request_states
         self._held = llm.held
@@ -108,11 +98,8 @@ class VllmCandidate:
             self._released = True
             self._held.release(self._collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
-        if self._deferred is not None:
-            values = self._deferred.logprobs()
-            return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
-        logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-        return TokenSlice(tokens, None if logprobs is None else token_logprobs(logprobs[start:], tokens))
+        values = self._deferred.values
+        return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
 
     def stop(self) -> int:
         self._aborts.add(self._collector)
@@ -136,8 +123,7 @@ class VllmCandidate:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        values = sampled_logprobs(completion) or () if self._deferred is None else ()
-        if isnan(sum(values)) or (self._deferred is not None and self._deferred.has_nan()):
+        if self._deferred.values is not None and np.isnan(self._deferred.values).any():
             raise CandidateFailed(
                 f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -145,9 +131,7 @@ class VllmCandidate:
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        if self._deferred is not None:
-            output = self._deferred.output(output)
-        return CandidateResult(len(completion.token_ids), reason, output)
+        return CandidateResult(len(completion.token_ids), reason, self._deferred.output(output))
 
 
 class VllmEngine:
@@ -156,8 +140,8 @@ class VllmEngine:
     def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
-        self._aborts = Aborts(llm)
-        change_new_states(llm.output_processor)
+        self._aborts = OncePerTurn(self._abort)
+        """A completed group stops all of its running candidates in the same turn."""
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
 
     @property
@@ -199,7 +183,6 @@ class VllmEngine:
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> VllmCandidate:
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
-        llm = self._llm
         with ExitStack() as cleanup:
             params = request.params_of(index)
             if probe is not None:
@@ -208,12 +191,9 @@ class VllmEngine:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
-            if self._tokenizer.tokenizer is not llm.output_processor.tokenizer:
-                self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
             returns_logprobs = probe is None or not request.adds_logprobs(probe)
-            deferred = Deferred(self._tokenizer, stop_strings=bool(params.stop), returns_logprobs=returns_logprobs)
-            with changing_state(deferred.begin):
-                return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
+            deferred = self._deferred(params, returns_logprobs=returns_logprobs)
+            return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
@@ -221,10 +201,16 @@ class VllmEngine:
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
         self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
-        prompt_token_ids, tokenizer = request.prompt["prompt_token_ids"], self._llm.output_processor.tokenizer
-        change = partial(begin_with, prefix, prompt_token_ids, request.params_of(index), tokenizer)
-        with ExitStack() as cleanup, changing_state(change):
-            return await self._add(request, index, prompt, params, order, cleanup)
+        with ExitStack() as cleanup:
+            deferred = self._deferred(request.params_of(index), prefix)
+            return await self._add(request, index, prompt, params, order, cleanup, deferred)
+
+    def _deferred(
+        self, params: SamplingParams, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True
+    ) -> Deferred:
+        if self._tokenizer.tokenizer is not self._llm.output_processor.tokenizer:
+            self._tokenizer = CachingTokenizer(self._llm.output_processor.tokenizer)
+        return Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
 
     async def _add(
         self,
@@ -234,7 +220,7 @@ class VllmEngine:
         params: SamplingParams,
         order: float,
         cleanup: ExitStack,
-        deferred: Deferred | None = None,
+        deferred: Deferred,
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
         ranks = self._llm.ranks
@@ -245,8 +231,9 @@ class VllmEngine:
         if self.has_priorities:
             options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         try:
-            # The id that vLLM gives to the children of a request with n > 1.
-            collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
+            with changing_state(deferred.begin):
+                # The id that vLLM gives to the children of a request with n > 1.
+                collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
         except Exception as error:
             raise translate(error) from error
         return VllmCandidate(
@@ -258,22 +245,25 @@ class VllmEngine:
             constrained=params.structured_outputs is not None,
         )
 
+    async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
+        try:
+            await self._llm.engine_core.abort_requests_async([each.request_id for each in collectors])  # it answers
+        except Exception as error:
+            logger.exception("vLLM failed to abort %d requests", len(collectors))
+            for each in collectors:
+                if each.output is None:
+                    each.put(CandidateFailed(f"vLLM failed to abort request {each.request_id}: {error}"))
+
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        return truncate_output(output, tokens, request.params, self._llm.tokenizer)
+        return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        if not prefix.token_ids:
-            return make_output(request.prompt, request.params)
-        tokenizer = self._llm.output_processor.tokenizer
-        detokenizer = new_detokenizer(request.prompt["prompt_token_ids"], request.params, tokenizer)
-        detokenizer.update(list(prefix.token_ids), False)
-        text = detokenizer.get_next_output_text(finished=True, delta=False)
-        return make_output(request.prompt, request.params, prefix, text=text)
+        return self._deferred(request.params, prefix).make_output(request.prompt)
 
     def finished_output(
         self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
     ) -> RequestOutput:
-        return make_output(request.prompt, request.params, tokens, finish_reason.value, text)
+        return self._deferred(request.params, tokens).make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
@@ -284,45 +274,13 @@ class VllmEngine:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
-class Aborts:
-    """Sends the aborts of one turn of the event loop to the engine as one message.
-
-    A completed group stops all of its running candidates in the same turn.
-    """
-
-    def __init__(self, llm: ControlledLLM) -> None:
-        self._llm = llm
-        self._pending: dict[str, RequestOutputCollector] = {}
-        self._sending: set[asyncio.Task[None]] = set()
-
-    def add(self, collector: RequestOutputCollector) -> None:
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._pending[collector.request_id] = collector
-
-    def _send(self) -> None:
-        pending, self._pending = self._pending, {}
-        task = asyncio.get_running_loop().create_task(self._abort(pending))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _abort(self, collectors: Mapping[str, RequestOutputCollector]) -> None:
-        try:
-            await self._llm.engine_core.abort_requests_async(list(collectors))  # which it answers
-        except Exception as error:
-            logger.exception("vLLM failed to abort %d requests", len(collectors))
-            for request_id, collector in collectors.items():
-                if collector.output is None:
-                    collector.put(CandidateFailed(f"vLLM failed to abort request {request_id}: {error}"))
-
-
 def translate(error: Exception) -> EngineError:
     """Translate an exception of vLLM to the port's."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
-    if isinstance(error, (*BUSY, Overloaded)):
+    if isinstance(error, (GracefulHTTPError, Overloaded)):  # by `--max-num-queued-reqs` or `-tokens`
         return EngineBusy(str(error), RETRY_SECONDS)
     if isinstance(error, REFUSALS):
         return EngineRefused(str(error))

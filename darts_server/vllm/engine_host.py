@@ -45,28 +45,24 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LocalEngine(MPClient):
-    """vLLM's client of an engine that it starts on this machine, without its tasks that read the engine's messages."""
+    """vLLM's client of an engine that it starts on this machine, without its tasks that read the engine's messages.
+
+    Receives the coordinator's, which are handed to the engine.
+    """
 
     ready = b""
+    disconnected: asyncio.Future[str]
 
     def _apply_ready_response(self, payload: bytes) -> None:
         self.ready = payload
         super()._apply_ready_response(payload)
 
-
-class Relay:
-    """Hands the coordinator's messages to the engine."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
     def received(self, parts: list[bytes]) -> None:
-        self._engine.input_socket.send_multipart([self._engine.core_engine, *parts], copy=False)
+        self.input_socket.send_multipart([self.core_engine, *parts], copy=False)
 
     def lost(self, reason: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(f"the connection to the coordinator has ended: {reason}")
+        if not self.disconnected.done():
+            self.disconnected.set_result(f"the connection to the coordinator has ended: {reason}")
 
 
 async def run(start: Start, folder: Path) -> str:
@@ -75,6 +71,7 @@ async def run(start: Start, folder: Path) -> str:
     args = server.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
+    engine.disconnected = asyncio.get_running_loop().create_future()
     manager: Any = engine.resources.engine_manager
     socket: Any = engine.resources.output_socket
     connection: Connection | None = None
@@ -102,11 +99,10 @@ async def run(start: Start, folder: Path) -> str:
             hidden_states.setsockopt(zmq.RCVHWM, 0)
             address = f"ipc://{folder / 'states'}"
             hidden_states.bind(address)
-            relay = Relay(engine)
             hello = Hello(start.token, start.rank, engine.ready, address)
-            connection = await connect(start.host, start.port, hello, relay)
+            connection = await connect(start.host, start.port, hello, engine)
             works = hand_on_outputs(connection), hand_on_hidden_states(connection), watch()
-            tasks = [*map(asyncio.ensure_future, works), relay.ended]
+            tasks = [*map(asyncio.ensure_future, works), engine.disconnected]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return str(ended.pop().result())
         finally:

@@ -30,8 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from darts_server.exceptions import EngineBusy, EngineError
 from darts_server.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.serving.admission import RETRY_SECONDS
-from darts_server.vllm.deferred import is_candidate
-from darts_server.vllm.held import number_of
+from darts_server.vllm.held import held_of, number_of
 from darts_server.vllm.probe.capture import INSTALL
 from darts_server.vllm.prompt_request import depends_on_prompt_end, leave_rest
 
@@ -69,7 +68,6 @@ class FleetCore(AsyncMPClient):
         self.resources: Any = SimpleNamespace(engine_dead=False, engine_manager=None)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.utility_results: dict[int, Any] = {}
         self.client_index, self.client_count, self.engines_running = 0, 1, False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
         self.core_engines: list[bytes] = []
@@ -147,8 +145,8 @@ class FleetCore(AsyncMPClient):
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
-        for call in engine.calls:
-            if (future := self.utility_results.pop(call, None)) is not None and not future.done():
+        for future in engine.calls.values():
+            if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
         self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
@@ -216,10 +214,13 @@ class FleetCore(AsyncMPClient):
         ends = EngineCoreOutputs(engine_index=lost.rank, outputs=aborted(ended), scheduler_stats=SchedulerStats())
         self.outputs_queue.put_nowait(ends)
 
+    def _engine(self, name: bytes) -> "Engine":
+        if (engine := self.engines.get(name)) is None:
+            raise EngineLost(f"engine {int.from_bytes(name, 'little')} was lost")
+        return engine
+
     async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
-        if (there := self.engines.get(engine)) is None:
-            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
-        there.connection.send(message)
+        self._engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         wanted = request.data_parallel_rank
@@ -278,17 +279,14 @@ class FleetCore(AsyncMPClient):
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
             args = for_engine(self.vllm_config, int.from_bytes(engine, "little"), *args)
-        if (there := self.engines.get(engine)) is None:
-            raise EngineLost(f"engine {int.from_bytes(engine, 'little')} was lost")
-        call, future = next(self._calls), asyncio.get_running_loop().create_future()
-        self.utility_results[call] = future
-        there.calls.add(call)
+        there, call = self._engine(engine), next(self._calls)
+        future = there.calls[call] = asyncio.get_running_loop().create_future()
         try:
             message: Sequence[Any] = self.encoder.encode((self.client_index, call, method, args))
             there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
             return await future
         finally:
-            there.calls.discard(call)
+            there.calls.pop(call, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, also in those that come later. Returns the answers of their workers.
@@ -330,7 +328,8 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
     """
     params, follower = request.sampling_params, copy(request)
-    if is_candidate(state) or request.resumable:
+    held = held_of(state)
+    if (held is not None and held.is_candidate) or request.resumable:
         return None
     prompt = request.prompt_token_ids or []
     # If it was moved before, its prompt has some of them already.
@@ -339,7 +338,7 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
         return follower
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     # Experts and sampling masks cannot be joined where a request goes on with another prompt.
-    has_more = state.routed_experts_chunks or getattr(state, "sampling_mask_chunks", None)
+    has_more = state.routed_experts_chunks or state.sampling_mask_chunks
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)
@@ -369,7 +368,8 @@ class Engine:
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
-        self.calls: set[int] = set()
+        self.calls: dict[int, Any] = {}
+        """Futures of calls that it has not answered."""
         self.joining: asyncio.Task[None]
         self.silent = 0.0
         """Seconds since its last message."""
@@ -387,8 +387,8 @@ class Engine:
         outputs: EngineCoreOutputs = self._core.decoder.decode(parts)
         outputs.engine_index = self.rank
         if outputs.utility_output is not None:
-            if outputs.utility_output.call_id in self._core.utility_results:
-                _process_utility_output(outputs.utility_output, self._core.utility_results)
+            if outputs.utility_output.call_id in self.calls:
+                _process_utility_output(outputs.utility_output, self.calls)
             return
         for output in outputs.outputs:
             if output.finish_reason is not None:

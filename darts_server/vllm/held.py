@@ -18,12 +18,14 @@ import queue
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -49,6 +51,7 @@ REPORT_SECONDS = 0.01
 MOST_KEPT = 256
 """Tokens of a request that are kept at most; twice that for some: requests that began together are sent one by one."""
 
+T = TypeVar("T")
 Step = tuple[int, float, int]
 StepListener = Callable[[int, float, int], None]
 """Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
@@ -85,13 +88,13 @@ class Release(NamedTuple):
 
 
 class Request:
-    """What is kept of one request. ``count``: of the tokens that it has generated, sent or kept."""
+    """What is kept of one request, at ``most``. ``count``: of the tokens that it has generated, sent or kept."""
 
-    __slots__ = ("_events", "_logprobs", "_most", "_nans", "_tokens", "count", "held", "number")
+    __slots__ = ("_events", "_logprobs", "_nans", "_tokens", "count", "held", "most", "number")
 
     def __init__(self, number: int, held: bool) -> None:
         self.number, self.held, self.count = number, held, 0
-        self._most = MOST_KEPT + 7 * number % MOST_KEPT
+        self.most = MOST_KEPT + 7 * number % MOST_KEPT
         self._clear()
 
     def _clear(self) -> None:
@@ -124,10 +127,6 @@ class Request:
     @property
     def kept(self) -> int:
         return len(self._tokens)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) >= self._most
 
 
 def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
@@ -187,7 +186,7 @@ class Holding:
                 passed.append(request.join(output))
             elif is_first or not request.held:
                 passed.append(output)
-            elif request.is_full:
+            elif request.kept >= request.most:
                 self._kept -= request.kept
                 passed.append(request.join(output))
             else:
@@ -314,11 +313,32 @@ def number_of(params: Any) -> int:
 # --- in the API process -----------------------------------------------------------
 
 
+StateChange = Callable[[EngineCoreRequest, RequestState], None]
+_changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
+
+
+@contextmanager
+def changing_state(change: StateChange) -> Iterator[None]:
+    """Call ``change`` with the candidate that this task adds in the block, and its new state.
+
+    In the call that sends it, because its first output may come before `AsyncLLM.add_request` returns.
+    """
+    token = _changes.set([change])  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+
+
 class HeldRequest(NamedTuple):
-    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them."""
+    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them.
+
+    ``is_candidate``: of a group.
+    """
 
     number: int
     before: int
+    is_candidate: bool
 
 
 class HeldRequests:
@@ -339,8 +359,7 @@ class HeldRequests:
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number
         self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
-        self._released: list[str] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._releases = OncePerTurn(self._send_released)
         self._receive_reports()
         self._number_requests()
         self._leave_aborts_to_engine(processor)
@@ -354,23 +373,20 @@ class HeldRequests:
         if state is None or state.detokenizer is None:
             return None
         received = int(state.detokenizer.num_output_tokens())
-        if (held := _held(state)) is None:
+        if (held := held_of(state)) is None:
             return received
         return max(received, held.before + self._counts.get(held.number, 0))
 
     def release(self, request_id: str) -> None:
-        """Let the tokens of a request come as they are generated: in one call for all of a turn of the event loop."""
-        if not self._released:
-            asyncio.get_running_loop().call_soon(self._send_released)
-        self._released.append(request_id)
+        """Let the tokens of a request come as they are generated."""
+        self._releases.add(request_id)
 
-    def _send_released(self) -> None:
-        released, self._released = self._released, []
-        for engine in self._core.core_engines:
-            call = self._core._call_utility_async(RELEASE, self._core.client_index, released, engine=engine)
-            task = asyncio.get_running_loop().create_task(_logged(call))
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+    async def _send_released(self, names: list[str]) -> None:
+        call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, names)
+        calls = (call(engine=engine) for engine in self._core.core_engines)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Exception):  # of a dead engine, which ends all requests anyway
+                logger.error("an engine did not release requests: %s", answer)
 
     def _receive_reports(self) -> None:
         vllms: Any = self._core.decoder
@@ -397,12 +413,16 @@ class HeldRequests:
             if params is None or state is None or not is_final_only or request.resumable:
                 await add(request)
                 return
-            extra = params.extra_args or {}
-            if (moved := _held(state)) is not None:
+            is_candidate = False
+            if (moved := held_of(state)) is not None:
                 self._counts.pop(moved.number, None)
+            elif changes := _changes.get():
+                changes.pop()(request, state)
+                is_candidate = True
+            extra = params.extra_args or {}
             number = next(self._numbers)
             before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-            setattr(state, ARGUMENT, HeldRequest(number, before))
+            setattr(state, ARGUMENT, HeldRequest(number, before, is_candidate))
             # Stop strings are searched for in this process.
             is_read = bool(params.stop) or PASSED_ON in extra
             request.sampling_params = copy(params)  # other requests may have the same
@@ -423,7 +443,7 @@ class HeldRequests:
             names = list(request_ids)
             ids = names if internal else [each for name in names for each in processor.external_req_ids.get(name, ())]
             ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
-            ours = [each for each in ids if _held(self._states.get(each))]
+            ours = [each for each in ids if held_of(self._states.get(each))]
             return [*ours, *forget([each for each in ids if each not in ours], True)]  # which calls this for children
 
         processor.abort_requests = abort_requests  # type: ignore[method-assign]  # of this one
@@ -433,7 +453,7 @@ class HeldRequests:
         update = processor._update_stats_from_output
 
         def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-            if (held := _held(state)) is None:
+            if (held := held_of(state)) is None:
                 update(state, output, timestamp, stats)
                 return
             if output.finish_reason is not None:
@@ -466,12 +486,26 @@ class HeldRequests:
         loggers.record = record_kept
 
 
-def _held(state: RequestState | None) -> HeldRequest | None:
+def held_of(state: RequestState | None) -> HeldRequest | None:
+    """Return what is noted of a request that has a number; ``None``: it has none."""
     return getattr(state, ARGUMENT, None)
 
 
-async def _logged(call: Any) -> None:
-    try:
-        await call
-    except Exception:  # of a dead engine, which ends all requests anyway
-        logger.exception("an engine did not release requests")
+class OncePerTurn(Generic[T]):
+    """Calls ``send`` once with all that is added in one turn of the event loop: for the engine that is one message."""
+
+    def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
+        self._send = send
+        self._added: dict[T, None] = {}
+        self._sending: set[asyncio.Task[None]] = set()  # the event loop itself keeps weak references only
+
+    def add(self, one: T) -> None:
+        if not self._added:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._added[one] = None
+
+    def _begin(self) -> None:
+        added, self._added = [*self._added], {}
+        task = asyncio.get_running_loop().create_task(self._send(added))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)

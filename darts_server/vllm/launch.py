@@ -20,7 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from darts_server.exceptions import InvalidSetting, UpdateFailed
-from darts_server.fleet.transport import Hub
+from darts_server.fleet.transport import listen
 from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.engine_host import Start
@@ -120,8 +120,8 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
     divided_over = config.parallel_config.world_size
     config.parallel_config.data_parallel_size = fleet.count  # to everything above, each engine is a rank
     core, token = FleetCore(config), secrets.token_hex(16)
-    hub = Hub(token, core.joined)
-    port = await hub.listen(fleet.host)
+    hub = await listen(fleet.host, token, core.joined)
+    port = int(hub.sockets[0].getsockname()[1])
     start = Start(without_keys(fleet.argv), fleet.host, port, token, 0)
     starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(fleet.count)]
     try:

@@ -24,9 +24,8 @@ from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.deferred import make_deferred
 from darts_server.vllm.engine import VllmRollouts
-from darts_server.vllm.outputs import ABORTED, merge_outputs, to_choice
+from darts_server.vllm.outputs import ABORTED, make_deferred, merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
 from darts_server.vllm.requests import RouteCall, current_route
@@ -211,7 +210,6 @@ class ShapingLLM(ControlledLLM):
         request, prompt_key, turn = generation.request, generation.prompt_key, generation.turn
         rollouts, ticket = self.rollouts, generation.ticket
         assert rollouts is not None
-        # CUMULATIVE is what the token route of 0.26 requests without streaming: it reads the last output alone.
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         seed = request.tail_seed
         spec = GroupSpec.of_plan(

@@ -1,21 +1,278 @@
-"""Build vLLM's request outputs: merge candidates into one response, or make one of what was generated before."""
+"""Make text and log-probs of candidates' outputs when something reads them: of most nothing ever does.
 
-from collections.abc import Mapping, Sequence
+While a candidate runs, its state in vLLM collects token ids, and log-probs as the engine sends them. vLLM's detokenizer
+gets the tokens when the text of its output is read; vLLM's log-probs are made when they are read. Each is made without
+the other: native routes read the text alone. So the results are vLLM's, and a candidate that is discarded never costs
+what they take, nor does what is cut off. A candidate that goes on with earlier tokens begins with these.
+
+Only the text of a request with stop strings is made as it grows, since these are searched for in it.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, cast
 
+import anyio
+import numpy as np
+from msgspec import structs
 from vllm import SamplingParams
-from vllm.logprobs import Logprob, SampleLogprobs
+from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import NONES, LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.outputs import LogprobsLists
 
 from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.types import FinishReason
 
+SLICE = 512
+"""Tokens that are detokenized, and log-probs that are formatted, before others get a turn: some three milliseconds."""
+TEXT, LOGPROBS = "text", ("logprobs", "cumulative_logprob")
+INCOMPLETE = "\ufffd"
+"""In a token's text: the token has a part of a character."""
 ABORTED = "abort"
 """vLLM's finish reason of requests that were aborted."""
+STOP = "stop"
+"""vLLM's finish reason of an output whose last token may be no part of its text."""
+_one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
+
+
+class CachingTokenizer:
+    """A tokenizer that remembers the text of single tokens, which log-probs name again and again."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._decode = cache(lambda token: tokenizer.decode([token]))
+        self.text = cache(self._text)
+        self.incomplete: set[int] = set()
+        """Of the tokens whose text was returned, those with a part of a character."""
+
+    def _text(self, token: int) -> str:
+        """Return a token's text as vLLM's log-probs have it, before it corrects incomplete ones."""
+        (text,) = convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])
+        if INCOMPLETE in text:
+            self.incomplete.add(token)
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids) if len(token_ids) > 1 else self._decode(*token_ids))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+class Deferred:
+    """What the output of one candidate is made from.
+
+    Args:
+        tokenizer: the model's.
+        params: of the candidate, as if it had not been stopped.
+        prefix: tokens that it had generated before, which the engine gets as the end of its prompt.
+        returns_logprobs: whether its output has log-probs if the engine computes some.
+    """
+
+    def __init__(
+        self,
+        tokenizer: CachingTokenizer,
+        params: SamplingParams,
+        prefix: TokenSlice = NOTHING,
+        *,
+        returns_logprobs: bool = True,
+    ) -> None:
+        self._params, self._prefix = params, prefix
+        self._tokenizer = tokenizer if params.detokenize and tokenizer.tokenizer is not None else None
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._arrays: list[LogprobsLists] = []
+        self.returns_logprobs = returns_logprobs
+        self.values: array[float] | None = None
+        """The log-prob of each token generated so far; ``None`` if the engine computes none."""
+
+    def begin(self, request: EngineCoreRequest, state: RequestState) -> None:
+        """Let the state of the candidate's request, which is new, collect only, after what was generated before.
+
+        The engine gets the prompt with the earlier tokens, most of which its prefix cache may have. The output is that
+        of a request that was never stopped, also where a stop string or a character has tokens on both sides.
+        """
+        before = list(self._prefix.token_ids)
+        if before:
+            assert request.prompt_token_ids is not None
+            state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
+        self._describe(request, state.prompt_token_ids)
+        if not self._params.stop:
+            self._detokenizer, state.detokenizer = None if before else state.detokenizer, IncrementalDetokenizer()
+        elif before:
+            state.detokenizer = self._new_detokenizer()
+        if before:
+            assert state.detokenizer is not None
+            state.detokenizer.update(before, False)
+        assert state.logprobs_processor is not None
+        if state.logprobs_processor.logprobs is not None:
+            self.values = array("d", self._prefix.logprobs or ())
+            # Of this one, not of its class. Those of the prompt are processed when they come, as vLLM does.
+            state.logprobs_processor._update_sample_logprobs = self._collect  # type: ignore[method-assign]
+
+    def _describe(self, request: EngineCoreRequest, prompt_token_ids: list[int] | None) -> None:
+        """Keep what vLLM makes a detokenizer and log-probs from; not what may be large, as images."""
+        self._request = structs.replace(
+            request, prompt_token_ids=prompt_token_ids, sampling_params=self._params, mm_features=None
+        )
+
+    def _new_detokenizer(self) -> IncrementalDetokenizer:
+        tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
+        return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
+
+    def _collect(self, logprobs_lists: LogprobsLists) -> None:
+        # Copies, which do not keep the message that they came in.
+        rows = logprobs_lists
+        copies = rows.logprob_token_ids.copy(), rows.logprobs.copy(), rows.sampled_token_ranks.copy()
+        self._arrays.append(LogprobsLists(*copies))
+        assert self.values is not None
+        self.values.frombytes(rows.logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
+
+    def output(self, collected: RequestOutput) -> RequestOutput:
+        """Return the candidate's output, which is finished."""
+        later = [] if self._params.stop else [TEXT]
+        return self._output(collected, later)
+
+    def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
+        """Make the output of a candidate whose tokens are those that were generated before, if there are some.
+
+        Without ``text``: that of the tokens.
+        """
+        token_ids = list(self._prefix.token_ids)
+        inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        prompt_token_ids = inputs.get("prompt_token_ids")
+        request = EngineCoreRequest("made", prompt_token_ids, None, self._params, None, 0.0, None, None, None)
+        self._describe(request, prompt_token_ids)
+        self.values = None if self._params.logprobs is None else array("d", self._prefix.logprobs or ())
+        completion = CompletionOutput(0, text or "", token_ids, None, None, finish_reason=finish_reason)
+        # `to_choice` and `merge_outputs` set the caller's id.
+        output = RequestOutput("made", inputs.get("prompt"), prompt_token_ids or [], None, [completion], finished=True)
+        return self._output(output, [TEXT] if text is None and token_ids else [])
+
+    def _output(self, output: RequestOutput, later: Collection[str]) -> RequestOutput:
+        (completion,) = output.outputs
+        completion.logprobs, completion.cumulative_logprob = None, None
+        if self.values is not None and self.returns_logprobs:
+            later = [*later, *LOGPROBS]
+        changed = copy(output)
+        changed.outputs = [DeferredCompletion.of(completion, self, later, {})]
+        return changed
+
+    def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
+        """Make fields of an output of the candidate, or of one that was truncated, with a pause after each slice."""
+        for name in names:
+            if name not in vars(completion):
+                yield from self._make_text(completion) if name == TEXT else self._make_logprobs(completion)
+
+    def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
+        """Detokenize incrementally, as vLLM does while it generates.
+
+        Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
+        """
+        detokenizer, self._detokenizer = self._detokenizer or self._new_detokenizer(), None
+        tokens, has_stop = list(completion.token_ids), completion.finish_reason == STOP
+        for start in range(0, len(tokens), SLICE):
+            end = start + SLICE
+            if detokenizer.update(tokens[start:end], has_stop and end >= len(tokens)) is not None:
+                break  # what it has generated after a stop string, in the same step, is no part of its text
+            yield
+        completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
+
+    def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
+        """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text but once."""
+        processor = LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
+        logprobs, caching = processor.logprobs, self._tokenizer
+        text, incomplete = (None, set[int]()) if caching is None else (caching.text, caching.incomplete)
+        assert logprobs is not None
+        assert processor.cumulative_logprob is not None
+        assert processor.num_logprobs is not None
+        left, entries = len(completion.token_ids), 0
+        for token, value in zip(self._prefix.token_ids[:left], self._prefix.logprobs or (), strict=False):
+            logprobs.append({token: Logprob(value)})
+            processor.cumulative_logprob += value
+        left -= len(logprobs)
+        for arrays in self._arrays:
+            rows, step = min(left, len(arrays.logprobs)), max(1, SLICE // arrays.logprobs.shape[1])
+            left -= rows
+            for start in range(0, rows, step):
+                part = rows_of(arrays, start, min(start + step, rows))
+                ids, values, ranks = part.logprob_token_ids.tolist(), part.logprobs.tolist(), part.sampled_token_ranks
+                for row, (tokens, of_tokens, rank) in enumerate(zip(ids, values, ranks.tolist(), strict=True)):
+                    texts = NONES if text is None else [text(token) for token in tokens]
+                    if not incomplete.isdisjoint(tokens):  # vLLM corrects their texts by the tokens before
+                        processor._update_sample_logprobs(rows_of(part, row, row + 1))
+                        continue
+                    append_logprobs_for_next_position(logprobs, tokens, of_tokens, texts, rank, processor.num_logprobs)
+                    processor.cumulative_logprob += of_tokens[0]
+                entries += part.logprobs.size
+                if entries >= SLICE:
+                    entries = 0
+                    yield
+        completion.logprobs, completion.cumulative_logprob = logprobs, processor.cumulative_logprob
+
+
+def rows_of(arrays: LogprobsLists, start: int, end: int) -> LogprobsLists:
+    return LogprobsLists(
+        arrays.logprob_token_ids[start:end], arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end]
+    )
+
+
+class DeferredCompletion(CompletionOutput):
+    """vLLM's output of a candidate, without the fields that are made when they are read."""
+
+    deferred: Deferred
+
+    @classmethod
+    def of(
+        cls, completion: CompletionOutput, deferred: Deferred, later: Collection[str], changes: Mapping[str, Any]
+    ) -> "DeferredCompletion":
+        """Copy an output with changes, and without the fields that are made ``later``."""
+        made = cls.__new__(cls)
+        vars(made).update({name: value for name, value in vars(completion).items() if name not in later})
+        vars(made).update(changes, deferred=deferred)
+        return made
+
+    # In place of fields of the base class: one that is missing is made, also if vLLM gives it a default.
+    text = cached_property(lambda self: self._read(TEXT))
+    logprobs = cached_property(lambda self: self._read("logprobs"))
+    cumulative_logprob = cached_property(lambda self: self._read("cumulative_logprob"))
+
+    def _read(self, name: str) -> Any:
+        for _ in self.deferred.make(self, [name]):
+            pass
+        return vars(self)[name]
+
+
+def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
+    """Truncate an output as if ``tokens`` had been its ``max_tokens``: ids, log-probs, text and finish reason."""
+    (whole,) = output.outputs
+    assert isinstance(whole, DeferredCompletion)
+    changes: dict[str, Any] = {
+        "token_ids": list(whole.token_ids[:tokens]),
+        "finish_reason": FinishReason.LENGTH.value,
+        "stop_reason": None,
+    }
+    if whole.sampling_mask is not None:
+        changes["sampling_mask"] = replace(whole.sampling_mask, token_ids=whole.sampling_mask.token_ids[:tokens])
+    if (experts := whole.routed_experts) is not None:  # those of the prompt first
+        changes["routed_experts"] = experts[: len(experts) - max(0, len(whole.token_ids) - tokens)]
+    if (spans := getattr(whole, "weight_versions", None)) is not None:  # since 0.32
+        changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
+    has_logprobs = sampled_logprobs(whole) is not None
+    copied = copy(output)
+    copied.outputs = [
+        DeferredCompletion.of(whole, whole.deferred, [TEXT, *LOGPROBS] if has_logprobs else [TEXT], changes)
+    ]
+    return copied
 
 
 def merge_outputs(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -34,53 +291,17 @@ def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool)
     return choice
 
 
-def make_output(
-    prompt: Any, params: SamplingParams, tokens: TokenSlice = NOTHING, finish_reason: str = ABORTED, text: str = ""
-) -> RequestOutput:
-    """Make the output of a request, with no other log-probs than those of its tokens.
-
-    By default that of one that was aborted while it waited.
-    """
-    inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-    values = tokens.logprobs or ()
-    completion = CompletionOutput(
-        index=0,
-        text=text,
-        token_ids=list(tokens.token_ids),
-        cumulative_logprob=None if params.logprobs is None else float(sum(values)),
-        logprobs=None
-        if params.logprobs is None
-        else [{token: Logprob(value)} for token, value in zip(tokens.token_ids, values, strict=True)],
-        finish_reason=finish_reason,
-    )
-    return RequestOutput(
-        request_id="made",  # `to_choice` and `merge_outputs` set the caller's
-        prompt=inputs.get("prompt"),
-        prompt_token_ids=inputs.get("prompt_token_ids") or [],
-        prompt_logprobs=None,
-        outputs=[completion],
-        finished=True,
-    )
+async def make_deferred(output: RequestOutput, *names: str) -> None:
+    """Make fields of an output, or all, if they are deferred, and let other tasks have their turns meanwhile."""
+    for completion in output.outputs:
+        if isinstance(completion, DeferredCompletion):
+            async with _one_at_a_time:
+                for _ in completion.deferred.make(completion, names or (TEXT, *LOGPROBS)):
+                    await asyncio.sleep(0)
 
 
-def token_logprobs(logprobs: SampleLogprobs, tokens: Sequence[int]) -> list[float]:
-    """Return the log-prob of each sampled token. vLLM's entry for a position also has the top tokens' log-probs."""
-    return [position[token].logprob for position, token in zip(logprobs, tokens, strict=True) if position]
-
-
-def new_detokenizer(
-    prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: TokenizerLike | None
-) -> IncrementalDetokenizer:
-    """Create what vLLM detokenizes a request with, before the first token."""
-    request = EngineCoreRequest(
-        request_id="detokenized",
-        prompt_token_ids=list(prompt_token_ids),
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-    return IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, request)
+def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
+    """Return the log-prob of each generated token of a candidate's output; ``None`` if it has none. Makes nothing."""
+    assert isinstance(completion, DeferredCompletion)
+    values = completion.deferred.values if completion.deferred.returns_logprobs else None
+    return None if values is None else values[: len(completion.token_ids)]

@@ -13,9 +13,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
-from darts_server.vllm.compat.entrypoints import load_chat_template
-from darts_server.vllm.deferred import TEXT, make_deferred, sampled_logprobs
-from darts_server.vllm.outputs import ABORTED
+from darts_server.vllm.compat import load_chat_template
+from darts_server.vllm.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import REFUSALS, SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request

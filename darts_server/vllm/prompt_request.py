@@ -10,18 +10,14 @@ from zlib import crc32
 import numpy as np
 from msgspec import structs
 from vllm import SamplingParams
-from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
-from vllm.tokenizers import TokenizerLike
-from vllm.v1.engine.output_processor import RequestState
 
-from darts_server.engine.port import Probe, RequestTokens, TokenSlice
+from darts_server.engine.port import Probe, RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.learned.prompts import key_of
 from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.held import PASSED_ON
-from darts_server.vllm.outputs import new_detokenizer
 from darts_server.vllm.probe.capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
@@ -149,32 +145,6 @@ def leave_rest(params: SamplingParams, tokens: int) -> None:
 
 
 # --- candidates that go on from what they had generated when they were stopped -------
-
-
-def begin_with(
-    prefix: TokenSlice,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    tokenizer: TokenizerLike | None,
-    state: RequestState,
-) -> None:
-    """Let a new request's state begin with the tokens that were generated before.
-
-    The engine gets the prompt with these tokens, most of which its prefix cache may have, and generates the others.
-    vLLM's state of the request in this process, which detokenizes, looks for stop strings and collects log-probs,
-    begins with these tokens too: the output is that of a request that was never stopped, also where a stop string or a
-    character has tokens on both sides.
-
-    ``prompt_token_ids``, ``params``: of the candidate as if it had not been stopped.
-    """
-    state.prompt_token_ids = prompt_token_ids
-    state.detokenizer = new_detokenizer(prompt_token_ids, params, tokenizer)
-    state.detokenizer.update(list(prefix.token_ids), False)
-    logprobs = None if state.logprobs_processor is None else state.logprobs_processor.logprobs
-    if state.logprobs_processor is not None and logprobs is not None and prefix.logprobs is not None:
-        for token, logprob in zip(prefix.token_ids, prefix.logprobs, strict=True):
-            logprobs.append({token: Logprob(logprob)})
-        state.logprobs_processor.cumulative_logprob = sum(prefix.logprobs)
 
 
 def check_resumable(params: SamplingParams) -> None:

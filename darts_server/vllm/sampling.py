@@ -9,17 +9,14 @@ from typing import Any, Union, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.inspect import CustomType, type_info
-from vllm import SamplingParams, exceptions
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest
 
-# Raised for requests that vLLM rejects. 0.31 has two base classes for them; in 0.26 all but one are ValueErrors.
-REFUSALS: tuple[type[Exception], ...] = (
-    (exceptions.VLLMClientError, ValueError, TypeError, OverflowError)
-    if hasattr(exceptions, "VLLMClientError")
-    else (exceptions.VLLMNotFoundError, ValueError, TypeError, OverflowError)
-)
+REFUSALS: tuple[type[Exception], ...] = (VLLMClientError, ValueError, TypeError, OverflowError)
+"""Raised for requests that vLLM rejects."""
 RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
 """Sampling parameters that callers cannot set, since this server sets them."""
 NO_EFFECT_ON_DISTRIBUTION = frozenset(

@@ -5,28 +5,24 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import closing
-from logging import getLogger
+from logging import NOTSET, WARNING, getLogger
 from typing import Any
 
 import uvloop
 from fastapi import FastAPI
 from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm import routes
 from darts_server.vllm.compat import version_warning, vllm_version
-from darts_server.vllm.compat.entrypoints import (
-    build_app,
-    cli_env_setup,
-    configure_logging,
-    get_uvicorn_log_config,
-    init_app_state,
-    make_arg_parser,
-    serve_http,
-    setup_server,
-    validate_parsed_serve_args,
-)
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.requests import RAW_SUFFIX, Extension, ReadOptions, attach
@@ -83,7 +79,11 @@ def take_api_keys(args: Namespace) -> list[str]:
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
-    configure_logging(args)
+    configure_logging_from_args(args)
+    # Explicitly, since a library that vLLM uses raises the root logger's level to ERROR when the app is made.
+    ours = getLogger("darts_server")
+    if ours.level == NOTSET:
+        ours.setLevel(WARNING)
     if (warning := version_warning(vllm_version())) is not None:
         logger.warning(warning)
     return uvloop.run(main())

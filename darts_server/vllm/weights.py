@@ -112,8 +112,7 @@ class VllmModel:
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
 
     async def set_version(self, version: int) -> None:
-        if hasattr(self._llm, "update_weight_version"):  # 0.26 has no routes that report it
-            await self._llm.update_weight_version(str(version))
+        await self._llm.update_weight_version(str(version))
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:

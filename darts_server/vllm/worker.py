@@ -61,10 +61,9 @@ class WorkerExtension:
                     info.loaded_weights.clear()
             finalize_layerwise_reload(model, runner.model_config)
             _pack_heads(model)
-            # What finish_weight_update would reset. 0.26 has no target.
+            # What finish_weight_update would reset.
             worker._weight_update_active = False
-            if hasattr(worker.weight_transfer_engine, "reset_weight_update_target"):
-                worker.weight_transfer_engine.reset_weight_update_target()
+            worker.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None

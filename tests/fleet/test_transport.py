@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from darts_server.exceptions import EngineDead
 from darts_server.fleet import transport
-from darts_server.fleet.transport import LENGTH, Connection, Hello, Hub, Malformed, Parser, connect
+from darts_server.fleet.transport import LENGTH, Connection, Hello, Malformed, Parser, connect, listen
 
 pytestmark = pytest.mark.anyio
 TOKEN = "secret"
@@ -40,7 +40,6 @@ class Coordinator:
         self.ends: list[End] = []
         self.connections: list[Connection] = []
         self.hellos: list[Hello] = []
-        self.hub = Hub(TOKEN, self.joined)
         self.port = 0
 
     def joined(self, hello: Hello, connection: Connection) -> End:
@@ -59,12 +58,13 @@ class Coordinator:
 @asynccontextmanager
 async def coordinator() -> AsyncIterator[Coordinator]:
     made = Coordinator()
-    made.port = await made.hub.listen("127.0.0.1")
+    hub = await listen("127.0.0.1", TOKEN, made.joined)
+    made.port = int(hub.sockets[0].getsockname()[1])
     try:
         async with asyncio.timeout(20):
             yield made
     finally:
-        made.hub.close()
+        hub.close()
         for connection in made.connections:
             connection.close("the test has ended")
 

@@ -154,7 +154,7 @@ def flat(logprobs: Any) -> tuple[list[Any], list[float]]:
 async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     engine: TinyEngine, multi_byte: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text and log-probs of candidates are made from what was collected. tests/vllm/test_deferred.py has all cases."""
+    """Text and log-probs of candidates are made from what was collected. tests/vllm/test_outputs.py has all cases."""
     if multi_byte:
         monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
 

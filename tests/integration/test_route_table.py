@@ -12,6 +12,7 @@ import pytest
 import vllm.entrypoints
 from fastapi import FastAPI
 from starlette.routing import Mount, WebSocketRoute
+from vllm.entrypoints.launchers.app import build_app
 from vllm.tasks import SupportedTask
 
 from darts_server import app, settings
@@ -24,7 +25,6 @@ from darts_server.serving.lifecycle import Lifecycle
 from darts_server.store import Store
 from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
-from darts_server.vllm.compat.entrypoints import build_app
 from darts_server.weights.staging import Staging
 
 ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])

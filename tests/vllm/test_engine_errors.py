@@ -1,4 +1,4 @@
-"""vLLM's own limits on its queue, `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
+"""Errors of vLLM, and its own limits on its queue, `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
 
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+from vllm.exceptions import GenerationError, MaxQueuedTokensError, QueueOverflowError, VLLMNotFoundError
 from vllm.outputs import RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.exceptions import EngineBusy
+from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused
 from darts_server.http.errors import body_of, headers_of, status_of
 from darts_server.serving.admission import Admission
 from darts_server.vllm.engine import translate
@@ -18,6 +19,21 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.requests import RouteCall
 
 FULL: list[Any] = [QueueOverflowError, MaxQueuedTokensError]
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (VLLMNotFoundError("no"), EngineRefused),
+        (ValueError("no"), EngineRefused),
+        (TypeError("no"), EngineRefused),
+        (EngineDeadError("gone"), EngineDead),
+        (GenerationError("oh"), CandidateFailed),
+        (RuntimeError("oh"), CandidateFailed),
+    ],
+)
+def test_rejected_requests_are_distinguished_from_failures(error: Exception, wanted: type[Exception]) -> None:
+    assert type(translate(error)) is wanted
 
 
 @pytest.mark.parametrize("error_class", FULL)

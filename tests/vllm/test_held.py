@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from array import array
+from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,11 @@ from darts_server.vllm.held import (
     HoldingQueue,
     Release,
     Report,
+    changing_state,
+    held_of,
     hold_outputs,
 )
-from tests.vllm.test_deferred import ID, Case, DeferringFrontend, Frontend, assert_same, draw_case, encoded, run
+from tests.vllm.test_outputs import ID, PROMPT, Case, DeferringFrontend, Frontend, assert_same, draw_case, encoded, run
 
 
 def sent(message: EngineCoreOutputs) -> Report:
@@ -51,9 +54,9 @@ class HeldFrontend(DeferringFrontend):
         self.released = released
         self.received = 0
 
-    def add(self) -> None:
-        super().add()
+    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
         self.holding.pass_on(Begin(ID, 1, held=not self.case.params.stop))
+        return super().add(prompt)
 
     def run(self) -> RequestOutput:
         for number, message in enumerate(self.case.messages):
@@ -351,6 +354,19 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
     state.detokenizer.update([1, 2, 3], False)
     await process.core.add_request_async(request)
     assert process.held.tokens("resumed") == 3 + 9
+
+
+@pytest.mark.anyio
+async def test_only_the_first_request_that_is_added_in_a_block_is_its_candidate() -> None:
+    process, changed = Process(), list[str]()
+    await process.add(new_request("before"))
+    with changing_state(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
+        await process.core.add_request_async(process.core.added[0])  # its engine was lost
+        for name in ("one", "another"):
+            await process.add(new_request(name))
+    states = process.processor.request_states
+    candidates = [name for name, state in states.items() if (held := held_of(state)) and held.is_candidate]
+    assert (changed, candidates) == (["one one"], ["one"])
 
 
 @pytest.mark.anyio

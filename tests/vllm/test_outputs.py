@@ -1,11 +1,10 @@
-"""What was deferred is, field by field, what vLLM makes as the tokens come, from the same messages of the engine."""
+"""What is made when it is read is, field by field, what vLLM makes as the tokens come, from the same messages."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -24,14 +23,12 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.demo.server import MODEL
-from darts_server.vllm.deferred import (
+from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.vllm.outputs import (
     SLICE,
     CachingTokenizer,
     Deferred,
     DeferredCompletion,
-    change_new_states,
-    changing_state,
-    is_candidate,
     make_deferred,
     sampled_logprobs,
     truncate_output,
@@ -39,6 +36,7 @@ from darts_server.vllm.deferred import (
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
 ID = "0_cmpl-1"
+PROMPT = [4, 5, 6]
 VOCABULARY = 30
 """Tokens that all tokenizers here have."""
 
@@ -132,20 +130,11 @@ class Frontend:
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, ID)
 
-    def add(self) -> None:
-        request = EngineCoreRequest(
-            request_id=ID,
-            external_req_id="cmpl-1",
-            prompt_token_ids=[4, 5, 6],
-            mm_features=None,
-            sampling_params=self.case.params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
+        params = self.case.params
+        request = EngineCoreRequest(ID, [*prompt], None, params, None, 0.0, None, None, None, external_req_id="cmpl-1")
         self.processor.add_request(request, "a prompt", None, 0, self.collector)
+        return request
 
     def run(self) -> RequestOutput:
         for message in self.case.messages:
@@ -163,16 +152,18 @@ class Frontend:
 
 
 class DeferringFrontend(Frontend):
-    def __init__(self, case: Case, *, returns_logprobs: bool = True) -> None:
-        super().__init__(case)
-        change_new_states(self.processor)
-        caching = CachingTokenizer(self.processor.tokenizer)
-        has_stop = bool(case.params.stop)
-        self.deferred = Deferred(caching, stop_strings=has_stop, returns_logprobs=returns_logprobs)
+    """``prefix``: what was generated before, and is in the engine's prompt."""
 
-    def add(self) -> None:
-        with changing_state(self.deferred.begin):
-            super().add()
+    def __init__(self, case: Case, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True) -> None:
+        super().__init__(case)
+        self.prefix = prefix
+        caching = CachingTokenizer(self.processor.tokenizer)
+        self.deferred = Deferred(caching, case.params, prefix, returns_logprobs=returns_logprobs)
+
+    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
+        request = super().add([*prompt, *self.prefix.token_ids])
+        self.deferred.begin(request, self.processor.request_states[ID])
+        return request
 
     def end(self) -> RequestOutput:
         return self.deferred.output(super().end())
@@ -201,18 +192,28 @@ def entries(logprobs: Any) -> Any:
 def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
     case = draw_case(random)
     frontend, wanted = DeferringFrontend(case), run(Frontend(case))
-    whole = sampled_logprobs(wanted.outputs[0])
+    whole = sampled(wanted)
     frontend.add()
     read: list[float] = []
     for message in case.messages:
         frontend.receive(message)
-        if random.random() < 0.5 and (values := frontend.deferred.logprobs()) is not None:
-            assert list(values[: len(read)]) == read
-            read = list(values)
-    assert whole is None or read == list(whole)[: len(read)]
+        if random.random() < 0.5 and (so_far := frontend.deferred.values) is not None:
+            assert list(so_far[: len(read)]) == read
+            read = list(so_far)
+    assert whole is None or read == whole[: len(read)]
     output = frontend.end()
-    assert whole is None or list(sampled_logprobs(output.outputs[0]) or ()) == list(whole)
+    values = sampled_logprobs(output.outputs[0])
+    assert (None if values is None else list(values)) == whole
     assert_same(output, wanted)
+
+
+def sampled(output: RequestOutput) -> list[float] | None:
+    """Return the log-prob of each token of vLLM's output. Its entry for a position also has the top tokens'."""
+    (completion,) = output.outputs
+    if completion.logprobs is None:
+        return None
+    positions = zip(completion.logprobs, completion.token_ids, strict=True)
+    return [position[token].logprob for position, token in positions if position]
 
 
 @given(st.randoms(use_true_random=False))
@@ -233,25 +234,44 @@ def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_
 @given(st.randoms(use_true_random=False))
 def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Random) -> None:
     case = draw_case(random)
-    outputs = [run(DeferringFrontend(case)), run(Frontend(case))]
-    (whole,) = outputs[1].outputs
+    output, (whole,) = run(DeferringFrontend(case)), run(Frontend(case)).outputs
     tokens = random.randint(1, len(whole.token_ids))
     wanted = run(Frontend(first_tokens(case, tokens)))
     assume(wanted.outputs[0].finish_reason == "length")  # and not a stop string of its last step
     if random.random() < 0.5:  # cut twice
-        longer = random.randint(tokens, len(whole.token_ids))
-        outputs = [truncate_output(output, longer, case.params, tokenizer(case.tokenizer)) for output in outputs]
+        output = truncate_output(output, random.randint(tokens, len(whole.token_ids)))
     if random.random() < 0.3:
-        assert outputs[0].outputs[0].text is not None  # made already
-    deferred, plain = (truncate_output(output, tokens, case.params, tokenizer(case.tokenizer)) for output in outputs)
+        assert output.outputs[0].text is not None  # made already
+    cut = truncate_output(output, tokens)
     if case.params.logprobs is not None:
-        assert "logprobs" not in vars(deferred.outputs[0])
-    values = sampled_logprobs(deferred.outputs[0])
-    assert (None if values is None else list(values)) == sampled_logprobs(wanted.outputs[0])
-    assert_same(deferred, wanted)
-    for name in ("text", "token_ids", "finish_reason", "stop_reason"):
-        assert getattr(plain.outputs[0], name) == getattr(wanted.outputs[0], name)
-    assert entries(plain.outputs[0].logprobs) == entries(wanted.outputs[0].logprobs)
+        assert "logprobs" not in vars(cut.outputs[0])
+    values = sampled_logprobs(cut.outputs[0])
+    assert (None if values is None else list(values)) == sampled(wanted)
+    assert_same(cut, wanted)
+
+
+@given(st.randoms(use_true_random=False))
+def test_an_output_that_goes_on_is_that_of_a_request_that_was_never_stopped(random: Random) -> None:
+    case = draw_case(random)
+    wanted = run(Frontend(case))
+    before = random.randint(0, len(case.messages) - 1)
+    first = run(Frontend(replace(case, messages=case.messages[:before], aborted=True)))
+    assume(first.outputs[0].finish_reason == "abort")
+    tokens, values = list(first.outputs[0].token_ids), sampled(first)
+    messages = [*case.messages[before:]]
+    output = run(DeferringFrontend(replace(case, messages=messages), TokenSlice(tokens, values)))
+    completion, whole = output.outputs[0], wanted.outputs[0]
+    if random.random() < 0.3:  # and was cut
+        cut = random.randint(1, len(whole.token_ids))
+        wanted = run(Frontend(first_tokens(case, cut)))
+        whole, completion = wanted.outputs[0], truncate_output(output, cut).outputs[0]
+        assume(whole.finish_reason == "length")
+    for name in ("text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob"):
+        assert getattr(completion, name) == getattr(whole, name), name
+    assert output.prompt_token_ids == PROMPT
+    made = sampled_logprobs(completion)
+    assert (None if made is None else list(made)) == sampled(wanted)
+    assert (entries(completion.logprobs) or [])[len(tokens) :] == (entries(whole.logprobs) or [])[len(tokens) :]
 
 
 def first_tokens(case: Case, tokens: int) -> Case:
@@ -275,10 +295,25 @@ def first_tokens(case: Case, tokens: int) -> Case:
 def test_an_output_is_whole_after_one_of_it_was_truncated() -> None:
     case = long_case()
     output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
-    cut = truncate_output(output, 9, case.params, tokenizer(case.tokenizer)).outputs[0]
-    assert cut.logprobs == (wanted.outputs[0].logprobs or [])[:9]
-    assert cut.text == truncate_output(wanted, 9, case.params, tokenizer(case.tokenizer)).outputs[0].text
+    assert truncate_output(output, 9).outputs[0].logprobs == (wanted.outputs[0].logprobs or [])[:9]
     assert_same(output, wanted)
+
+
+def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
+    @dataclass
+    class Span:
+        version: str
+        start: int
+        end: int
+
+    output = run(DeferringFrontend(long_case()))
+    whole: Any = output.outputs[0]
+    whole.token_ids = [7] * 4
+    whole.sampling_mask, whole.routed_experts = SamplingMask([[1], [2, 3], [4], [5]]), np.arange(6)
+    whole.weight_versions = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]  # since 0.32
+    cut: Any = truncate_output(output, 2).outputs[0]
+    assert (cut.sampling_mask.token_ids, cut.routed_experts.tolist()) == ([[1], [2, 3]], [0, 1, 2, 3])
+    assert cut.weight_versions == [Span("a", 0, 1), Span("b", 1, 2)]
 
 
 @cache
@@ -310,7 +345,7 @@ def test_an_output_whose_caller_left_while_it_was_made_can_still_be_read() -> No
     output = run(DeferringFrontend(case))
     completion = output.outputs[0]
     assert isinstance(completion, DeferredCompletion)
-    for number, _ in enumerate(completion.make()):
+    for number, _ in enumerate(completion.deferred.make(completion, ["text", "logprobs"])):
         if number == 1:
             break
     assert_same(output, run(Frontend(case)))
@@ -334,20 +369,7 @@ def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
     completion = run(frontend).outputs[0]
     assert (completion.logprobs, completion.cumulative_logprob, sampled_logprobs(completion)) == (None, None, None)
     assert completion.text == run(Frontend(case)).outputs[0].text
-    assert len(frontend.deferred.logprobs() or ()) == len(completion.token_ids)
-
-
-def test_what_cannot_be_made_is_the_same_error_each_time_it_is_read() -> None:
-    def fail(_: CompletionOutput) -> Iterator[None]:
-        yield
-        raise ZeroDivisionError
-
-    wanted = run(Frontend(long_case())).outputs[0]
-    completion = DeferredCompletion.of(wanted, fail, None, {})
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            _ = completion.text
-    assert completion.logprobs == wanted.logprobs
+    assert len(frontend.deferred.values or ()) == len(completion.token_ids)
 
 
 def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None:
@@ -356,66 +378,10 @@ def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None
     messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]
     completion = run(DeferringFrontend(Case(params, messages, "tiny", aborted=False))).outputs[0]
     assert isinstance(completion, DeferredCompletion)
-    assert 1 < sum(1 for _ in completion.make("logprobs")) <= 64 * 153 / SLICE
-
-
-def test_nan_is_found_wherever_it_is() -> None:
-    random = Random(7)
-    params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=600)
-    for place in (None, 0, 300, 599):
-        messages = [draw_message(random, params, 1, first=False, last=end == 599) for end in range(600)]
-        if place is not None:
-            decoded = MsgpackDecoder(EngineCoreOutputs).decode(messages[place])
-            for output in decoded.outputs:
-                arrays = output.new_logprobs
-                changed = arrays.logprobs.copy()
-                changed[:, 0] = float("nan")
-                output.new_logprobs = arrays._replace(logprobs=changed)
-            messages[place] = encoded(decoded)
-        frontend = DeferringFrontend(Case(params, messages, "tiny", aborted=False))
-        run(frontend)
-        assert frontend.deferred.has_nan() is (place is not None)
+    assert 1 < sum(1 for _ in completion.deferred.make(completion, ["logprobs"])) <= 64 * 153 / SLICE
 
 
 def test_an_unknown_field_is_an_attribute_error() -> None:
     completion, name = run(DeferringFrontend(long_case())).outputs[0], "no_such_field"
     with pytest.raises(AttributeError, match=name):
         getattr(completion, name)
-
-
-# --- The state of a request is changed when it is created, once, or the request fails
-
-
-class Processor:
-    def __init__(self) -> None:
-        self.request_states: dict[str, Any] = {}
-
-    def add_request(self, request: Any) -> None:
-        self.request_states[request.request_id] = SimpleNamespace(of=request.request_id)
-
-
-def new_processor() -> Any:
-    processor: Any = Processor()
-    change_new_states(processor)
-    return processor
-
-
-def test_only_the_first_state_in_a_block_is_changed() -> None:
-    processor, changed = new_processor(), list[Any]()
-    processor.add_request(SimpleNamespace(request_id="before"))
-    with changing_state(changed.append):
-        processor.add_request(SimpleNamespace(request_id="one"))
-        processor.add_request(SimpleNamespace(request_id="another"))
-    processor.add_request(SimpleNamespace(request_id="after"))
-    assert [state.of for state in changed] == ["one"]
-    assert [is_candidate(state) for state in processor.request_states.values()] == [False, True, False, False]
-
-
-def test_a_request_whose_state_was_not_changed_fails() -> None:
-    with pytest.raises(RuntimeError, match="without OutputProcessor"), changing_state(lambda _: None):
-        pass
-
-
-def test_an_error_in_the_block_is_raised_as_it_is() -> None:
-    with pytest.raises(ZeroDivisionError), changing_state(lambda _: None):
-        raise ZeroDivisionError
