@@ -57,7 +57,6 @@ from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import Store
-from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
@@ -82,13 +81,8 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with (
-        Store(settings.state_dir, check=check_document) as store,
-        CarriedFile(settings.state_dir) as carried_file,
-        Staging(settings.weights_staging) as staging,
-    ):
-        stores = Stores(store, carried_file)
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, stores, staging))
+    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
+        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -119,14 +113,6 @@ def _access(settings: Settings, args: Namespace) -> Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
-    """What is kept on the disk: ``learned`` state, and prompts that are ``carried`` over."""
-
-    learned: Store
-    carried: CarriedFile
-
-
-@dataclass(frozen=True, slots=True)
 class Rooms:
     """Everything above the engine."""
 
@@ -152,20 +138,20 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 
 async def _serve(
-    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, stores: Stores, staging: Staging
+    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, store: Store, staging: Staging
 ) -> int:
     exit_on_signals()
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
     supervision = Supervision(Lifecycle(), set_grace_seconds(args, settings.grace_seconds), watchdog)
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with _engines(settings, args, argv) as engine:
-            rooms = make_rooms(settings, engine, access, stores, staging, server.traces(args), closing)
+            rooms = make_rooms(settings, engine, access, store, staging, server.traces(args), closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
-            extend(application, rooms, settings, access, stores.learned, supervision.lifecycle, engine.model_name)
+            extend(application, rooms, settings, access, store, supervision.lifecycle, engine.model_name)
             metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
             closing.enter_context(LoopLag(metrics.loop_lagged))
             rooms.batches.restore()
@@ -185,13 +171,13 @@ def make_rooms(
     settings: Settings,
     engine: RunningEngine,
     access: Access,
-    stores: Stores,
+    store: Store,
     staging: Staging,
     traces: Sequence[server.Traces],
     closing: ExitStack,
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, store = Control(settings), stores.learned
+    control = Control(settings)
     port, gate = engine.port, engine.llm.gate
     statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
@@ -250,7 +236,7 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(stores.carried.open(), engine.fingerprint),
+        saved=None if store.carried is None else SavedPrompts(store.carried, engine.fingerprint),
         has_initial_weights=lambda: updates.are_initial,
         may_call=access.may_call,
     )
