@@ -62,7 +62,7 @@ def router(
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
         reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
-        answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
+        answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     api.include_router(rollouts.routes(batches))
