@@ -31,7 +31,7 @@ def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path) -> None:
 
 
 def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
-    for attempt in range(6):
+    for attempt in range(4):
         with start("restore_for_ever", tmp_path) as child:
             assert child.stdout is not None
             for _ in range(2):
