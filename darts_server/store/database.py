@@ -1,12 +1,10 @@
 """SQLite files of one server, which are checked before anything may change them."""
 
-import os
-import secrets
 import sqlite3
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
@@ -35,7 +33,17 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
         if not path.exists():
             if log.exists():
                 raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
-            _create(path, application_id, tables)
+            # Written under another name, so that it appears complete or not at all, and touched, so that it gets the
+            # umask's rights: SQLite would let only the owner write.
+            new = Path(f"{path}.new")
+            new.unlink(missing_ok=True)
+            new.touch()
+            with closing(_connect(new, "rw")) as connection:
+                connection.executescript(
+                    f"PRAGMA journal_mode = MEMORY; BEGIN; {tables}; PRAGMA application_id = {application_id}; "
+                    f"PRAGMA user_version = {VERSION}; COMMIT"
+                )
+            new.rename(path)
         for file in (path, log, Path(f"{path}-shm")):  # SQLite would wait for ever for the writer of a pipe
             if file.exists() and not stat.S_ISREG(file.stat().st_mode):
                 raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
@@ -62,26 +70,6 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
             connection.close()
             raise
         return connection
-
-
-def _create(path: Path, application_id: int, tables: str) -> None:
-    """Create a file, unless another process is first.
-
-    It is written under another name and linked, so that it appears complete or not at all.
-    """
-    new = path.with_name(f"{path.name}.new-{secrets.token_hex(8)}")
-    new.touch(exist_ok=False)  # with the umask's rights: SQLite would let only the owner write
-    try:
-        with closing(_connect(new, "rw")) as connection:
-            connection.executescript(
-                f"PRAGMA journal_mode = WAL; PRAGMA application_id = {application_id}; "
-                f"BEGIN; {tables}; PRAGMA user_version = {VERSION}; COMMIT"
-            )
-        with suppress(FileExistsError):
-            os.link(new, path)
-    finally:
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            Path(f"{new}{suffix}").unlink(missing_ok=True)
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

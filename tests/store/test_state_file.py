@@ -11,7 +11,7 @@ import pytest
 
 from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store import Store
-from darts_server.store.database import _create, checksum
+from darts_server.store.database import checksum
 from darts_server.store.store import FILE_NAME
 
 FILES = {FILE_NAME, "queue.db"}
@@ -56,16 +56,6 @@ def test_a_file_that_another_program_changed_is_refused(tmp_path: Path, statemen
     with pytest.raises(StateDamaged, match=message):
         Store(tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == data
-
-
-def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        store.put("prompt", "a", {"n": 1})
-        store.flush()
-        _create(tmp_path / FILE_NAME, 1, "CREATE TABLE t (a)")
-    with Store(tmp_path) as store:
-        assert store.get("prompt", "a") == {"n": 1}
-    assert set(os.listdir(tmp_path)) == FILES
 
 
 def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
