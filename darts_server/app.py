@@ -57,7 +57,6 @@ from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import Store
-from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
@@ -82,12 +81,9 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    with (  # closed after the event loop, whose last tasks may still write
-        Store(settings.state_dir, check=check_document) as store,
-        CarriedFile(settings.state_dir) as carried_file,
-        Staging(settings.weights_staging) as staging,
-    ):
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, carried_file, staging))
+    # Closed after the event loop, whose last tasks may still write.
+    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
+        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -144,20 +140,14 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 
 async def _serve(
-    settings: Settings,
-    args: Namespace,
-    argv: Sequence[str],
-    access: Access,
-    store: Store,
-    carried_file: CarriedFile,
-    staging: Staging,
+    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, store: Store, staging: Staging
 ) -> int:
     exit_on_signals()
     lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
     with server.bound_socket(args) as sock, ExitStack() as closing:
         async with _engines(settings, args, argv) as engine:
-            rooms = make_rooms(settings, engine, access, store, carried_file, staging, closing)
+            rooms = make_rooms(settings, engine, access, store, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
@@ -185,7 +175,6 @@ def make_rooms(
     engine: RunningEngine,
     access: Access,
     store: Store,
-    carried_file: CarriedFile,
     staging: Staging,
     closing: ExitStack,
 ) -> Rooms:
@@ -249,7 +238,7 @@ def make_rooms(
         retention,
         settings.poll_interval,
         carry_limits=carry_limits,
-        saved=SavedPrompts(carried_file.open(), engine.fingerprint),
+        saved=None if store.carried is None else SavedPrompts(store.carried, engine.fingerprint),
         has_initial_weights=lambda: updates.loaded.are_initial,
         may_call=access.may_call,
     )

@@ -15,11 +15,11 @@ from prometheus_client import REGISTRY
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access, Keys
-from darts_server.rollout.batches.carried import KIND, CarriedGroup, CarriedPrompt, SavedPrompts
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, SavedPrompts
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
-from darts_server.store.transactions import CarriedFile
+from darts_server.store.carried import CarriedFile
 from darts_server.types import PromptSpec
 from darts_server.weights.staging import Staging
 
@@ -52,10 +52,10 @@ def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -
     engine: Any = SimpleNamespace(
         llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
     )
-    carried_file = closing.enter_context(CarriedFile(folder))
-    store, staging = closing.enter_context(Store()), closing.enter_context(Staging())
-    rooms = app.make_rooms(settings.load({}, None), engine, access or Access(), store, carried_file, staging, closing)
-    return rooms, carried_file
+    store, staging = closing.enter_context(Store(folder)), closing.enter_context(Staging())
+    rooms = app.make_rooms(settings.load({}, None), engine, access or Access(), store, staging, closing)
+    assert store.carried is not None
+    return rooms, store.carried
 
 
 PROMPT = CarriedPrompt(PromptSpec(text="a"), ("a", "a"))
@@ -65,11 +65,12 @@ async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_
     closing: ExitStack, tmp_path: Path
 ) -> None:
     rooms, carried_file = make_rooms(closing, tmp_path)
-    SavedPrompts(carried_file.open(), "of m").save([(None, PROMPT)])
+    SavedPrompts(carried_file, "of m").save([(None, PROMPT)])
     await rooms.batches.close()
-    assert len(carried_file.open().keys(KIND)) == 1
+    assert rooms.batches._carried.count(None) == 0
     rooms.batches.restore()
-    assert (rooms.batches._carried.count(None), carried_file.open().keys(KIND)) == (1, [])
+    assert rooms.batches._carried.count(None) == 1
+    assert SavedPrompts(carried_file, "of m").take(0) == []
 
 
 async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
@@ -83,7 +84,7 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
         if is_updated:
             rooms.updates.loaded.record(None)
         await rooms.batches.close()
-        [(_, saved)] = SavedPrompts(carried_file.open(), "of m").take(0)
+        [(_, saved)] = SavedPrompts(carried_file, "of m").take(0)
         has_group.append(saved.group is not None)
     assert has_group == [True, False]
 

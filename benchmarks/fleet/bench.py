@@ -37,7 +37,6 @@ from darts_server import app, settings
 from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
 from darts_server.http.options import merge_options
 from darts_server.store import Store
-from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import launch, server
 from darts_server.vllm.engine_host import Start
 from darts_server.weights.staging import Staging
@@ -123,10 +122,10 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
     )
     args = server.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
     fleet = launch.Fleet(engines, ARGV, places.place, "127.0.0.1", 0.0)
-    with Store(None) as store, CarriedFile(None) as carried, Staging(None) as staging, ExitStack() as closing:
+    with Store(None) as store, Staging(None) as staging, ExitStack() as closing:
         async with launch.start_fleet(args, fleet) as engine:
             access = app._access(loaded, args)
-            rooms = app.make_rooms(loaded, engine, access, store, carried, staging, closing)
+            rooms = app.make_rooms(loaded, engine, access, store, staging, closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             yield engine.llm
 

@@ -1,4 +1,4 @@
-"""State that survives a restart: flat JSON documents by kind and key, in one SQLite file or in memory."""
+"""State that survives a restart: flat JSON documents by kind and key, and what is carried over to the next server."""
 
 from darts_server.store.archive import Document, Scalar
 from darts_server.store.store import Store

@@ -72,21 +72,6 @@ def encode(document: Document) -> str:
     return text
 
 
-def decode(text: str) -> dict[str, Scalar]:
-    """Decode a JSON text that ``encode`` made.
-
-    Raises:
-        StateDamaged: ``encode`` did not make it.
-    """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise StateDamaged(f"the state holds {text[:40]!r} where a JSON object should be")
-    return document
-
-
 def pack(rows: Iterable[Row]) -> bytes:
     """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)

@@ -1,49 +1,59 @@
 """The store of documents that the other rooms use."""
 
-import heapq
+import json
 import logging
+import math
+import sqlite3
 import threading
-import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from operator import itemgetter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from darts_server.exceptions import StateDamaged, StateError, StateTooNew
+from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
 from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
-from darts_server.store.database import Database
+from darts_server.store.carried import CarriedFile
+from darts_server.store.database import checksum, damaged, open_database, transaction, translate_errors
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME = "state.db"
+APPLICATION_ID = 0x44415254  # "DART"
 FLUSH_SECONDS = 0.5
 """Between two writes, so that one takes many documents. With the write itself it stays below the second that a killed
 process may lose."""
-CACHE_SECONDS = 0.5
-"""How long a document that was read is kept. A server that starts while the previous one ends sees what that one still
-writes."""
 MAX_IN_MEMORY = 2**18
-"""Documents of each kind. A prompt's takes some hundred bytes, and data sets seldom have more prompts."""
+"""Documents of each kind without a folder. A prompt's takes some hundred bytes, and data sets seldom have more."""
+_TABLES = (
+    "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
+    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID; "
+    # Earlier versions read this one.
+    "CREATE TABLE restores (generation INTEGER NOT NULL); INSERT INTO restores VALUES (0)"
+)
+_UPSERT = (
+    "INSERT INTO documents VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
+)
+
 
 # Texts by kind and key. Ordered: to find the oldest of a plain dict takes longer the more were deleted before it.
 _Texts = defaultdict[str, OrderedDict[str, str]]
 
 
 class Store(AbstractContextManager["Store"]):
-    """Documents by kind and key, in ``folder``/state.db, or in memory without a folder. For all threads.
+    """Documents by kind and key, in memory, and with a ``folder`` also in its state.db. For all threads.
 
-    In memory only the last ``max_in_memory`` of each kind are kept, so that it does not grow without bound.
+    Without a folder only the last ``max_in_memory`` of each kind are kept, so that it does not grow without bound.
 
-    ``put`` never waits for the disk: a thread writes new documents twice a second, so a killed process loses the last
-    second at most. A failed write is retried until it succeeds; meanwhile ``fault`` says why, and the newest document
-    of each key is in memory. ``get`` sees every put at once. One process uses a folder; the next one may start while it
-    ends.
+    No call but `flush` and `restore` waits for the disk: a thread writes new documents twice a second, so a killed
+    process loses the last second at most. A failed write is retried until it succeeds; meanwhile ``fault`` says why.
+    One process uses a folder; the next one may start while it ends, and sees what it still writes.
 
     ``check`` gets kind and document of everything to be restored; it raises ``ValueError`` for what cannot be used.
 
     Raises:
-        StateDamaged, StateTooNew: the file is damaged, another program's or newer; it was not touched.
+        StateDamaged, StateTooNew: a file is damaged, another program's or newer; it was not touched.
         StateError: the folder or file cannot be used.
 
     >>> with Store() as store:
@@ -60,19 +70,30 @@ class Store(AbstractContextManager["Store"]):
     ) -> None:
         self.fault: str | None = None
         """Why nothing can be written at present; None if the last write succeeded."""
+        self.carried: CarriedFile | None = None
+        """What is carried over to the next server; None without a folder."""
         self._check = check
-        self._max_in_memory = max_in_memory
-        self._database = None if folder is None else Database(folder)
-        self._lock = threading.Lock()  # of all below, and of reading from the file
-        self._write_lock = threading.Lock()  # one write or restore at a time; taken before the other lock
-        self._pending = _Texts(OrderedDict)  # not written yet; without a file, all there is
-        self._cache: dict[Name, str | None] = {}  # of reads, up to a point in time
-        self._cached_until = 0.0
+        self._limit = max_in_memory if folder is None else math.inf
+        self._lock = threading.Lock()  # of what is in memory; nobody holds it while waiting for the disk
+        self._write_lock = threading.Lock()  # of the file, and of a restore; taken before the other lock
+        self._texts = _Texts(OrderedDict)
+        self._unwritten: dict[Name, str] = {}
         self._restores = 0
         self._is_closed = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_stopped, name="darts-store", daemon=True)
-        if self._database is not None:
+        self._connection: sqlite3.Connection | None = None
+        self._thread = threading.Thread(target=self._flush_until_stopped, name="darts-store", daemon=True)
+        if folder is not None:
+            self._path = folder / FILE_NAME
+            self._connection = open_database(self._path, APPLICATION_ID, _TABLES)
+            self._version: object = None
+            try:
+                self._inode = self._path.stat().st_ino
+                self._read(self._connection)
+                self.carried = CarriedFile(folder)
+            except BaseException:
+                self._connection.close()
+                raise
             self._thread.start()
 
     def put(self, kind: str, key: str, document: Document) -> None:
@@ -87,49 +108,67 @@ class Store(AbstractContextManager["Store"]):
         name, text = check_name(kind, key), archive.encode(document)
         with self._lock:
             self._refuse_closed()
-            self._add(self._pending, (*name, text))
-            self._cache.pop(name, None)
+            self._keep(self._texts, kind, key, text)
+            if self._connection is not None:
+                self._unwritten[name] = text
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
         """Return a copy of the newest document of that name, or None.
 
         Raises:
             InvalidRequest, ValueError: as ``put``.
-            StateError: the store is closed, or its file can no longer be read.
+            StateError: the store is closed.
         """
-        name = check_name(kind, key)
+        check_name(kind, key)
         with self._lock:
             self._refuse_closed()
-            text = self._pending[kind].get(key)
-            if text is None and self._database is not None:
-                # The same few documents are read again and again, and each read of the file takes several system calls.
-                if (now := time.monotonic()) >= self._cached_until:
-                    self._cache, self._cached_until = {}, now + CACHE_SECONDS
-                if name not in self._cache:
-                    self._cache[name] = self._database.read(name)
-                text = self._cache[name]
-        return None if text is None else archive.decode(text)
+            text = self._texts[kind].get(key)
+        document: dict[str, Scalar] | None = None if text is None else json.loads(text)
+        return document
 
     def count(self, kind: str) -> int:
-        """Count the documents of a kind. Takes milliseconds per 100,000. Raises ``StateError`` as ``get``."""
+        """Count the documents of a kind."""
         with self._lock:
-            self._refuse_closed()
-            if self._database is None:
-                return len(self._pending[kind])
-            return self._database.count(kind, self._pending[kind])
+            return len(self._texts[kind])
 
     def generation(self) -> int:
         """Count how often ``restore`` has replaced everything."""
         return self._restores
 
     def flush(self) -> None:
-        """Write everything that was put before, and wait for it. Raises ``StateError`` if that fails."""
-        if error := self._try_write():
-            raise StateError(str(error)) from error
+        """Write everything that was put before, and wait for it.
+
+        Raises:
+            StateError: it cannot be written at present; ``fault`` says why, and the log does once.
+        """
+        with self._write_lock:
+            with self._lock:
+                self._refuse_closed()
+                rows = [(*name, text) for name, text in self._unwritten.items()]
+            try:
+                if self._connection is not None:
+                    if rows:
+                        self._write(self._connection, rows)
+                    self._read(self._connection)
+            except Exception as error:
+                if self.fault != str(error):
+                    logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
+                self.fault = str(error)
+                raise
+            if self.fault is not None:
+                logger.warning("the learned state is written again")
+            self.fault = None
+            with self._lock:
+                for kind, key, text in rows:
+                    if self._unwritten.get((kind, key)) is text:  # otherwise there is a newer one by now
+                        del self._unwritten[kind, key]
 
     def export(self) -> bytes:
         """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""
-        return archive.pack(self._rows())
+        with self._lock:
+            self._refuse_closed()
+            copies = [(kind, list(texts.items())) for kind, texts in self._texts.items()]
+        return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
         """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
@@ -142,28 +181,27 @@ class Store(AbstractContextManager["Store"]):
                 that cannot be used; nothing was changed.
             StateError: it could not be written; nothing was changed.
         """
-        for kind, key, text in archive.unpack(data, limit):  # check all of it before anything is changed
+        restored = _Texts(OrderedDict)
+        for kind, key, text in archive.unpack(data, limit):
             try:
-                self._check(kind, archive.decode(text))
+                self._check(kind, json.loads(text))
             except ValueError as error:
                 raise StateDamaged(
                     f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
                     "nothing was changed. Send a saved file, byte for byte"
                 ) from error
-        restored, rows = _Texts(OrderedDict), archive.unpack(data, limit)
+            self._keep(restored, kind, key, text)
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
-            if self._database is None:
-                for row in rows:
-                    self._add(restored, row)
-            else:
+            if self._connection is not None:
+                rows = ((kind, key, text) for kind, texts in restored.items() for key, text in texts.items())
                 try:
-                    self._database.write(rows, replace=True)
-                except (StateDamaged, StateTooNew) as error:  # of the state file: ``data`` was checked above
+                    self._write(self._connection, rows, replace=True)
+                except StateDamaged as error:  # of the state file: ``data`` was checked above
                     raise StateError(str(error)) from error
             with self._lock:
-                self._pending, self._cache = restored, {}
+                self._texts, self._unwritten = restored, {}
                 self._restores += 1
 
     def close(self) -> None:
@@ -171,72 +209,63 @@ class Store(AbstractContextManager["Store"]):
         if self._is_closed:
             return
         self._stop.set()
-        if self._database is not None:
+        if self._connection is not None:
             self._thread.join()
         try:
             self.flush()
         finally:
             with self._write_lock, self._lock:
                 self._is_closed = True
-                if self._database is not None:
-                    self._database.close()
+                if self._connection is not None:
+                    self._connection.close()
+                if self.carried is not None:
+                    self.carried.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _add(self, texts: _Texts, row: Row) -> None:
-        kind, key, text = row
-        texts[kind][key] = text
-        if self._database is None:
-            texts[kind].move_to_end(key)
-            if len(texts[kind]) > self._max_in_memory:
-                texts[kind].popitem(last=False)
-
-    def _rows(self) -> Iterator[Row]:
-        """All rows, ordered by kind and key, as they are when the first one is taken."""
-        with ExitStack() as reading:
-            with self._lock:
-                self._refuse_closed()
-                unwritten = sorted(self._pending_rows())
-                written = () if self._database is None else reading.enter_context(self._database.snapshot())
-            previous: Name | None = None
-            for row in heapq.merge(unwritten, written, key=itemgetter(0, 1)):  # of two the unwritten one comes first
-                if row[:2] != previous:
-                    yield row
-                previous = row[:2]
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise StateError("the store is closed")
 
-    def _write_until_stopped(self) -> None:
+    def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
+        texts[kind][key] = text
+        texts[kind].move_to_end(key)
+        if len(texts[kind]) > self._limit:
+            texts[kind].popitem(last=False)
+
+    def _flush_until_stopped(self) -> None:
         while not self._stop.wait(FLUSH_SECONDS):
-            self._try_write()
+            with suppress(Exception):  # it is kept in ``fault``
+                self.flush()
 
-    def _try_write(self) -> Exception | None:
-        """Write what is pending, in the caller's thread. An error is returned, kept in ``fault`` and logged once."""
-        with self._write_lock:
-            with self._lock:
-                if self._is_closed:
-                    return StateError("the store is closed")
-                rows = [] if self._database is None else list(self._pending_rows())
-            error: Exception | None = None
-            try:
-                if self._database is not None and rows:
-                    self._database.write(rows)
-            except Exception as failure:
-                error = failure
-            else:
-                with self._lock:
-                    for kind, key, text in rows:
-                        if self._pending[kind].get(key) is text:  # otherwise there is a newer one by now
-                            del self._pending[kind][key]
-            before, self.fault = self.fault, None if error is None else str(error)
-            if error is not None and self.fault != before:
-                logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
-            elif error is None and before is not None:
-                logger.warning("the learned state is written again")
-            return error
+    def _write(self, connection: sqlite3.Connection, rows: Iterable[Row], *, replace: bool = False) -> None:
+        """Add or overwrite rows, or ``replace`` everything by them, all at once; then they are on the disk."""
+        with transaction(self._path, connection):
+            if self._path.stat().st_ino != self._inode:
+                raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
+            if replace:
+                connection.execute("DELETE FROM documents")
+            connection.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
 
-    def _pending_rows(self) -> Iterator[Row]:
-        return ((kind, key, text) for kind, texts in self._pending.items() for key, text in texts.items())
+    def _read(self, connection: sqlite3.Connection) -> None:
+        """Read everything at the start, and again when another process has written: the previous server that ends.
+
+        Raises:
+            StateDamaged
+        """
+        with translate_errors(self._path):
+            [[version]] = connection.execute("PRAGMA data_version")
+            if version == self._version:
+                return
+            texts = _Texts(OrderedDict)
+            for kind, key, text, crc in connection.execute("SELECT kind, key, document, crc FROM documents"):
+                if not (isinstance(kind, str) and isinstance(key, str) and isinstance(text, str)):
+                    raise damaged(self._path, "a value is of the wrong type")
+                if checksum(kind, key, text.encode()) != crc:
+                    raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
+                texts[kind][key] = text
+        with self._lock:
+            for (kind, key), text in self._unwritten.items():
+                texts[kind][key] = text
+            self._texts, self._version = texts, version

@@ -23,7 +23,6 @@ from darts_server.http.security.route_table import ANY, TABLE
 from darts_server.serving.gate import Gate
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.store import Store
-from darts_server.store.transactions import CarriedFile
 from darts_server.vllm import server
 from darts_server.weights.staging import Staging
 
@@ -52,8 +51,7 @@ def full_app() -> Iterator[FastAPI]:
             llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes", fingerprint=""
         )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
-        carried_file = closing.enter_context(CarriedFile())
-        rooms = app.make_rooms(defaults, engine, Access(), store, carried_file, staging, closing)
+        rooms = app.make_rooms(defaults, engine, Access(), store, staging, closing)
         built.middleware_stack = None
         app.extend(built, rooms, defaults, Access(), Lifecycle(), "routes")
         yield built

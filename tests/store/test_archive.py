@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
-from darts_server.store.archive import Row, Scalar, check_name, decode, encode, pack, unpack
+from darts_server.store.archive import Row, Scalar, check_name, encode, pack, unpack
 
 LIMIT = 10**6
 ROWS: list[Row] = [("dataset", "", '{"n":1}'), ("prompt", "a", "{}"), ("prompt", "ä 😀\0\n", '{"x":null,"y":"z"}')]
@@ -128,19 +128,14 @@ def test_a_kind_must_be_an_identifier(kind: str) -> None:
         check_name(kind, "a")
 
 
-@pytest.mark.parametrize("document", [{"a": {}}, {"a": [1]}, {1: 1}, {"a": b""}], ids=repr)
-def test_a_document_must_be_flat(document: dict[str, float]) -> None:
-    with pytest.raises(TypeError, match="JSON scalars"):
+@pytest.mark.parametrize(
+    "document",
+    [
+        *({"a": {}}, {"a": [1]}, {1: 1}, {"a": b""}),
+        *({"a": float("nan")}, {"a": float("-inf")}, {"a": "\ud800"}, {"a": "x" * 65536}),
+    ],
+    ids=lambda document: repr(document)[:12],
+)
+def test_a_document_must_be_flat_finite_well_formed_and_small(document: dict[str, float]) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"JSON|surrogates"):
         encode(document)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800", "x" * 65536], ids=lambda v: repr(v)[:9])
-def test_a_value_must_be_finite_well_formed_and_small(value: float | str) -> None:
-    with pytest.raises(ValueError, match=r"JSON|surrogates"):
-        encode({"a": value})
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 50_000, "1" * 5000], ids=lambda t: t[:3])
-def test_text_that_is_no_document_is_damage(text: str) -> None:
-    with pytest.raises(StateDamaged, match="JSON object"):
-        decode(text)

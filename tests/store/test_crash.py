@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-import pytest
-
 from darts_server.store import Store
 from tests.store.children import start
 from tests.store.reading import saved_documents
@@ -13,13 +11,12 @@ LOSS_SECONDS = 6.0
 """Puts older than this must survive. On an idle machine one second is enough; on a busy one the writer starts late."""
 
 
-@pytest.mark.parametrize("seconds", [6.2, 6.9])
-def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, seconds: float) -> None:
+def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path) -> None:
     with start("put_for_ever", tmp_path) as child:
         assert child.stdout is not None
         said = [child.stdout.readline()]
         began = time.monotonic()
-        while time.monotonic() < began + seconds:
+        while time.monotonic() < began + LOSS_SECONDS + 0.5:
             said.append(child.stdout.readline())
         killed = time.monotonic()
         child.kill()
@@ -34,7 +31,7 @@ def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, seconds: floa
 
 
 def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
-    for attempt in range(6):
+    for attempt in range(4):
         with start("restore_for_ever", tmp_path) as child:
             assert child.stdout is not None
             for _ in range(2):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from darts_server.exceptions import StateError
 from darts_server.store import Store
 from darts_server.store.archive import Scalar
-from darts_server.store.database import FILE_NAME
+from darts_server.store.store import FILE_NAME
 from tests.store.children import start
 from tests.store.reading import saved_documents
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
+from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store import Store
-from darts_server.store.database import FILE_NAME, checksum, connect, create, translate_errors
-from darts_server.store.store import CACHE_SECONDS
+from darts_server.store.database import checksum
+from darts_server.store.store import FILE_NAME
+
+FILES = {FILE_NAME, "queue.db"}
 
 
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
@@ -41,9 +43,7 @@ def test_the_database_of_another_program_is_refused_and_no_file_is_created_besid
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("CREATE TRIGGER t AFTER INSERT ON documents BEGIN DELETE FROM documents; END", "tables are not ours"),
-        ("PRAGMA user_version = 0", "tables are not ours"),
-        ("PRAGMA journal_mode = delete", "not in WAL mode"),
+        ("ALTER TABLE documents RENAME TO others", "no such table"),
         ("INSERT INTO documents VALUES ('prompt', 'a', '{}', 1)", "checksum of prompt 'a'"),
         ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", "wrong type"),
     ],
@@ -56,16 +56,6 @@ def test_a_file_that_another_program_changed_is_refused(tmp_path: Path, statemen
     with pytest.raises(StateDamaged, match=message):
         Store(tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == data
-
-
-def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        store.put("prompt", "a", {"n": 1})
-        store.flush()
-        create(tmp_path / FILE_NAME)
-    with Store(tmp_path) as store:
-        assert store.get("prompt", "a") == {"n": 1}
-    assert os.listdir(tmp_path) == [FILE_NAME]
 
 
 def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
@@ -82,20 +72,11 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, inside: str) ->
         Store(tmp_path / "file" / inside)
 
 
-def test_only_the_database_stays_in_the_folder(tmp_path: Path) -> None:
+def test_only_the_databases_stay_in_the_folder(tmp_path: Path) -> None:
     for _ in range(2):
         with Store(tmp_path / "a ?#%20ü") as store:
             store.put("prompt", "a", {"n": 1})
-        assert os.listdir(tmp_path / "a ?#%20ü") == [FILE_NAME]
-
-
-def test_a_full_disk_has_its_own_error(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
-    create(path)
-    with closing(connect(path, "rw")) as connection:
-        connection.execute("PRAGMA max_page_count = 10")
-        with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"), translate_errors(path):
-            connection.execute("INSERT INTO documents VALUES ('prompt', 'a', ?, 1)", ["x" * 100_000])
+        assert set(os.listdir(tmp_path / "a ?#%20ü")) == FILES
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])
@@ -108,7 +89,7 @@ def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> 
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     finally:
         os.umask(before)
-    assert modes.keys() == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+    assert modes.keys() >= {*FILES, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
     assert set(modes.values()) == {0o666 & ~mask}
 
 
@@ -131,13 +112,12 @@ def test_the_checksum_covers_kind_key_and_text_separately() -> None:
 
 def test_the_next_server_sees_what_the_previous_one_writes_while_it_ends(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two:
-        assert two.get("prompt", "a") is None
+        two.put("prompt", "b", {"n": 0})
         one.put("prompt", "a", {"n": 1})
         one.flush()
-        time.sleep(CACHE_SECONDS + 0.1)
-        assert two.get("prompt", "a") == {"n": 1}
-        two.put("prompt", "a", {"n": 2})  # its own at once
-        assert two.get("prompt", "a") == {"n": 2}
+        two.put("prompt", "b", {"n": 2})  # its own are newer
+        two.flush()
+        assert (two.get("prompt", "a"), two.get("prompt", "b"), two.count("prompt")) == ({"n": 1}, {"n": 2}, 2)
 
 
 def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
@@ -147,7 +127,6 @@ def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
             store.put("prompt", "a", {"n": 1})
             time.sleep(1.0)  # the thread is waiting now; callers are not
             store.put("prompt", "b", {"n": 2})
-            assert store.count("prompt") == 2
             other.execute("COMMIT")
         store.flush()
         assert store.fault is None
@@ -159,7 +138,7 @@ def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -
     with Store(tmp_path / "state") as store:
         (tmp_path / "state").rename(tmp_path / "elsewhere")
         store.put("prompt", "a", {"n": 1})
-        with pytest.raises(StateError, match="was moved or replaced"):
+        with pytest.raises(StateError, match="No such file"):
             store.flush()
         assert store.get("prompt", "a") == {"n": 1}
         (tmp_path / "elsewhere").rename(tmp_path / "state")
@@ -167,18 +146,3 @@ def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
     with Store(tmp_path / "copy") as store:
         assert store.get("prompt", "a") == {"n": 1}
-
-
-def test_a_file_that_a_newer_version_has_migrated_is_not_written(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
-            other.execute("PRAGMA user_version = 2")
-        store.put("prompt", "a", {"n": 1})
-        with pytest.raises(StateError, match="newer darts-server"):
-            store.flush()
-        with pytest.raises(StateError, match="newer darts-server"):
-            store.restore(Store().export())
-        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
-            other.execute("PRAGMA user_version = 1")
-        store.flush()
-        assert store.fault is None

@@ -1,11 +1,12 @@
-"""Reading and writing documents, with and without a folder."""
+"""Reading and writing documents, and restoring them all, with and without a folder."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import StateError
+from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import Store
 from tests.store.reading import saved_documents
 
@@ -43,11 +44,9 @@ def test_each_key_has_its_own_document(store: Store, flushed: bool) -> None:
 @pytest.mark.parametrize("value", [0, -(10**30), 1.5, 5e-324, 1e308, True, None, "", 'quote " \0 😀'])
 def test_values_are_returned_unchanged(store: Store, value: str | int | float | bool | None) -> None:
     store.put("prompt", "a", {"v": value})
-    for _ in range(3):  # not written yet, from the file, read before
-        document = store.get("prompt", "a")
-        assert document == {"v": value}
-        assert type(document["v"]) is type(value)
-        store.flush()
+    document = store.get("prompt", "a")
+    assert document == {"v": value}
+    assert type(document["v"]) is type(value)
 
 
 def test_the_store_keeps_a_copy(store: Store) -> None:
@@ -87,28 +86,6 @@ def test_threads_may_share_a_store(store: Store) -> None:
     assert store.count("prompt") == 800
 
 
-def test_documents_in_flight_are_neither_missed_nor_counted_twice(store: Store) -> None:
-    ended = threading.Event()
-
-    def write() -> None:
-        while not ended.is_set():
-            store.flush()
-
-    writing = threading.Thread(target=write)
-    writing.start()
-    try:
-        for number in range(0, 4000, 200):
-            for key in range(number, number + 200):
-                store.put("prompt", str(key), {"n": key})
-            assert store.count("prompt") == number + 200
-            assert store.get("prompt", str(number)) == {"n": number}
-            if number % 1000 == 0:
-                assert len(saved_documents(store, "prompt")) == number + 200
-    finally:
-        ended.set()
-        writing.join()
-
-
 def test_a_closed_store_raises(store: Store) -> None:
     store.put("prompt", "a", {})
     store.close()
@@ -118,12 +95,12 @@ def test_a_closed_store_raises(store: Store) -> None:
             use()
 
 
-def test_many_keys_are_counted_after_a_restart(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
+def test_a_file_keeps_every_document(tmp_path: Path) -> None:
+    with Store(tmp_path, max_in_memory=3) as store:
         for number in range(2000):
             store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
         assert store.count("prompt") == 2000
-    with Store(tmp_path) as store:
+    with Store(tmp_path, max_in_memory=3) as store:
         assert store.count("prompt") == len(saved_documents(store, "prompt")) == 2000
         assert store.get("prompt", f"{1999:064x}") == {"mean": 1999 / 7, "std": 1.5, "count": 1999}
 
@@ -143,9 +120,46 @@ def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
         assert store.count("prompt") == 3
 
 
-def test_a_file_keeps_every_document(tmp_path: Path) -> None:
-    with Store(tmp_path, max_in_memory=3) as store:
-        for number in range(5):
-            store.put("prompt", str(number), {"n": number})
-        store.flush()
-        assert store.count("prompt") == 5
+def test_documents_that_push_out_older_ones_take_no_longer() -> None:
+    """To find the oldest one took longer the more had been pushed out before it."""
+    number = 2**15
+    seconds = []
+    with Store(max_in_memory=number) as store:
+        for begin in (0, number):
+            began = time.process_time()
+            for i in range(begin, begin + number):
+                store.put("prompt", f"{i:06d}", {})
+            seconds.append(time.process_time() - began)
+        assert store.count("prompt") == number
+    assert seconds[1] < 5 * seconds[0]
+
+
+def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -> None:
+    for number in range(2000):
+        store.put("prompt", f"ü{number}", {"number": number, "mean": number / 3})
+    store.flush()
+    store.put("singleton", "dataset", {"mean": 1.0})  # not written yet
+    data = store.export()
+    for other in (Store(), Store(tmp_path / "other")):
+        with other:
+            other.put("prompt", "flushed", {})
+            other.flush()
+            other.put("prompt", "waiting", {})
+            other.restore(data)
+            assert saved_documents(other, "prompt") == saved_documents(store, "prompt")
+            assert other.get("prompt", "waiting") is None
+            assert other.get("singleton", "dataset") == {"mean": 1.0}
+            assert (other.export(), other.generation()) == (data, 1)
+    with Store(tmp_path / "other") as other:
+        assert other.export() == data
+
+
+def test_a_refused_restore_changes_nothing(store: Store) -> None:
+    store.put("prompt", "flushed", {"n": 1})
+    store.flush()
+    store.put("prompt", "waiting", {"n": 2})
+    data = store.export()
+    for bad, limit in ((data[:-1], 10**9), (b"", 10**9), (data, 10)):
+        with pytest.raises(StateDamaged):
+            store.restore(bad, limit)
+        assert (store.export(), store.generation()) == (data, 0)

@@ -1,7 +1,6 @@
 from types import SimpleNamespace
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 
 from darts_server.demo.server import FLAGS, MODEL

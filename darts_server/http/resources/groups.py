@@ -197,7 +197,7 @@ def routes(provenance: Provenance, statistics: Statistics, reward_matcher: Rewar
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
         reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
-        answer = None if reward_stats is None else PromptRewardsAnswer(**asdict(reward_stats))
+        answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
 
     return api

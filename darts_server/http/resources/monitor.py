@@ -90,8 +90,6 @@ class MonitorWeights(BaseModel):
 class MonitorRewards(BaseModel):
     """Statistics of all rewards so far."""
 
-    model_config = ConfigDict(from_attributes=True)
-
     rewarded: int
     pass_rate: float
     rewarded_groups: int

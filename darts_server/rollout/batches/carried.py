@@ -18,14 +18,12 @@ from pydantic import TypeAdapter
 from darts_server.engine.port import OutputT, PromptRenderer, TokenSlice
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
-from darts_server.store.archive import Name
-from darts_server.store.transactions import CarriedFile
+from darts_server.store.carried import CarriedFile
 from darts_server.types import FinishReason, PromptSpec
 
 logger = logging.getLogger(__name__)
 
 _PROMPT = TypeAdapter(PromptSpec)
-KIND = "carried"
 FORMAT = 1
 TOKENS, LOGPROBS = "<i4", "<f8"
 """How they are on the disk."""
@@ -205,18 +203,13 @@ class SavedPrompts:
     """Prompts that a server which ended has kept.
 
     Args:
-        disk: where they are.
+        file: where they are.
         model: fingerprint of what is served. What another one has generated is not used.
     """
 
-    def __init__(self, disk: CarriedFile, model: str) -> None:
-        self._disk = disk
+    def __init__(self, file: CarriedFile, model: str) -> None:
+        self._file = file
         self._model = model
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether what is saved outlives the server."""
-        return self._disk.is_durable
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
         """Save prompts in their order; how many are on the disk then. An error of the disk is logged, and ends it.
@@ -224,18 +217,18 @@ class SavedPrompts:
         What their candidates have generated must be `portable`. ``seconds``: after them no other document is begun.
         """
         until, saved, size = time.monotonic() + seconds, 0, 0
-        changes: dict[Name, bytes] = {}
+        documents: list[bytes] = []
         try:
-            for number, (owner, prompt) in enumerate(prompts):
+            for owner, prompt in prompts:
                 if time.monotonic() >= until:
                     break
-                changes[KIND, f"{number:08}"] = document = _encode(owner, prompt, self._model)
-                size += len(document)
+                documents.append(_encode(owner, prompt, self._model))
+                size += len(documents[-1])
                 if size >= WRITE_BYTES:
-                    self._disk.write(changes)
-                    saved, changes, size = saved + len(changes), {}, 0
-            self._disk.write(changes)
-            saved += len(changes)
+                    self._file.add(documents)
+                    saved, documents, size = saved + len(documents), [], 0
+            self._file.add(documents)
+            saved += len(documents)
         except StateError as error:
             logger.error("prompts that were carried over cannot be saved: %s", error)
         return saved
@@ -259,38 +252,28 @@ class SavedPrompts:
     def take(self, version: int) -> list[Owned]:
         """Remove and return what was saved: it must not come again if this server does not end in order.
 
-        What cannot be read or removed is logged, and not returned; a damaged prompt is lost alone. Nothing is removed
-        before all was read: what ends a start must not lose it.
+        If they cannot be read or removed, that is logged, and none are returned; a damaged prompt is lost alone.
 
         ``version``: that this server starts with. Versions are counted from the start of a server, so tokens of any
         other one may be of any weights, and their prompts start again.
         """
-        documents: list[bytes] = []
-        damaged: list[Exception] = []
         try:
-            for key in self._disk.keys(KIND):
-                try:
-                    documents.append(self._disk.read(KIND, key) or b"")
-                except StateDamaged as error:
-                    damaged.append(error)
+            with self._file.take() as documents:
+                return self._decode_all(documents, version)
         except StateError as error:
-            logger.error("prompts that were carried over are lost: %s", error)
-        taken = self._read(documents, damaged, version)
-        try:
-            self._disk.clear()  # also the rows of the queue of earlier versions
-        except StateError as error:
-            logger.error("prompts that were carried over are not used, as they cannot be removed: %s", error)
+            logger.error("prompts that were carried over are not used, as they cannot be read or removed: %s", error)
             return []
-        return taken
 
-    def _read(self, documents: Iterable[bytes], lost: list[Exception], version: int) -> list[Owned]:
-        """``lost``: why some others could not be read."""
+    def _decode_all(self, documents: Iterable[bytes | StateDamaged], version: int) -> list[Owned]:
         taken: list[Owned] = []
+        lost: list[Exception] = []
         restarted: list[Exception] = []
         for document in documents:
             try:
+                if isinstance(document, StateDamaged):
+                    raise document
                 fields, (owner, prompt) = _decode(document)
-            except MALFORMED as error:
+            except (StateDamaged, *MALFORMED) as error:
                 lost.append(error)
                 continue
             try:

@@ -192,7 +192,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Prompts that are carried over are kept for the next server instead, if they can be saved for it. So is what was
         generated for them, if that server can go on with it; otherwise their callers get it.
         """
-        keep, keep_tokens = self._saved is not None and self._saved.is_durable, self._has_initial_weights()
+        keep, keep_tokens = self._saved is not None, self._has_initial_weights()
         for batch in list(self._running.values()):
             batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
         if self._tasks:
@@ -222,7 +222,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             batch.cancel("the server has stopped")
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        if self._saved is None or not self._saved.is_durable:
+        if self._saved is None:
             return 0
         prompts = list(self._carried)
         try:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from darts_server.exceptions import StateError
 from darts_server.policy.checks import check_count
 
 logger = logging.getLogger(__name__)
@@ -94,55 +93,50 @@ class Restores:
         return self.count != before
 
 
-class UnusableLog:
-    """Log documents of one kind that cannot be used, each once."""
+class StoredDocuments:
+    """Documents of one kind. One that cannot be used counts as missing, is logged once, and learned again.
 
-    def __init__(self, kind: str) -> None:
+    They are read at every use, so that what another process learned, or a restore, takes effect at once.
+
+    ``parse``: makes a value from a document. It raises if another version of this server wrote something else.
+    """
+
+    def __init__(self, documents: DocumentStore, kind: str, parse: Callable[[Document], Any]) -> None:
+        self._documents = documents
         self._kind = kind
+        self._parse = parse
         self._logged: set[str] = set()
 
-    def add(self, key: str, error: Exception) -> None:
-        if key not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(key)
-            logger.warning("the learned %s %.64s cannot be used, and is learned again: %.200s", self._kind, key, error)
-
-    def remove(self, key: str) -> None:
-        """Record that the document can be used again."""
+    def load(self, key: str) -> Any:
+        """Return the value, or ``None`` if there is none that can be used: shaping aims worse for a while then."""
+        document = self._documents.get(self._kind, key)
+        try:
+            value = None if document is None else parse_document(document, self._parse)
+        except ValueError as error:
+            if key not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(key)
+                logger.warning(
+                    "the learned %s %.64s cannot be used, and is learned again: %.200s", self._kind, key, error
+                )
+            return None
         self._logged.discard(key)
+        return value
+
+    def put(self, key: str, document: Document) -> None:
+        self._documents.put(self._kind, key, document)
 
 
-class StoredValues:
+class StoredValues(StoredDocuments):
     """Small JSON values of one kind, each read and written as a whole.
 
-    They are read at every use, so that what another process learned, or a restore, takes effect at once. A value that
-    cannot be read is learned again: shaping aims worse for a while, but no rollout fails.
-
-    ``parse``: makes a value from its JSON. It raises if another version of this server wrote something else.
+    ``parse``: makes a value from its JSON, otherwise as for `StoredDocuments`.
     """
 
     def __init__(self, documents: DocumentStore, kind: str, parse: Parse = lambda value: value) -> None:
-        self._documents = documents
-        self._kind = kind
-        self._parse = parse_value(parse)
-        self._unusable = UnusableLog(kind)
-
-    def load(self, key: str) -> Any:
-        """Return the value, or ``None`` if there is none that can be read."""
-        try:
-            document = self._documents.get(self._kind, key)
-            value = None if document is None else parse_document(document, self._parse)
-        except (StateError, ValueError) as error:
-            self._unusable.add(key, error)
-            return None
-        self._unusable.remove(key)
-        return value
+        super().__init__(documents, kind, parse_value(parse))
 
     def save(self, key: str, value: Any) -> None:
-        """Store the value. A failure is logged."""
-        try:
-            self._documents.put(self._kind, key, {"value": json.dumps(value)})
-        except StateError as error:
-            logger.warning("the learned %s %s was not stored: %s", self._kind, key, error)
+        self.put(key, {"value": json.dumps(value)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +168,16 @@ class BlobStore:
     def __init__(self, documents: DocumentStore, kind: str) -> None:
         self._documents = documents
         self._kind = kind
-        self._unusable = UnusableLog(kind)
+        self._manifests = StoredDocuments(documents, kind, _parse_manifest)
 
     def digest(self, key: str) -> str | None:
-        """Return the SHA-256 of the key's blob; ``None`` if there is none that can be read.
-
-        Raises:
-            StateError: nothing can be read at present.
-        """
-        manifest = self._manifest(key)
+        """Return the SHA-256 of the key's blob; ``None`` if there is none that can be read."""
+        manifest: Manifest | None = self._manifests.load(key)
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
-        """Return the key's blob; ``None`` if there is none that is complete.
-
-        Raises:
-            StateError: nothing can be read at present.
-        """
-        manifest = self._manifest(key)
+        """Return the key's blob; ``None`` if there is none that is complete."""
+        manifest: Manifest | None = self._manifests.load(key)
         if manifest is None:
             return None
         data = b""
@@ -204,12 +190,8 @@ class BlobStore:
         return Blob(data, manifest.numbers)
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
-        """Save a blob in place of the key's previous one. Returns its digest.
-
-        Raises:
-            StateError: the previous one is still there.
-        """
-        previous = self._manifest(key)
+        """Save a blob in place of the key's previous one. Returns its digest."""
+        previous: Manifest | None = self._manifests.load(key)
         slot = 0 if previous is None else 1 - previous.slot
         parts = [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
         for number, part in enumerate(parts):
@@ -217,7 +199,7 @@ class BlobStore:
             self._documents.put(self._kind + PART_SUFFIX, _part_key(key, slot, number), {"data": text})
         digest = hashlib.sha256(data).hexdigest()
         # The store's field is "side": it is in state files and archives.
-        self._documents.put(self._kind, key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
+        self._manifests.put(key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
         if previous is not None:  # the store cannot delete: empty the old parts
             for name, _ in self._parts(key, previous.slot, previous.parts):
                 self._documents.put(self._kind + PART_SUFFIX, name, {"data": ""})
@@ -231,14 +213,6 @@ class BlobStore:
             if part is None:
                 return
             yield name, part
-
-    def _manifest(self, key: str) -> Manifest | None:
-        document = self._documents.get(self._kind, key)
-        try:
-            return None if document is None else parse_document(document, _parse_manifest)
-        except ValueError as error:
-            self._unusable.add(key, error)
-            return None
 
 
 def blob_parsers(kind: str) -> dict[str, Callable[[Document], object]]:

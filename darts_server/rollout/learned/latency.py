@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
+from darts_server.policy.latency import LatencyModel, LatencyState
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
 
@@ -35,37 +35,25 @@ class Latency:
         self._model = LatencyModel(self._states.load(KEY))
 
     @property
-    def curve(self) -> LatencyCurve | None:
-        """Seconds of a decode step by how many run on all engines; ``None`` until enough steps were observed."""
-        curve = self._engine_curve
-        return curve if curve is None or self.engines == 1 else curve.scaled(1 / self.engines)
-
-    @property
-    def _engine_curve(self) -> LatencyCurve | None:
-        self._load_restored()
-        return self._model.curve
-
-    @property
     def start_seconds(self) -> float | None:
-        """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` likewise."""
-        self._load_restored()
-        return self._model.start_seconds
+        """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` until it is known."""
+        return self._learned().start_seconds
+
+    def step_seconds(self, batch: int) -> float | None:
+        """Seconds of a decode step while ``batch`` sequences run on all engines; ``None`` until they are known."""
+        curve = self._learned().curve
+        return None if curve is None else curve.scaled(1 / self.engines).step_seconds(batch)
 
     def machine(self) -> Machine | None:
         """Describe the engine to the model of a rollout; ``None`` while the curve is unknown."""
-        curve = self._engine_curve  # read once: a restore in another thread replaces it
-        if curve is None:
+        model = self._learned()
+        if (curve := model.curve) is None:
             return None
-        times = StepTime(curve, per_start=self.start_seconds or 0.0)
+        times = StepTime(curve, per_start=model.start_seconds or 0.0)
         sequences = UNLIMITED if self.capacity is None else max(1, self.capacity // self.engines)
         # Blocks of one token: how large they are is not known.
         blocks = None if self.kv_tokens is None else max(1, self.kv_tokens // self.engines)
         return Machine(times, replicas=self.engines, max_num_seqs=sequences, kv_blocks=blocks, block_size=1)
-
-    def step_seconds(self, batch: int) -> float | None:
-        """Seconds of a decode step of ``batch`` sequences; ``None`` until enough steps were observed."""
-        curve = self.curve
-        return None if curve is None else curve.step_seconds(batch)
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
@@ -76,16 +64,16 @@ class Latency:
         """Write everything that is pending to ``documents``."""
         self._write_later.run_pending()
 
-    def _load_restored(self) -> bool:
-        """Go on from restored state, if there is any; return whether.
+    def _learned(self) -> LatencyModel:
+        """Return the model, from restored state if there is any.
 
         Steps after the restore are forgotten too if this comes later, which it does within `WRITE_DELAY_SECONDS`.
         """
-        if not self._restores.noticed():
-            return False
-        self._model = LatencyModel(self._states.load(KEY))
-        return True
+        if self._restores.noticed():
+            self._model = LatencyModel(self._states.load(KEY))
+        return self._model
 
     def _write(self) -> None:
-        if not self._load_restored():
-            self._states.save(KEY, asdict(self._model.state))
+        before = self._model
+        if self._learned() is before:
+            self._states.save(KEY, asdict(before.state))

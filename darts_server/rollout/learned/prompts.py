@@ -1,17 +1,12 @@
 """Length statistics of each prompt, kept over restarts."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from darts_server.exceptions import StateError
 from darts_server.policy.lengths import Observation, PromptStats, make_prompt_key, update_stats
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.documents import Document, DocumentStore, UnusableLog, parse_document
+from darts_server.rollout.learned.documents import Document, DocumentStore, StoredDocuments
 from darts_server.types import FinishReason, Outcome
-
-logger = logging.getLogger(__name__)
 
 KIND = "prompt"
 
@@ -31,36 +26,22 @@ class Prompts:
     """Keep length statistics by prompt key in ``documents``."""
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._documents = documents
-        self._has_failed = False
-        self._unusable = UnusableLog(KIND)
+        self._stats = StoredDocuments(documents, KIND, parse_stats)
 
     def stats(self, key: str) -> PromptStats | None:
-        """Statistics of a prompt; ``None`` for a new one, and for statistics that cannot be used.
-
-        Raises:
-            StateError: the store cannot be read.
-        """
-        document = self._documents.get(KIND, key)
-        try:
-            return None if document is None else parse_document(document, parse_stats)
-        except ValueError as error:
-            self._unusable.add(key, error)
-            return None
+        """Statistics of a prompt; ``None`` for a new one, and for statistics that cannot be used."""
+        stats: PromptStats | None = self._stats.load(key)
+        return stats
 
     def std(self, key: str) -> float | None:
-        """The prompt's length std in tokens (EMA over its groups); ``None`` if it is new or cannot be read."""
-        with self._log_failures():
-            stats = self.stats(key)
-            return None if stats is None else stats.std_ema
-        return None
+        """The prompt's length std in tokens (EMA over its groups); ``None`` if it is new."""
+        stats = self.stats(key)
+        return None if stats is None else stats.std_ema
 
     def mean(self, key: str) -> float | None:
-        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new or cannot be read."""
-        with self._log_failures():
-            stats = self.stats(key)
-            return None if stats is None else stats.mean_ema
-        return None
+        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new."""
+        stats = self.stats(key)
+        return None if stats is None else stats.mean_ema
 
     def learn(self, record: GroupRecord) -> PromptStats | None:
         """Learn the lengths of a completed group, those of stopped candidates as censored; the statistics before it.
@@ -70,25 +51,10 @@ class Prompts:
         observed = observations(record)
         if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observed:
             return None
+        earlier = self.stats(record.prompt_key)
         versions = [c.weight_version_end for c in record.selected if c.weight_version_end is not None]
-        with self._log_failures():
-            earlier = self.stats(record.prompt_key)
-            stats = update_stats(earlier, observed, max(versions, default=0))
-            self._documents.put(KIND, record.prompt_key, asdict(stats))
-            return earlier
-        return None
-
-    @contextmanager
-    def _log_failures(self) -> Iterator[None]:
-        """Log the first of successive store failures, instead of failing rollouts: shaping then works without them."""
-        try:
-            yield
-        except StateError as error:
-            if not self._has_failed:
-                logger.warning("statistics of prompts cannot be read; all count as new: %s", error)
-            self._has_failed = True
-        else:
-            self._has_failed = False
+        self._stats.put(record.prompt_key, asdict(update_stats(earlier, observed, max(versions, default=0))))
+        return earlier
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:

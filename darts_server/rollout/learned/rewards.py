@@ -1,11 +1,11 @@
 """Reward statistics of each prompt and of the whole data set, kept over restarts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import Any
 
-from darts_server.policy.reward_stats import Moments, RewardStats, TailPattern, restore_stats
+from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
 
 PROMPT_KIND = "prompt_rewards"
@@ -14,31 +14,6 @@ KEY = "all"
 
 PARSERS: dict[str, Parse] = {PROMPT_KIND: restore_stats, DATASET_KIND: restore_stats}
 """How values are parsed, by kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeanLength:
-    """Mean length in tokens of ``count`` trajectories. ``se``: its standard error, ``None`` for a single one."""
-
-    mean: float
-    se: float | None
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class RewardSummary:
-    """Summary of reward statistics. Lengths and their difference (right minus wrong) are in tokens."""
-
-    rewarded: int
-    right: int
-    pass_rate: float
-    zero_variance_groups: int
-    rewarded_groups: int
-    length_right: MeanLength | None
-    length_wrong: MeanLength | None
-    pattern: TailPattern | None
-    difference: float | None
-    difference_se: float | None
 
 
 class Rewards:
@@ -72,23 +47,26 @@ class Rewards:
             self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
 
 
-def summarize(stats: RewardStats | None) -> RewardSummary | None:
-    """Summarize statistics; ``None`` without any reward."""
+def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
+    """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
+
+    The difference is right minus wrong. ``se``: a standard error, ``None`` for a single length.
+    """
     if stats is None or stats.pass_rate is None:
         return None
-    return RewardSummary(
-        rewarded=stats.rewarded,
-        right=stats.right.count,
-        pass_rate=stats.pass_rate,
-        zero_variance_groups=stats.zero_variance,
-        rewarded_groups=stats.groups,
-        length_right=_mean_length(stats.right),
-        length_wrong=_mean_length(stats.wrong),
-        pattern=stats.difference.pattern,
-        difference=stats.difference.tokens,
-        difference_se=stats.difference.error,
-    )
 
+    def mean_length(lengths: Moments) -> dict[str, Any] | None:
+        return {"mean": lengths.mean, "se": lengths.error, "count": lengths.count} if lengths.count else None
 
-def _mean_length(lengths: Moments) -> MeanLength | None:
-    return MeanLength(lengths.mean, lengths.error, lengths.count) if lengths.count else None
+    return {
+        "rewarded": stats.rewarded,
+        "right": stats.right.count,
+        "pass_rate": stats.pass_rate,
+        "zero_variance_groups": stats.zero_variance,
+        "rewarded_groups": stats.groups,
+        "length_right": mean_length(stats.right),
+        "length_wrong": mean_length(stats.wrong),
+        "pattern": stats.difference.pattern,
+        "difference": stats.difference.tokens,
+        "difference_se": stats.difference.error,
+    }

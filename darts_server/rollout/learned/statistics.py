@@ -67,13 +67,13 @@ class Dataset:
     @property
     def stats(self) -> DatasetStats:
         """Standard deviation and mean of lengths over the last steps."""
-        self._write_later.run_pending()
-        return self._load_stats()
+        self.flush()
+        return self._stats.load(KEY) or DatasetStats()
 
     @property
     def profile(self) -> LengthProfile:
         """Distribution of lengths relative to the mean of their prompt."""
-        self._write_later.run_pending()
+        self.flush()
         return LengthProfile(self._profiles.load(KEY))
 
     def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
@@ -90,9 +90,6 @@ class Dataset:
     def flush(self) -> None:
         """Write everything that is pending to ``documents``."""
         self._write_later.run_pending()
-
-    def _load_stats(self) -> DatasetStats:
-        return self._stats.load(KEY) or DatasetStats()
 
     def _forget_replaced(self) -> None:
         """Forget groups that ended before learned state was restored."""
@@ -112,7 +109,8 @@ class Dataset:
         step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
         for version, estimate in groups:
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
-                self._stats.save(KEY, asdict(self._load_stats().with_step(group for _, group in step)))
+                stats: DatasetStats = self._stats.load(KEY) or DatasetStats()
+                self._stats.save(KEY, asdict(stats.with_step(group for _, group in step)))
                 step = []
             step.append((version, estimate))
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])

@@ -9,6 +9,7 @@ from typing import Any
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
 
 MAX_GROUPS = 256
 """Ended groups that a new viewer gets, and likewise running ones: the last step or two."""
@@ -130,23 +131,6 @@ def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _ended_group(record: GroupRecord) -> Fields:
-    fields = {
-        "group_id": record.group_id,
-        "began": record.started_at,
-        "prompt_key": record.prompt_key,
-        "policy": record.policy,
-        "size": record.size,
-        "started": len(record.candidates),
-        "ended": record.ended_at,
-        "outcome": record.outcome.value,
-        "deadline": record.deadline,
-        "error": record.error,
-        "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
-    }
-    return _without_none(fields)
-
-
 def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
     """``before``: its last state, of which candidates that do not change any more are reused."""
     old = [] if before is None or before["began"] != run.started_at else before["candidates"]
@@ -155,16 +139,31 @@ def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
         kept = old[index] if index < len(old) else {}
         is_final = "stop" in kept and kept["state"] in ("selected", "discarded")
         candidates.append(kept if is_final else _candidate(run.candidate_record(index)))
+    return _group(run.spec, run, candidates=candidates)
+
+
+def _ended_group(record: GroupRecord) -> Fields:
+    return _group(
+        record,
+        record,
+        ended=record.ended_at,
+        outcome=record.outcome.value,
+        deadline=record.deadline,
+        error=record.error,
+        candidates=[_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
+    )
+
+
+def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], **more: Any) -> Fields:
     fields = {
-        "group_id": run.spec.group_id,
-        "began": run.started_at,
-        "prompt_key": run.spec.prompt_key,
-        "policy": run.spec.policy,
-        "size": run.size,
-        "started": len(run.candidates),
-        "candidates": candidates,
+        "group_id": spec.group_id,
+        "began": group.started_at,
+        "prompt_key": spec.prompt_key,
+        "policy": spec.policy,
+        "size": group.size,
+        "started": len(group.candidates),
     }
-    return _without_none(fields)
+    return _without_none(fields | more)
 
 
 def _candidate(record: CandidateRecord) -> Fields:

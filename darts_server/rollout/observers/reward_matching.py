@@ -75,12 +75,6 @@ class ReturnedTrajectory:
     reward: float | None = None
     correct: bool = False
 
-    @property
-    def weight(self) -> float:
-        """Its weight by the record of its group, which has ended; 1 if it has none."""
-        assert self.group.record is not None
-        return self.group.record.candidates[self.index].weight or 1.0
-
 
 @dataclass(slots=True, eq=False)
 class ReturnedGroup:
@@ -106,13 +100,41 @@ class ReturnedGroup:
         return len({trajectory.reward for trajectory in self.returned.values()}) == 1
 
 
-class ReturnedGroups:
-    """Keep the newest ``kept`` groups, in the order in which they ended, with at most ``kept_candidates`` in all.
+def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bytes:
+    """Hash a prompt and its completion. Takes 18 microseconds for a thousand tokens."""
+    hashed = blake2b(len(prompt_token_ids).to_bytes(8, "little"), digest_size=FINGERPRINT_BYTES)
+    hashed.update(array(TOKEN_TYPE, prompt_token_ids))
+    hashed.update(array(TOKEN_TYPE, token_ids))
+    return hashed.digest()
 
-    A trajectory takes about 400 bytes, and the record of a candidate as much.
+
+class RewardMatcher:
+    """Match rewards to trajectories of the ``kept`` groups that ended last, and learn from them.
+
+    ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too. A trajectory takes
+    about 400 bytes, and the record of a candidate as much.
+
+    Args:
+        rewards: gets statistics of rewarded trajectories.
+        on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record,
+            by candidate index which of them are correct, and whether all rewards are equal.
+        on_report: called with the numbers of rewards of known trajectories and of unknown ones, chunk by chunk.
+        on_reward: each is called with every trajectory's first reward.
     """
 
-    def __init__(self, kept: int, kept_candidates: int) -> None:
+    def __init__(
+        self,
+        rewards: Rewards,
+        on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool], bool], None],
+        on_report: Callable[[int, int], None],
+        kept: int = DEFAULT_KEPT,
+        on_reward: Sequence[OnReward] = (),
+        kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
+    ) -> None:
+        self._rewards = rewards
+        self._on_reward = tuple(on_reward)
+        self._on_group_rewarded = on_group_rewarded
+        self._on_report = on_report
         self._kept = kept
         self._kept_candidates = kept_candidates
         self._candidates = 0
@@ -120,16 +142,15 @@ class ReturnedGroups:
         self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
-    def add(self, returned: TrajectoryRecord) -> None:
-        """Add a trajectory that its caller got, before its group ended or after."""
+    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
+        """Keep a trajectory that its caller got, before its group ended or after."""
         group = self._find_or_create(returned.key, returned.started_at, returned.prompt_key)
         hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)
         trajectory = ReturnedTrajectory(group, returned.index, len(returned.token_ids), hashed)
         group.returned[str(returned.index)] = trajectory
         self._by_tokens.setdefault(hashed, []).append(trajectory)
 
-    def end(self, record: GroupRecord) -> ReturnedGroup:
-        """Record a group's end and return the group."""
+    def group_ended(self, record: GroupRecord) -> None:
         group = self._find_or_create(record.key, record.started_at, record.prompt_key)
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
@@ -137,32 +158,86 @@ class ReturnedGroups:
         self._groups.move_to_end(record.key)
         while self._candidates > self._kept_candidates and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
-        return group
+        # Trajectories that were returned while it ran, and rewarded before it ended.
+        rewarded = [_trajectory_stats(t, record) for t in group.returned.values() if t.reward is not None]
+        if group.is_fully_rewarded:
+            rewarded.append(_group_stats(group))
+        if rewarded:
+            self._learn({group.prompt_key: reduce(add, rewarded)}, [group] if group.is_fully_rewarded else [])
 
-    def find(self, record: GroupRecord) -> ReturnedGroup | None:
-        """The group of that record, if it is kept."""
+    def group_rewards(self, record: GroupRecord) -> GroupRewards:
+        """The rewards that were reported for that group."""
         group = self._groups.get(record.key)
-        return group if group is not None and group.started_at == record.started_at else None
+        if group is None or group.started_at != record.started_at:
+            return GroupRewards()
+        by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
+        return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
 
-    def by_id(self, trajectory_id: str, owner: str | None, others: bool) -> list[ReturnedTrajectory]:
-        """The owner's trajectory with that id, if it is kept.
+    async def report(self, rewards: Sequence[Reward]) -> RewardReport:
+        """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks.
 
-        ``others``: otherwise that of another owner, if only one has such an id.
+        An id names a trajectory of the caller: others may have chosen the same. For admins, such as a service that
+        computes the rewards of all, it may name another caller's. Tokens name others' if the caller has none with them.
         """
-        group_id, _, index = trajectory_id.rpartition(":")
-        owners = self._owners.get(group_id, set())
-        if others and owner not in owners and len(owners) == 1:
-            [owner] = owners
-        group = self._groups.get((owner, group_id))
-        found = None if group is None else group.returned.get(index)
-        return [] if found is None else [found]
+        report = RewardReport()
+        for begin in range(0, len(rewards), REWARDS_PER_TURN):
+            self._match(rewards[begin : begin + REWARDS_PER_TURN], begin, report)
+            await asyncio.sleep(0)
+        return report
 
-    def by_tokens(
-        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], owner: str | None
-    ) -> Sequence[ReturnedTrajectory]:
-        """All kept trajectories of the owner with exactly these tokens; those of all others if it has none."""
-        found = self._by_tokens.get(fingerprint(prompt_token_ids, token_ids), ())
-        return [trajectory for trajectory in found if trajectory.group.key[0] == owner] or found
+    def _match(self, rewards: Sequence[Reward], begin: int, report: RewardReport) -> None:
+        """Match one chunk, whose first reward is number ``begin`` of the report."""
+        matched, unknown = report.matched, report.unknown
+        stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
+        fully_rewarded: list[ReturnedGroup] = []
+        for place, reward in enumerate(rewards, begin):
+            found = self._find(reward)
+            unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
+            for trajectory in unrewarded:
+                group = trajectory.group
+                trajectory.reward, trajectory.correct = reward.reward, reward.correct
+                group.rewarded += 1
+                for on_reward in self._on_reward:
+                    on_reward(group.key, trajectory.index, reward.reward, reward.correct)
+                if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
+                    stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
+                if group.is_fully_rewarded:
+                    stats[group.prompt_key] += _group_stats(group)
+                    fully_rewarded.append(group)
+            if unrewarded:
+                report.matched += 1
+            elif found:
+                report.repeated += 1
+            else:
+                report.unknown += 1
+                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
+                    report.unknown_indices.append(place)
+        self._on_report(report.matched - matched, report.unknown - unknown)
+        self._learn(stats, fully_rewarded)
+
+    def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
+        """Find the trajectory with that id, or all kept ones with exactly these tokens."""
+        who = caller.get()
+        if reward.trajectory_id is None:
+            found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
+            return [trajectory for trajectory in found if trajectory.group.key[0] == who.name] or found
+        # Callers may have made it from the group's id in the header of its response.
+        for name in (reward.trajectory_id, from_header(reward.trajectory_id)):
+            group_id, _, index = name.rpartition(":")
+            owner, owners = who.name, self._owners.get(group_id, set())
+            if who.is_admin and owner not in owners and len(owners) == 1:
+                [owner] = owners
+            group = self._groups.get((owner, group_id))
+            if group is not None and index in group.returned:
+                return [group.returned[index]]
+        return ()
+
+    def _learn(self, stats: Mapping[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
+        self._rewards.learn(stats)
+        for group in fully_rewarded:
+            assert group.record is not None
+            correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
+            self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
         group = self._groups.get(key)
@@ -190,125 +265,9 @@ class ReturnedGroups:
                 del self._by_tokens[trajectory.fingerprint]
 
 
-def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bytes:
-    """Hash a prompt and its completion. Takes 18 microseconds for a thousand tokens."""
-    hashed = blake2b(len(prompt_token_ids).to_bytes(8, "little"), digest_size=FINGERPRINT_BYTES)
-    hashed.update(array(TOKEN_TYPE, prompt_token_ids))
-    hashed.update(array(TOKEN_TYPE, token_ids))
-    return hashed.digest()
-
-
-class RewardMatcher:
-    """Match rewards to trajectories of the newest ``kept`` groups, and learn from them.
-
-    ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too.
-
-    Args:
-        rewards: gets statistics of rewarded trajectories.
-        on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record,
-            by candidate index which of them are correct, and whether all rewards are equal.
-        on_report: called with the numbers of rewards of known trajectories and of unknown ones, chunk by chunk.
-        on_reward: each is called with every trajectory's first reward.
-    """
-
-    def __init__(
-        self,
-        rewards: Rewards,
-        on_group_rewarded: Callable[[GroupRecord, Mapping[int, bool], bool], None],
-        on_report: Callable[[int, int], None],
-        kept: int = DEFAULT_KEPT,
-        on_reward: Sequence[OnReward] = (),
-        kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
-    ) -> None:
-        self._rewards = rewards
-        self._on_reward = tuple(on_reward)
-        self._on_group_rewarded = on_group_rewarded
-        self._on_report = on_report
-        self._groups = ReturnedGroups(kept, kept_candidates)
-
-    async def report(self, rewards: Sequence[Reward]) -> RewardReport:
-        """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks.
-
-        An id names a trajectory of the caller: others may have chosen the same. For admins, such as a service that
-        computes the rewards of all, it may name another caller's. Tokens name others' if the caller has none with them.
-        """
-        report = RewardReport()
-        for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            self._match(rewards[begin : begin + REWARDS_PER_TURN], begin, report)
-            await asyncio.sleep(0)
-        return report
-
-    def group_rewards(self, record: GroupRecord) -> GroupRewards:
-        """The rewards that were reported for that group."""
-        group = self._groups.find(record)
-        if group is None:
-            return GroupRewards()
-        by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
-        return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
-
-    def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        self._groups.add(returned)
-
-    def group_ended(self, record: GroupRecord) -> None:
-        group = self._groups.end(record)
-        # Trajectories that were returned while it ran, and rewarded before it ended.
-        rewarded = [_trajectory_stats(t) for t in group.returned.values() if t.reward is not None]
-        if group.is_fully_rewarded:
-            rewarded.append(_group_stats(group))
-        if rewarded:
-            self._learn({group.prompt_key: reduce(add, rewarded)}, [group] if group.is_fully_rewarded else [])
-
-    # --- matching -----------------------------------------------------------
-
-    def _match(self, rewards: Sequence[Reward], begin: int, report: RewardReport) -> None:
-        """Match one chunk, whose first reward is number ``begin`` of the report."""
-        matched, unknown = report.matched, report.unknown
-        stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
-        fully_rewarded: list[ReturnedGroup] = []
-        for place, reward in enumerate(rewards, begin):
-            found = self._find_trajectories(reward)
-            unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
-            for trajectory in unrewarded:
-                group = trajectory.group
-                trajectory.reward, trajectory.correct = reward.reward, reward.correct
-                group.rewarded += 1
-                for on_reward in self._on_reward:
-                    on_reward(group.key, trajectory.index, reward.reward, reward.correct)
-                if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
-                    stats[group.prompt_key] += _trajectory_stats(trajectory)
-                if group.is_fully_rewarded:
-                    stats[group.prompt_key] += _group_stats(group)
-                    fully_rewarded.append(group)
-            if unrewarded:
-                report.matched += 1
-            elif found:
-                report.repeated += 1
-            else:
-                report.unknown += 1
-                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
-                    report.unknown_indices.append(place)
-        self._on_report(report.matched - matched, report.unknown - unknown)
-        self._learn(stats, fully_rewarded)
-
-    def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
-        who, groups, name = caller.get(), self._groups, reward.trajectory_id
-        if name is not None:
-            # Callers may have made it from the group's id in the header of its response.
-            names = (name, from_header(name))
-            return next(filter(None, (groups.by_id(each, who.name, others=who.is_admin) for each in names)), ())
-        return groups.by_tokens(reward.prompt_token_ids, reward.completion_token_ids, who.name)
-
-    def _learn(self, stats: Mapping[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
-        self._rewards.learn(stats)
-        for group in fully_rewarded:
-            assert group.record is not None
-            correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
-            self._on_group_rewarded(group.record, correct, group.zero_variance)
-
-
-def _trajectory_stats(trajectory: ReturnedTrajectory) -> RewardStats:
-    length, none = single_length(trajectory.tokens, trajectory.weight), Moments()
-    return RewardStats(length, none) if trajectory.correct else RewardStats(none, length)
+def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
+    length = single_length(trajectory.tokens, record.candidates[trajectory.index].weight or 1.0)
+    return RewardStats(length, Moments()) if trajectory.correct else RewardStats(Moments(), length)
 
 
 def _group_stats(group: ReturnedGroup) -> RewardStats:

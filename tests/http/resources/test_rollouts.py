@@ -5,7 +5,6 @@ import json
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -44,7 +43,7 @@ from tests.rollout.batches.streams import (
     request,
     token_stream,
 )
-from tests.rollout.batches.test_saved import serving
+from tests.rollout.batches.test_saved import InMemory, serving
 from tests.rollout.helpers import Harness, lengths
 
 __all__ = ["anyio_backend"]
@@ -210,11 +209,9 @@ async def test_streams_have_the_tokens_of_aborted_candidates_in_the_group(mode: 
     assert data.rstrip().endswith('"code":503}}')
 
 
-async def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event(
-    tmp_path: Path,
-) -> None:
+async def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event() -> None:
     """A server that stops after an update: the next one cannot go on with the tokens."""
-    async with serving(tmp_path, by_text, has_initial_weights=False) as server:
+    async with serving(InMemory(), by_text, has_initial_weights=False) as server:
         batch = await server.begin(9, "30", carry=Carry.RESUME)
         await server.stop()
         body = await read_answer(batch)

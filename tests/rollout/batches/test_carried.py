@@ -403,12 +403,19 @@ async def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_go
 async def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
     seed: tuple[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are counted anew without it, and would share random numbers with those that replace it."""
+    """The others are counted anew without it, and would share random numbers with those that replace it.
+
+    What they had generated counts in the batch that stopped them then.
+    """
     monkeypatch.setattr(Texts, "tail_seed", lambda *_: seed)
     failure = CandidateFailed("broken")
     harness = Harness(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
     registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    assert (decided(done), done.carried) == (["10"], 1)
+    counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
+    assert (done.generated == counted) is (seed is not None)
+    assert counted > 100
     harness.engine.weight_version = 1
     [found] = set(spans(await run_batch(harness, registry, resumed(carried=True)))["30"])
     assert [version for version, _ in found] == ([0, 1] if seed is None else [1])
@@ -533,17 +540,6 @@ async def test_groups_that_were_carried_over_are_those_that_would_have_come_with
         assert other.record is not None
         assert [c.weight for c in other.record.selected] == [c.weight for c in result.record.selected]
         assert [c.version_spans for c in other.record.selected] == [((0, c.tokens),) for c in other.record.selected]
-
-
-async def test_tokens_of_a_group_that_cannot_go_on_count_in_the_batch_that_stopped_it() -> None:
-    """With a seed, a group of which a candidate failed starts again."""
-    failed = Script(3, error=CandidateFailed("no memory"))
-    harness = Harness(lambda text, index: failed if (text, index) == ("30", 0) else by_text(text, index))
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-    assert (decided(done), done.carried) == (["10"], 1)
-    counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
-    assert done.generated == counted > 100
 
 
 async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(

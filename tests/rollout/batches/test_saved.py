@@ -3,8 +3,9 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,10 +17,9 @@ from hypothesis import strategies as st
 
 from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import ServerStopping
+from darts_server.exceptions import ServerStopping, StateDamaged, StateError
 from darts_server.rollout.batches.batch import terms_of
 from darts_server.rollout.batches.carried import (
-    KIND,
     PORTABLE_SECONDS,
     SAVE_SECONDS,
     WRITE_BYTES,
@@ -35,7 +35,7 @@ from darts_server.rollout.batches.registry import BatchRegistry, kept_bytes
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.store.transactions import CarriedFile
+from darts_server.store.carried import CarriedFile
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
     SHAPINGS,
@@ -57,6 +57,37 @@ from tests.rollout.helpers import Harness, Texts
 pytestmark = pytest.mark.anyio
 
 STOPPING = ServerStopping("the server is stopping", 30)
+
+
+class InMemory(CarriedFile):
+    """Keeps values in memory. ``fault``: raised at the end of `take`, and by `add` after the first ``room`` times."""
+
+    def __init__(self, fault: Exception | None = None, room: float = math.inf) -> None:
+        self.values: list[bytes | StateDamaged] = []
+        self.fault, self.room = fault, room
+
+    def add(self, values: Iterable[bytes]) -> None:
+        if self.room <= 0:
+            raise StateError("the disk is full")
+        self.values.extend(values)
+        self.room -= 1
+
+    @contextmanager
+    def take(self) -> Iterator[list[bytes | StateDamaged]]:
+        yield list(self.values)
+        if self.fault is not None:
+            raise self.fault
+        self.values.clear()
+
+
+@pytest.fixture
+def file() -> InMemory:
+    return InMemory()
+
+
+@pytest.fixture
+def saved(file: InMemory) -> SavedPrompts:
+    return SavedPrompts(file, "model")
 
 
 def by_text(text: str, index: int) -> Script:
@@ -93,39 +124,48 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
     prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     prompts.append((None, carried_prompt("y", with_logprobs=False)))
-    with CarriedFile(tmp_path) as store:
-        SavedPrompts(store, "model").save(prompts)
-    with CarriedFile(tmp_path) as store:
-        saved = SavedPrompts(store, "model")
-        assert saved.is_durable
-        taken = saved.take(0)
+    with closing(CarriedFile(tmp_path)) as file:
+        SavedPrompts(file, "model").save(prompts)
+    with closing(CarriedFile(tmp_path)) as file:
+        taken = SavedPrompts(file, "model").take(0)
         assert [(owner, plain(prompt)) for owner, prompt in taken] == [(owner, plain(p)) for owner, p in prompts]
-        assert saved.take(0) == [], "also if this server is killed"
+        assert SavedPrompts(file, "model").take(0) == [], "also if this server is killed"
 
 
 @pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
-def test_what_other_weights_have_generated_is_not_used(model: str, version: int) -> None:
-    with CarriedFile() as store:
-        assert not SavedPrompts(store, "model").is_durable
-        SavedPrompts(store, "model").save([(None, carried_prompt("a")), (None, carried_prompt("b", 1))])
-        taken = [prompt for _, prompt in SavedPrompts(store, model).take(version)]
+def test_what_other_weights_have_generated_is_not_used(
+    model: str, version: int, file: InMemory, saved: SavedPrompts
+) -> None:
+    saved.save([(None, carried_prompt("a")), (None, carried_prompt("b", 1))])
+    taken = [prompt for _, prompt in SavedPrompts(file, model).take(version)]
     assert [prompt.identity[0] for prompt in taken] == ["a", "b"]
     assert [prompt.group is not None for prompt in taken] == [False, model == "model" and version == 1]
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"identity": None}, {"prompt": None}, {"prompt": "{}"}, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"format": 2}, {"identity": None}, {"prompt": None}, {"prompt": "{}"}),
+        b"[" * 200_000,  # nested too deeply
+        StateDamaged("its checksum is wrong"),
+    ],
+    ids=lambda change: repr(change)[:20],
+)
 def test_a_prompt_that_cannot_be_read_is_lost_alone(
-    change: dict[str, object] | None, caplog: pytest.LogCaptureFixture
+    change: Any, file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
-        document = b"[" * 200_000  # nested too deeply
-        if change is not None:
-            document = json.dumps(json.loads(store.read(KIND, "00000000") or b"") | change).encode()
-        store.write({(KIND, "00000000"): document})
-        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["b"]
+    saved.save([(None, carried_prompt(name)) for name in "abc"])
+    file.values[1] = changed(file, change) if isinstance(change, dict) else change
+    assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "c"]
+    assert file.values == []
     assert "1 prompts that were carried over are lost" in caplog.text
+
+
+def changed(file: InMemory, change: dict[str, object]) -> bytes:
+    """Return the first document with other fields."""
+    [first, *_] = file.values
+    assert isinstance(first, bytes)
+    return json.dumps(json.loads(first) | change).encode()
 
 
 def wrong_group(**change: object) -> CarriedPrompt:
@@ -152,25 +192,13 @@ def wrong_group(**change: object) -> CarriedPrompt:
     ],
 )
 def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_once(
-    change: dict[str, object], caplog: pytest.LogCaptureFixture
+    change: dict[str, object], saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([(None, wrong_group(**change)), (None, carried_prompt("b")), (None, wrong_group(**change))])
-        taken = [prompt for _, prompt in saved.take(0)]
+    saved.save([(None, wrong_group(**change)), (None, carried_prompt("b")), (None, wrong_group(**change))])
+    taken = [prompt for _, prompt in saved.take(0)]
     assert [(prompt.identity[0], prompt.group is None) for prompt in taken] == [("a", True), ("b", False), ("a", True)]
     [message] = caplog.messages
     assert message.startswith("2 prompts that were carried over start again")
-
-
-def test_a_row_with_a_wrong_checksum_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([(None, carried_prompt(name)) for name in "abc"])
-        store._connection.execute("UPDATE entries SET value = x'00' WHERE key = '00000001'")
-        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "c"]
-        assert store.keys(KIND) == []
-    assert "1 prompts that were carried over are lost" in caplog.text
 
 
 PATHS: list[tuple[str | int, ...]] = [
@@ -192,58 +220,58 @@ def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(
     path: tuple[str | int, ...], value: object, field: str | None
 ) -> None:
     """Whoever wrote it knew how to make a checksum."""
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
-        document = json.loads(store.read(KIND, "00000000") or b"")
-        if field is None:
-            place = document
-            for step in path[:-1]:
-                place = place[step]
-            place[path[-1]] = value
-        else:
-            document["prompt"] = json.dumps({field: value})
-        store.write({(KIND, "00000000"): json.dumps(document).encode()})
-        taken = saved.take(0)
-        assert [prompt.identity[0] for _, prompt in taken][-1] == "b"
-        kept = CarriedPrompts()
-        for owner, prompt in taken:
-            kept.put(owner, [prompt])
-        assert saved.save(kept) == len(taken)
+    file = InMemory()
+    saved = SavedPrompts(file, "model")
+    saved.save([(None, carried_prompt("a")), (None, carried_prompt("b"))])
+    document = json.loads(changed(file, {}))
+    if field is None:
+        place = document
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+    else:
+        document["prompt"] = json.dumps({field: value})
+    file.values[0] = json.dumps(document).encode()
+    taken = saved.take(0)
+    assert [prompt.identity[0] for _, prompt in taken][-1] == "b"
+    kept = CarriedPrompts()
+    for owner, prompt in taken:
+        kept.put(owner, [prompt])
+    assert saved.save(kept) == len(taken)
 
 
 def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    with CarriedFile() as store:
-        SavedPrompts(store, "model").save([(None, carried_prompt("a"))])
-        store._connection.execute("PRAGMA query_only = ON")
-        assert SavedPrompts(store, "model").take(0) == []
-        store._connection.execute("PRAGMA query_only = OFF")
-        assert len(SavedPrompts(store, "model").take(0)) == 1
-    assert "cannot be removed" in caplog.text
+    file = InMemory(StateError("it is read-only"))
+    saved = SavedPrompts(file, "model")
+    saved.save([(None, carried_prompt("a"))])
+    assert saved.take(0) == []
+    assert "cannot be read or removed: it is read-only" in caplog.text
+    file.fault = None
+    assert len(saved.take(0)) == 1
 
 
 def test_a_large_prompt_is_saved_beside_others(tmp_path: Path) -> None:
     """More than is written at once."""
     texts = ["a" * 3_000_000 + str(number) for number in range(5)]
-    with CarriedFile(tmp_path) as store:
-        saved = SavedPrompts(store, "model")
+    with closing(CarriedFile(tmp_path)) as file:
+        saved = SavedPrompts(file, "model")
         assert saved.save((None, CarriedPrompt(PromptSpec(text=text), (text, ""))) for text in texts) == 5
         assert [prompt.prompt.text for _, prompt in saved.take(0)] == texts
 
 
-def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(caplog: pytest.LogCaptureFixture) -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
+def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(
+    file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
 
-        class Slow(SavedPrompts):
-            def save(self, prompts: Iterable[Owned], seconds: float = 0.0) -> int:
-                assert seconds == SAVE_SECONDS
-                return super().save(list(prompts)[:2])
+    class Slow(SavedPrompts):
+        def save(self, prompts: Iterable[Owned], seconds: float = 0.0) -> int:
+            assert seconds == SAVE_SECONDS
+            return super().save(list(prompts)[:2])
 
-        prompts: list[Owned] = [(None, carried_prompt(name)) for name in "abc"]
-        asyncio.run(Slow(store, "model").save_in_time(prompts, Texts(), with_tokens=True))
-        assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "b"]
+    prompts: list[Owned] = [(None, carried_prompt(name)) for name in "abc"]
+    asyncio.run(Slow(file, "model").save_in_time(prompts, Texts(), with_tokens=True))
+    assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "b"]
     assert "1 prompts that were carried over are lost" in caplog.text
 
 
@@ -279,13 +307,11 @@ class BadTexts(Texts):
     ],
 )
 def test_prompts_whose_texts_cannot_be_made_or_not_in_time_start_again(
-    slow: bool, kept: list[bool], message: str, caplog: pytest.LogCaptureFixture
+    slow: bool, kept: list[bool], message: str, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CarriedFile() as store:
-        saved = SavedPrompts(store, "model")
-        prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
-        asyncio.run(saved.save_in_time(prompts, BadTexts(slow=slow), with_tokens=True))
-        assert [prompt.group is not None for _, prompt in saved.take(0)] == kept
+    prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
+    asyncio.run(saved.save_in_time(prompts, BadTexts(slow=slow), with_tokens=True))
+    assert [prompt.group is not None for _, prompt in saved.take(0)] == kept
     assert message in caplog.text
 
 
@@ -298,10 +324,10 @@ def test_terms_are_equal_in_every_process() -> None:
 
 
 class Server:
-    """One server after the other on the same folder, with the same scripts."""
+    """One server after the other on the same file, with the same scripts."""
 
-    def __init__(self, store: CarriedFile, harness: Harness, registry: BatchRegistry[str, list[int]]) -> None:
-        self.store, self.harness, self.registry = store, harness, registry
+    def __init__(self, harness: Harness, registry: BatchRegistry[str, list[int]]) -> None:
+        self.harness, self.registry = harness, registry
 
     async def begin(self, steps: int, *texts: str, **more: Any) -> BatchRun:
         return await begin(self.harness, self.registry, request(*texts, **more), steps)
@@ -317,19 +343,18 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    folder: Path | None,
+    file: InMemory | None,
     script: Callable[[str, int], Script] = by_text,
     policy: str = "shortest",
     texts: Texts | None = None,
     *,
     has_initial_weights: bool = True,
 ) -> AsyncIterator[Server]:
-    with CarriedFile(folder) as store:
-        harness, saved = Harness(script), SavedPrompts(store, "model")
-        more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
-        registry = new_registry(harness, policy, texts=texts, **more)
-        registry.restore()
-        yield Server(store, harness, registry)
+    harness, saved = Harness(script), None if file is None else SavedPrompts(file, "model")
+    more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
+    registry = new_registry(harness, policy, texts=texts, **more)
+    registry.restore()
+    yield Server(harness, registry)
 
 
 async def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
@@ -366,12 +391,12 @@ class OtherTexts(Texts):
     ("texts", "size", "has_initial_weights"), [(OtherTexts(), 4, True), (None, 5, True), (None, 4, False)]
 )
 async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_other_weights(
-    texts: Texts | None, size: int, has_initial_weights: bool, tmp_path: Path
+    texts: Texts | None, size: int, has_initial_weights: bool, file: InMemory
 ) -> None:
-    async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
+    async with serving(file, has_initial_weights=has_initial_weights) as server:
         await server.begin(15, "30", "40", carry=Carry.RESUME)
         await server.stop()
-    async with serving(tmp_path, texts=texts) as server:
+    async with serving(file, texts=texts) as server:
         assert server.registry._carried.count(None) == 2
         asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
         done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
@@ -380,15 +405,15 @@ async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_promp
         assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
 
 
-async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
+async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_took(file: InMemory) -> None:
+    async with serving(file) as server:
         await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
         server.harness.rollouts.gate.close()
         batch = await server.begin(3, "12", carry=Carry.RESUME, carried=True)
         await server.stop()
         with pytest.raises(ServerStopping):
             await batch.wait()
-    async with serving(tmp_path) as server:
+    async with serving(file) as server:
         assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
         assert all(prompt.group is not None for _, prompt in server.registry._carried)
 
@@ -427,7 +452,7 @@ async def test_streams_end_in_order_and_a_batch_without_a_caller_is_cancelled() 
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path: Path) -> None:
+async def test_groups_over_several_servers_are_those_of_one(seed: int, file: InMemory) -> None:
     """The same trajectories, with every token generated once, however often the servers are restarted."""
     policy = ["shortest", "sampled", "longest", "darts", "off", "cut"][seed]
     rng = Random(seed)
@@ -439,7 +464,7 @@ async def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path:
     found: dict[str, dict[int, list[int]]] = {}
     names, started, ended = tuple(texts), 0, 0
     while len(found) < len(texts):
-        async with serving(tmp_path, script, policy) as server:
+        async with serving(file, script, policy) as server:
             batch = await server.begin(rng.randint(0, 9), *names, carry=Carry.RESUME, carried=not names)
             await server.stop()
             done = await batch.wait()
@@ -462,20 +487,18 @@ async def test_groups_over_several_servers_are_those_of_one(seed: int, tmp_path:
 # --- what cannot be saved ----------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [None, "DROP TABLE entries"])
+@pytest.mark.parametrize("is_full", [False, True])
 async def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
-    fault: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_full: bool, file: InMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tmp_path) as server:
+    async with serving(file) as server:
         await server.begin(15, "30", "40", carry=Carry.RESUME)
         await server.registry.hand_back(STOPPING)
-        if fault is not None:
-            server.store._connection.execute(fault)
-        assert await server.registry.close() == (0 if fault is None else 2)
+        file.room = 0 if is_full else 1
+        assert await server.registry.close() == (2 if is_full else 0)
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    if fault is None:
-        assert errors == []
-    else:
+    assert len(errors) == (2 if is_full else 0)
+    if is_full:
         assert "cannot be saved: " in errors[0]
         assert errors[1].startswith("2 prompts that were carried over are lost")
 
@@ -486,37 +509,23 @@ async def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
         assert await server.registry.close() == 0
 
 
-class FullDisk(CarriedFile):
-    """Has room for one write."""
-
-    writes = 0
-
-    def write(self, changes: object) -> None:
-        self.writes += 1
-        if self.writes > 1:
-            self._connection.execute("PRAGMA query_only = ON")
-        super().write(changes)  # type: ignore[arg-type]
-
-
-def test_what_was_written_before_an_error_counts_as_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_written_before_an_error_counts_as_saved(
+    file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
+) -> None:
     large = "a" * (WRITE_BYTES // 2)
+    file.room = 1
     prompts = [(None, CarriedPrompt(PromptSpec(text=large + str(number)), (str(number), ""))) for number in range(3)]
-    with FullDisk(tmp_path) as store:
-        saved = SavedPrompts(store, "model").save(prompts)
+    assert saved.save(prompts) == 2
     assert "cannot be saved: " in caplog.text
-    with CarriedFile(tmp_path) as store:
-        assert [prompt.identity[0] for _, prompt in SavedPrompts(store, "model").take(0)] == ["0", "1"][:saved]
-    assert saved == 2
+    assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["0", "1"]
 
 
-async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(tmp_path: Path) -> None:
-    with CarriedFile(tmp_path) as store:
-        saved = SavedPrompts(store, "model")
-        saved.save([("one", carried_prompt("a")), ("one", carried_prompt("b")), ("two", carried_prompt("c"))])
-        harness = Harness(lambda *_: Script(1))
-        registry = new_registry(harness, "shortest", saved=saved, may_call=lambda name: name == "two")
-        registry.restore()
-        assert [owner for owner, _ in registry._carried] == ["two"]
+async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(saved: SavedPrompts) -> None:
+    saved.save([("one", carried_prompt("a")), ("one", carried_prompt("b")), ("two", carried_prompt("c"))])
+    harness = Harness(lambda *_: Script(1))
+    registry = new_registry(harness, "shortest", saved=saved, may_call=lambda name: name == "two")
+    registry.restore()
+    assert [owner for owner, _ in registry._carried] == ["two"]
 
 
 # --- what is handed back ------------------------------------------------------
@@ -527,9 +536,9 @@ async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to
     [(Carry.RESUME, True, True), (Carry.RESUME, False, False), (Carry.RESTART, True, False)],
 )
 async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_prompts_are_kept(
-    carry: Carry, has_initial_weights: bool, tokens_are_kept: bool, tmp_path: Path
+    carry: Carry, has_initial_weights: bool, tokens_are_kept: bool, file: InMemory
 ) -> None:
-    async with serving(tmp_path, has_initial_weights=has_initial_weights) as server:
+    async with serving(file, has_initial_weights=has_initial_weights) as server:
         batch = await server.begin(15, "30", "12", "40", carry=carry)
         await server.stop()
         done = await batch.wait()
@@ -541,14 +550,14 @@ async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_pro
         assert [lengths_of(group) for group in handed_back] == [dict.fromkeys(range(6), 15)] * len(handed_back)
         assert [group.error for group in handed_back] == [STOPPING] * len(handed_back)
         assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
-    async with serving(tmp_path) as server:
+    async with serving(file) as server:
         kept = [prompt for _, prompt in server.registry._carried]
         assert sorted(prompt.prompt.text or "" for prompt in kept) == ["30", "40"]
         assert [prompt.group is not None for prompt in kept] == [tokens_are_kept] * 2
 
 
-async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_of_its_tokens(tmp_path: Path) -> None:
-    async with serving(tmp_path, has_initial_weights=False) as server:
+async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_of_its_tokens(file: InMemory) -> None:
+    async with serving(file, has_initial_weights=False) as server:
         await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
         generated = server.harness.engine.now
         server.harness.engine.weight_version = 1
@@ -561,9 +570,9 @@ async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_
         assert spans == {((0, generated), (1, 4))}
 
 
-async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_back(tmp_path: Path) -> None:
+async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_back(file: InMemory) -> None:
     """A large batch starts its groups in several turns of the event loop."""
-    async with serving(tmp_path, has_initial_weights=False) as server:
+    async with serving(file, has_initial_weights=False) as server:
         asked = request(*map(str, range(100, 400)), carry=Carry.RESUME)
         batch = await server.registry.open(asked, WHOLE)
         batch.listen().__enter__()
@@ -576,11 +585,10 @@ async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_ba
         assert all(isinstance(group, GroupResult) and not group.has_tokens for group in groups)
 
 
-async def test_what_is_handed_back_counts_as_kept_with_its_batch(tmp_path: Path) -> None:
+async def test_what_is_handed_back_counts_as_kept_with_its_batch() -> None:
     sizes = []
     for has_initial_weights in (True, False):
-        folder = tmp_path / str(has_initial_weights)
-        async with serving(folder, has_initial_weights=has_initial_weights) as server:
+        async with serving(InMemory(), has_initial_weights=has_initial_weights) as server:
             streamed = AnswerFormat(StreamMode.GROUPS)
             batch = await server.registry.open(request("3000", carry=Carry.RESUME), streamed)
             batch.listen().__enter__()

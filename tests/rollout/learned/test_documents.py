@@ -1,36 +1,17 @@
 """Learned values and blobs in the store: complete or absent, and learned again if they cannot be used."""
 
-import asyncio
 from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.exceptions import StateError
 from darts_server.policy.allocation import ShadowPrice
-from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.documents import PART_BYTES, Blob, BlobStore, Scalar, StoredValues
 from darts_server.rollout.plan import Plan
 from darts_server.store import Store
-from tests.rollout.helpers import Documents, Harness, collect, lengths, new_allocator
-
-
-class Faulty(Documents):
-    """A store that can be read and written only while ``fault`` is ``None``."""
-
-    fault: str | None = None
-
-    def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-        if self.fault is not None:
-            raise StateError(self.fault)
-        return super().get(kind, key)
-
-    def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None:
-        if self.fault is not None:
-            raise StateError(self.fault)
-        super().put(kind, key, document)
+from tests.rollout.helpers import Documents, new_allocator
 
 
 @pytest.mark.parametrize(
@@ -55,43 +36,6 @@ def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], cap
     assert caplog.text.count("the learned price a cannot be used, and is learned again") == 1
     values.save("a", {"recent": [1.5]})
     assert values.load("a") == ShadowPrice([1.5])
-
-
-def test_a_store_that_cannot_be_read_is_logged_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
-    documents = Faulty()
-    values = StoredValues(documents, "price")
-    values.save("a", 1)
-    for times in (1, 2):
-        documents.fault = "the file was cut off"
-        assert [values.load("a") for _ in range(5)] == [None] * 5
-        assert caplog.text.count("the file was cut off") == times
-        documents.fault = None
-        assert values.load("a") == 1
-
-
-def test_a_failed_save_is_logged_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
-    documents = Faulty()
-    documents.fault = "the store is closed"
-    StoredValues(documents, "price").save("a", 1)
-    assert documents.kept == {}
-    assert "the learned price a was not stored: the store is closed" in caplog.text
-
-
-# --- in the room ------------------------------------------------------------------
-
-POLICY = Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=0.0))
-
-
-@pytest.mark.anyio
-async def test_a_store_that_cannot_be_read_fails_no_rollout() -> None:
-    harness = Harness(lengths(5), {"cut": POLICY}, store=Faulty())
-    assert isinstance(harness.store, Faulty)
-    harness.store.fault = "the file was cut off"
-    runs = await harness.start_cohort(4, "cut", [f"p{i}" for i in range(9)])
-    tasks = [asyncio.create_task(collect(run)) for run in runs]
-    await asyncio.sleep(0)
-    await harness.engine.run()
-    assert [len(await task) for task in tasks] == [4] * 9
 
 
 # --- a restart --------------------------------------------------------------------

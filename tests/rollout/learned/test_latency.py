@@ -2,8 +2,6 @@
 
 import pytest
 
-from darts_server.exceptions import StateError
-from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.latency import Latency
 from tests.rollout.helpers import Documents
 
@@ -44,13 +42,4 @@ async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten
     latency.observe(16, 0.01)
     latency.flush()
     assert documents.kept != saved
-    assert latency.step_seconds(16) == pytest.approx(0.01)
-
-
-async def test_a_store_that_cannot_be_read_changes_nothing() -> None:
-    class Broken(Documents):
-        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-            raise StateError("no disk")
-
-    latency = taught(Latency(Broken()), 0.01)
     assert latency.step_seconds(16) == pytest.approx(0.01)

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +28,8 @@ class KnownLatency(Latency):
     cost: float | None = None
     curves = LatencyCurve((1.0, 128.0, 256.0), (0.02, 0.02, 0.04), 0.0002)
 
-    @property
-    def start_seconds(self) -> float | None:
-        return self.cost
-
-    @property
-    def _engine_curve(self) -> LatencyCurve:
-        return self.curves
+    def _learned(self) -> Any:
+        return SimpleNamespace(curve=self.curves, start_seconds=self.cost)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from darts_server.exceptions import StateError
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.prompts import Prompts, key_of
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
@@ -71,21 +70,6 @@ def test_nothing_is_learned_from_a_group_without_usable_lengths(useless: GroupRe
     documents = Documents()
     Prompts(documents).learn(useless)
     assert documents.kept == {}
-
-
-def test_an_unreadable_store_raises_nothing_and_is_not_overwritten(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Unreadable(Documents):
-        def get(self, kind: str, key: str) -> None:
-            raise StateError("the file was cut off")
-
-    documents = Unreadable()
-    prompts = Prompts(documents)
-    prompts.learn(record(*FINISHED))
-    assert prompts.std("p") is None
-    assert documents.kept == {}
-    assert caplog.text.count("the file was cut off") == 1
 
 
 def test_the_key_depends_on_tokens_and_other_inputs() -> None:

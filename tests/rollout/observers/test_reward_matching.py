@@ -148,7 +148,7 @@ def test_only_the_newest_groups_are_kept_and_others_are_dropped_completely() -> 
     for name in "de":
         replace(TWO, group_id=name, prompt="q").happens(trainer.reward_matcher)
     assert trainer.report(by_tokens([112], [1, 2], 1.0)) == RewardReport(0, 0, 1, [0])
-    assert len(trainer.reward_matcher._groups._by_tokens) == len(trainer.reward_matcher._groups._groups) == 2
+    assert len(trainer.reward_matcher._by_tokens) == len(trainer.reward_matcher._groups) == 2
 
 
 def test_a_reused_group_id_finds_the_newer_group() -> None:
@@ -208,8 +208,7 @@ def test_an_id_of_several_callers_is_forgotten_with_their_groups() -> None:
     for made in (ONE, OTHER, replace(TWO, group_id="h"), replace(TWO, group_id="i")):
         made.happens(trainer.reward_matcher)
     assert report_as("one", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])
-    groups = trainer.reward_matcher._groups
-    assert len(groups._owners) == len(groups._groups) == 2
+    assert len(trainer.reward_matcher._owners) == len(trainer.reward_matcher._groups) == 2
 
 
 # --- any order, repetition and mixture of names -------------------------------
