@@ -86,7 +86,7 @@ def refuse_removed_flags(argv: Iterable[str]) -> None:
         InvalidSetting: one was a flag of ours once; says what to use instead.
     """
     remedies = {flag_of(name): remedy for name, remedy in SETTINGS.items()}
-    flags = [argument.partition("=")[0] for argument in argv]
+    flags = [argument.partition("=")[0].replace("_", "-") for argument in argv]  # vLLM takes both
     if gone := [f"{flag} is gone; {remedies[flag]}" for flag in flags if flag in remedies]:
         raise InvalidSetting("\n".join(gone))
 

@@ -1,8 +1,6 @@
 """What is carried over from one server to the next: bytes, on the disk when a write returns."""
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged
@@ -37,28 +35,30 @@ class CarriedFile:
         Raises:
             StateError: nothing was changed.
         """
-        # Behind what others have added: those of earlier versions are numbered from 0.
-        named = ((f"{time.time_ns():020}-{number:08}", value) for number, value in enumerate(values))
-        rows = [(KIND, key, value, checksum(KIND, key, value)) for key, value in named]
         with transaction(self._path, self._connection):
+            # Behind what others have added; a server that ends may do so while the next one runs.
+            query = "SELECT coalesce(max(CAST(key AS INTEGER)) + 1, 0) FROM entries WHERE kind = ?"
+            [first] = self._connection.execute(query, (KIND,)).fetchone()
+            named = ((f"{number:08}", value) for number, value in enumerate(values, first))
+            rows = [(KIND, key, value, checksum(KIND, key, value)) for key, value in named]
             self._connection.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", rows)
 
-    @contextmanager
-    def take(self) -> Iterator[list[bytes | StateDamaged]]:
-        """Yield all values, with an error in place of each damaged one, and remove them if the block does not raise.
+    def take(self) -> list[bytes | StateDamaged]:
+        """Remove all values and return them, with an error in place of each damaged one.
 
         Raises:
             StateError: nothing was removed.
         """
         with transaction(self._path, self._connection):
             rows = self._connection.execute("SELECT key, value, crc FROM entries WHERE kind = ? ORDER BY key", (KIND,))
-            yield [
+            taken: list[bytes | StateDamaged] = [
                 value
                 if isinstance(value, bytes) and checksum(KIND, key, value) == crc
                 else damaged(self._path, f"the checksum of {KIND} {key[:64]!r} is wrong")
                 for key, value, crc in rows
             ]
             self._connection.execute("DELETE FROM entries")  # also the rows of the queue of earlier versions
+        return taken
 
     def close(self) -> None:
         self._connection.close()

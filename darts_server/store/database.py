@@ -1,10 +1,12 @@
 """SQLite files of one server, which are checked before anything may change them."""
 
+import os
+import secrets
 import sqlite3
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
@@ -30,33 +32,18 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
     log = Path(f"{path}-wal")
     with translate_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            if log.exists():
-                raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
-            # Written under another name, so that it appears complete or not at all, and touched, so that it gets the
-            # umask's rights: SQLite would let only the owner write.
-            new = Path(f"{path}.new")
-            new.unlink(missing_ok=True)
-            new.touch()
-            with closing(_connect(new, "rw")) as connection:
-                connection.executescript(
-                    f"PRAGMA journal_mode = MEMORY; BEGIN; {tables}; PRAGMA application_id = {application_id}; "
-                    f"PRAGMA user_version = {VERSION}; COMMIT"
-                )
-            new.rename(path)
         for file in (path, log, Path(f"{path}-shm")):  # SQLite would wait for ever for the writer of a pipe
             if file.exists() and not stat.S_ISREG(file.stat().st_mode):
                 raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
+        if not path.exists():
+            if log.exists() and not path.exists():  # in this order: SQLite creates the log after the file
+                raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
+            _create(path, application_id, tables)
         # Without a log no other process uses the file. Then SQLite creates no files beside one that may not be ours.
         with closing(_connect(path, "ro" if log.exists() else "ro&immutable=1")) as connection:
             if _pragma(connection, "application_id") != application_id:
                 raise damaged(path, "it is another program's file")
-            version = _pragma(connection, "user_version")
-            if isinstance(version, int) and version > VERSION:
-                raise StateTooNew(
-                    f"{path} was written by a newer darts-server (schema {version}, this one reads {VERSION}); "
-                    "it was not touched. Upgrade, or give another --state-dir"
-                )
+            _refuse_newer(path, connection)
             if (found := _pragma(connection, "quick_check(1)")) != "ok":
                 raise damaged(path, str(found).splitlines()[-1])
         connection = _connect(path, "rw")
@@ -70,6 +57,35 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
             connection.close()
             raise
         return connection
+
+
+def _create(path: Path, application_id: int, tables: str) -> None:
+    """Create a file, unless another process is first.
+
+    Under another name, so that it appears complete or not at all, and touched, so that it gets the umask's rights:
+    SQLite would let only the owner write.
+    """
+    new = Path(f"{path}.new-{secrets.token_hex(8)}")
+    try:
+        new.touch()
+        with closing(_connect(new, "rw")) as connection:
+            connection.executescript(
+                f"PRAGMA journal_mode = MEMORY; BEGIN; {tables}; PRAGMA application_id = {application_id}; "
+                f"PRAGMA user_version = {VERSION}; COMMIT"
+            )
+        with suppress(FileExistsError):
+            os.link(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
+    version = _pragma(connection, "user_version")
+    if isinstance(version, int) and version > VERSION:
+        raise StateTooNew(
+            f"{path} was written by a newer darts-server (schema {version}, this one reads {VERSION}); "
+            "it was not touched. Upgrade, or give another --state-dir"
+        )
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -103,6 +119,7 @@ def transaction(path: Path, connection: sqlite3.Connection) -> Iterator[None]:
     """Commit at the end of the block, or change nothing and raise ``StateError`` as `translate_errors` does."""
     with translate_errors(path), connection:
         connection.execute("BEGIN IMMEDIATE")
+        _refuse_newer(path, connection)  # the next server may have migrated it
         yield
 
 

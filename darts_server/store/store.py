@@ -149,6 +149,10 @@ class Store(AbstractContextManager["Store"]):
                 if self._connection is not None:
                     if rows:
                         self._write(self._connection, rows)
+                    with self._lock:
+                        for kind, key, text in rows:
+                            if self._unwritten.get((kind, key)) is text:  # otherwise there is a newer one by now
+                                del self._unwritten[kind, key]
                     self._read(self._connection)
             except Exception as error:
                 if self.fault != str(error):
@@ -158,10 +162,6 @@ class Store(AbstractContextManager["Store"]):
             if self.fault is not None:
                 logger.warning("the learned state is written again")
             self.fault = None
-            with self._lock:
-                for kind, key, text in rows:
-                    if self._unwritten.get((kind, key)) is text:  # otherwise there is a newer one by now
-                        del self._unwritten[kind, key]
 
     def export(self) -> bytes:
         """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""

@@ -34,6 +34,8 @@ class ControlledLLM(AsyncLLM):
     """Whether the weights are those that a trainer has written by vLLM's routes, and so in no file."""
     has_sent = False
     """Whether the engine has sent anything since this was last reset."""
+    is_handling = False
+    """Whether vLLM's task is at work on outputs that it has taken from its queue."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -54,6 +56,17 @@ class ControlledLLM(AsyncLLM):
     def engine_pause(self) -> "EnginePause":
         """Pauses and resumes the engine, whoever asks for it."""
         return EnginePause(self)
+
+    async def handle_received(self) -> None:
+        """Wait until everything that engines have sent so far is handled, as by the count of a request's tokens.
+
+        The answer to a call, such as a pause, comes at once, while outputs from before it wait for their turns.
+        """
+        queue: asyncio.Queue[Any] = self.engine_core.outputs_queue
+        while self.is_handling or not queue.empty():
+            if self.output_handler is None or self.output_handler.done():  # as after the engine's death
+                return
+            await asyncio.sleep(0)
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
@@ -222,7 +235,7 @@ class EnginePause:
     for resumed. The same holds for a pause whose caller gave up: it goes on here.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
         self.is_wanted = False
         """Whether the engine is to be paused."""
@@ -244,6 +257,7 @@ class EnginePause:
     async def _pause(self, mode: Any, clear_cache: bool) -> None:
         try:
             await AsyncLLM.pause_generation(self._llm, mode=mode, clear_cache=clear_cache)
+            await self._llm.handle_received()
         finally:
             if not self.is_wanted:
                 await AsyncLLM.resume_generation(self._llm)

@@ -322,12 +322,18 @@ def changing_state(change: StateChange) -> Iterator[None]:
     """Call ``change`` with the candidate that this task adds in the block, and its new state.
 
     In the call that sends it, because its first output may come before `AsyncLLM.add_request` returns.
+
+    Raises:
+        RuntimeError: it was not called: this version of vLLM sends requests in another way.
     """
-    token = _changes.set([change])  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    changes = [change]  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    token = _changes.set(changes)
     try:
         yield
     finally:
         _changes.reset(token)
+    if changes:
+        raise RuntimeError("vLLM has sent a candidate without EngineCoreClient.add_request_async")
 
 
 class HeldRequest(NamedTuple):

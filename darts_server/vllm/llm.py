@@ -282,12 +282,15 @@ class ShapingLLM(ControlledLLM):
         get_output = engine_core.get_output_async
 
         async def get_output_after_yielding() -> Any:
+            self.is_handling = False  # what it got last is done with
             await asyncio.sleep(0)
             try:
-                return await get_output()
+                outputs = await get_output()
             except EngineDeadError:
                 self.on_death()
                 raise
+            self.is_handling = True
+            return outputs
 
         engine_core.get_output_async = get_output_after_yielding
 

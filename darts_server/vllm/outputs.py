@@ -121,9 +121,10 @@ class Deferred:
 
     def _describe(self, request: EngineCoreRequest, prompt_token_ids: list[int] | None) -> None:
         """Keep what vLLM makes a detokenizer and log-probs from; not what may be large, as images."""
-        self._request = structs.replace(
-            request, prompt_token_ids=prompt_token_ids, sampling_params=self._params, mm_features=None
-        )
+        embeds = request.prompt_embeds  # of which a detokenizer needs the length alone
+        tokens = prompt_token_ids or ([] if embeds is None else [0] * len(embeds))
+        changes: dict[str, Any] = {"prompt_token_ids": tokens, "prompt_embeds": None, "mm_features": None}
+        self._request = structs.replace(request, sampling_params=self._params, **changes)
 
     def _new_detokenizer(self) -> IncrementalDetokenizer:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer

@@ -97,32 +97,39 @@ def end_engine_with_server() -> None:
 
 
 def end_with_server() -> None:
-    """Let this process end with the server if it is one of its engine. vLLM calls this where it spawns processes."""
-    server = os.environ.get(SERVER_PID)
-    if server and int(server) != os.getpid() and multiprocessing.parent_process() is not None:
-        end_with_process(int(server))
+    """Let this process end with the server if it is one of its engine. vLLM calls this where it spawns processes.
+
+    And with its parent: a worker must not keep the device's memory when the engine was killed.
+    """
+    server, parent = os.environ.get(SERVER_PID), multiprocessing.parent_process()
+    if server and int(server) != os.getpid() and parent is not None and parent.pid is not None:
+        end_with_process(int(server), parent.pid)
         _watch_in_forks()
 
 
 @cache
 def _watch_in_forks() -> None:
     """Let forks of this process, and their forks, end with the server. vLLM loads no plugins there."""
-    os.register_at_fork(after_in_child=lambda: end_with_process(int(os.environ.get(SERVER_PID) or os.getppid())))
+
+    def end_with_both() -> None:
+        end_with_process(int(os.environ.get(SERVER_PID) or os.getppid()), os.getppid())
+
+    os.register_at_fork(after_in_child=end_with_both)
 
 
-def end_with_process(pid: int) -> None:
-    """Let this process end when another one, whose child it need not be, has ended.
+def end_with_process(*pids: int) -> None:
+    """Let this process end when one of others, whose child it need not be, has ended.
 
     A thread waits, rather than the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that
     started it, which need not be the parent's main thread.
     """
     try:
-        process = os.pidfd_open(pid)
+        processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
         os._exit(1)
 
     def exit_after_end() -> None:
-        wait([process])
+        wait(processes)
         os._exit(1)  # no caller is left, and a log line could block on a pipe that has no reader
 
     Thread(target=exit_after_end, name="darts-parent", daemon=True).start()

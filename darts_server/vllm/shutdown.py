@@ -70,17 +70,22 @@ def handle_sighup(reload: Callable[[], None] | None) -> None:
 
 
 def exit_at_once(number: int, _: object = None) -> None:
-    """Kill the engine's processes and exit, while the engine starts or on a second signal.
+    """End the engine's processes and exit, while the engine starts or on a second signal.
 
     vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works. An engine
-    that is killed gives its workers minutes to notice; those that it has not started yet end by themselves.
+    that can still end in order removes its shared memory.
     """
-    for child in multiprocessing.active_children():
+    children, workers = multiprocessing.active_children(), list[psutil.Process]()
+    for child in children:
         with suppress(psutil.NoSuchProcess):
-            engine = psutil.Process(child.pid)
-            for process in (*engine.children(recursive=True), engine):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            workers += psutil.Process(child.pid).children(recursive=True)
+        child.terminate()
+    for child in children:
+        child.join(CHILD_GRACE_SECONDS)
+        child.kill()
+    for worker in workers:  # they outlive a killed engine, and may take minutes to notice
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
     os._exit(128 + number)
 
 

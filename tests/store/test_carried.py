@@ -22,11 +22,6 @@ def file(tmp_path: Path) -> Iterator[CarriedFile]:
         yield file
 
 
-def taken(file: CarriedFile) -> list[bytes | StateDamaged]:
-    with file.take() as values:
-        return values
-
-
 def test_values_are_taken_once_in_their_order_also_by_a_server_that_starts_before_the_last_one_ended(
     file: CarriedFile, tmp_path: Path
 ) -> None:
@@ -34,18 +29,11 @@ def test_values_are_taken_once_in_their_order_also_by_a_server_that_starts_befor
     file.add([b"\x00x", b""])
     with closing(CarriedFile(tmp_path)) as other:
         file.add([b"y" * 100_000])
-        assert taken(other) == [b"\x00x", b"", b"y" * 100_000]
+        assert other.take() == [b"\x00x", b"", b"y" * 100_000]
         file.add([b"late"])
         other.add([b"later"])
-        assert taken(file) == [b"late", b"later"]
-        assert taken(other) == taken(file) == []
-
-
-def test_nothing_is_removed_if_what_takes_it_fails(file: CarriedFile) -> None:
-    file.add([b"x"])
-    with pytest.raises(ZeroDivisionError), file.take():
-        raise ZeroDivisionError
-    assert taken(file) == [b"x"]
+        assert file.take() == [b"late", b"later"]
+        assert other.take() == file.take() == []
 
 
 def test_what_was_added_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -54,12 +42,12 @@ def test_what_was_added_is_there_after_a_kill(tmp_path: Path) -> None:
         "from darts_server.store.carried import CarriedFile\n"
         "file = CarriedFile(Path(sys.argv[1]))\n"
         "for i in range(20): file.add([b'x' * i])\n"
-        "with file.take(): os.kill(os.getpid(), signal.SIGKILL)"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, cwd=os.getcwd())
     assert killed.returncode == -signal.SIGKILL
     with closing(CarriedFile(tmp_path)) as file:
-        assert taken(file) == [b"x" * i for i in range(20)]
+        assert file.take() == [b"x" * i for i in range(20)]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -81,7 +69,7 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path: Path, is_killed: bool) -
     subprocess.run([sys.executable, "-c", code, str(tmp_path / FILE_NAME)], check=True)
     with closing(CarriedFile(tmp_path)) as file:
         file.add([b"c"])
-        assert taken(file) == [b"a", b"b", b"c"]
+        assert file.take() == [b"a", b"b", b"c"]
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         assert connection.execute("SELECT * FROM entries").fetchall() == []
 
@@ -89,9 +77,9 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path: Path, is_killed: bool) -
 def test_a_damaged_value_is_an_error_in_place_of_it(file: CarriedFile) -> None:
     file.add([b"x", b"y"])
     file._connection.execute("UPDATE entries SET value = x'00' WHERE value = x'78'")
-    [error, value] = taken(file)
+    [error, value] = file.take()
     assert "the checksum of carried" in str(error)
-    assert (value, taken(file)) == (b"y", [])
+    assert (value, file.take()) == (b"y", [])
 
 
 def _replace(path: Path) -> None:
@@ -120,4 +108,4 @@ def test_a_failed_write_changes_nothing(file: CarriedFile) -> None:
     file._connection.execute("PRAGMA max_page_count = 8")  # as if the disk was full
     with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"):
         file.add([b"y", b"z" * 100_000])
-    assert taken(file) == [b"x"]
+    assert file.take() == [b"x"]

@@ -11,7 +11,7 @@ import pytest
 
 from darts_server.exceptions import StateDamaged, StateError, StateTooNew
 from darts_server.store import Store
-from darts_server.store.database import checksum
+from darts_server.store.database import _create, checksum
 from darts_server.store.store import FILE_NAME
 
 FILES = {FILE_NAME, "queue.db"}
@@ -56,6 +56,16 @@ def test_a_file_that_another_program_changed_is_refused(tmp_path: Path, statemen
     with pytest.raises(StateDamaged, match=message):
         Store(tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == data
+
+
+def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.put("prompt", "a", {"n": 1})
+        store.flush()
+        _create(tmp_path / FILE_NAME, 0, "SELECT 1")
+    with Store(tmp_path) as store:
+        assert store.get("prompt", "a") == {"n": 1}
+    assert {*os.listdir(tmp_path)} == FILES
 
 
 def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
@@ -146,3 +156,18 @@ def test_a_file_that_was_moved_away_is_a_fault_and_not_written(tmp_path: Path) -
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
     with Store(tmp_path / "copy") as store:
         assert store.get("prompt", "a") == {"n": 1}
+
+
+def test_a_file_that_a_newer_version_has_migrated_is_not_written(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+            other.execute("PRAGMA user_version = 2")
+        store.put("prompt", "a", {"n": 1})
+        with pytest.raises(StateError, match="newer darts-server"):
+            store.flush()
+        with pytest.raises(StateError, match="newer darts-server"):
+            store.restore(Store().export())
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+            other.execute("PRAGMA user_version = 1")
+        store.flush()
+        assert store.fault is None

@@ -9,6 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import UpdateFailed
 from darts_server.vllm.controlled import ControlledLLM, EnginePause
+from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.weights import VllmModel
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +74,9 @@ class Engine:
     async def resume_generation(self) -> None:
         self.is_paused = False
 
+    async def handle_received(self) -> None:
+        assert self.is_paused
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -123,3 +127,28 @@ async def test_a_later_pause_is_not_undone(engine: Engine, pause: EnginePause) -
     engine.idle.set()
     await asyncio.gather(first, second)
     assert engine.is_paused
+
+
+async def test_a_pause_waits_until_what_came_before_its_answer_is_handled() -> None:
+    """Otherwise tokens of the old weights would be taken for those of the new ones."""
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    core = SimpleNamespace(outputs_queue=queue, get_output_async=queue.get)
+    llm: Any = SimpleNamespace(engine_core=core, is_handling=False)
+    ShapingLLM.observe_outputs(llm)
+    handled = []
+
+    async def handle() -> None:
+        while True:
+            output = await core.get_output_async()
+            await asyncio.sleep(0)  # between two chunks
+            handled.append(output)
+
+    llm.output_handler = asyncio.create_task(handle())
+    for number in range(5):
+        queue.put_nowait(number)
+    await ControlledLLM.handle_received(llm)
+    assert handled == [*range(5)]
+    llm.output_handler.cancel()
+    queue.put_nowait(5)
+    async with asyncio.timeout(60):
+        await ControlledLLM.handle_received(llm)  # nobody handles it any more

@@ -258,11 +258,11 @@ class SavedPrompts:
         other one may be of any weights, and their prompts start again.
         """
         try:
-            with self._file.take() as documents:
-                return self._decode_all(documents, version)
+            documents = self._file.take()
         except StateError as error:
             logger.error("prompts that were carried over are not used, as they cannot be read or removed: %s", error)
             return []
+        return self._decode_all(documents, version)
 
     def _decode_all(self, documents: Iterable[bytes | StateDamaged], version: int) -> list[Owned]:
         taken: list[Owned] = []

@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -60,7 +60,7 @@ STOPPING = ServerStopping("the server is stopping", 30)
 
 
 class InMemory(CarriedFile):
-    """Keeps values in memory. ``fault``: raised at the end of `take`, and by `add` after the first ``room`` times."""
+    """Keeps values in memory. ``fault``: raised by `take`. ``room``: how often `add` may be called."""
 
     def __init__(self, fault: Exception | None = None, room: float = math.inf) -> None:
         self.values: list[bytes | StateDamaged] = []
@@ -72,12 +72,11 @@ class InMemory(CarriedFile):
         self.values.extend(values)
         self.room -= 1
 
-    @contextmanager
-    def take(self) -> Iterator[list[bytes | StateDamaged]]:
-        yield list(self.values)
+    def take(self) -> list[bytes | StateDamaged]:
         if self.fault is not None:
             raise self.fault
-        self.values.clear()
+        taken, self.values = self.values, []
+        return taken
 
 
 @pytest.fixture
