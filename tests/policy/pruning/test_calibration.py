@@ -56,6 +56,10 @@ def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weig
 # --- the formulas -----------------------------------------------------------
 
 
+def test_the_published_form_has_none_of_our_additions() -> None:
+    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
+
+
 @given(LABELS, CHANCES, st.sampled_from([1, 7, 128]), st.sampled_from([0.5, 1.0]))
 def test_the_plain_form_is_the_papers(labels: list[Label], score: float, bins: int, alpha: float) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
@@ -190,6 +194,20 @@ def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(streng
     assert errors[1] < 0.015
     assert plain.prior < right.mean() - off
     assert corrected.prior == pytest.approx(right.mean(), abs=0.015)
+
+
+def test_pruned_by_the_score_itself_the_prior_alone_is_biased() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.beta(3.0, 1.5, 40_000)  # each is the true chance; 2/3 on the average
+    aim = Pruning().fit(scores)
+    labels = [Label(s, float(rng.random() < s), aim.survival(s)) for s in scores]
+    kept = [label for label in labels if rng.random() < label.survival]
+    plain, corrected = (learned(replace(form, buffer=40_000), kept) for form in (PLAIN, CORRECTED))
+    assert plain.prior < 2 / 3 - 0.04
+    assert corrected.prior == pytest.approx(2 / 3, abs=0.01)
+    for calibrator in (plain, corrected):
+        gaps = [calibrator.probability(s) - s for s in scores[:2000]]
+        assert abs(np.mean(gaps)) < 0.02
 
 
 def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -6,9 +6,11 @@ from math import comb, inf, isfinite
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from darts_server.policy.pruning.survival import Pruning, weight_factor
 
@@ -47,6 +49,30 @@ def test_survival_is_what_the_paper_says_with_any_rho(
 def test_delta_meets_the_keep_ratio_exactly(pruning: Pruning, recent: list[float]) -> None:
     curve = pruning.fit(recent)
     assert abs(math.fsum(map(curve.survival, recent)) - pruning.keep_ratio * len(recent)) < 1e-9
+
+
+# --- on synthetic scores ----------------------------------------------------
+
+
+def population(share_of_right: float, count: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Calibrated chances and what came of them."""
+    rng = np.random.default_rng(round(100 * share_of_right))
+    q = rng.beta(4 * share_of_right, 4 * (1 - share_of_right), count)
+    return q, rng.random(count) < q
+
+
+def survivors(pruning: Pruning, q: NDArray[np.float64]) -> NDArray[np.bool_]:
+    curve = pruning.fit(q)
+    rng = np.random.default_rng(7)
+    return np.asarray(rng.random(q.size) < [curve.survival(x) for x in q])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.65, 0.8])
+def test_fewer_of_the_survivors_are_right(share: float) -> None:
+    q, right = population(share, 20_000)
+    share_of_survivors = right[survivors(Pruning(), q)].mean()
+    assert share_of_survivors < right.mean() - 0.015
+    assert share < 0.5 or share_of_survivors > 0.5
 
 
 # --- what is refused --------------------------------------------------------
