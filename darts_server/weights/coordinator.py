@@ -10,12 +10,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
 from typing import TypeVar
 
+from anyio import CancelScope
+
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.port import Groups, Model, Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, NoGroups, Rule, Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +42,8 @@ class State(StrEnum):
     """The new weights are fetched and checked; the engine serves the old ones."""
     ANNOUNCED = "announced"
     """Observers are notified, and the update's rule is applied to running groups."""
-    PAUSED = "paused"
-    """The engine is paused and still has its old weights."""
     UPDATING = "updating"
-    """The model is being written."""
+    """The engine is paused and the model is being written: its weights are undefined."""
     RESTORING = "restoring"
     """Writing failed; the old weights are loaded again."""
     LOST = "lost"
@@ -79,7 +79,7 @@ class Coordinator:
         """Pauses by the trainer that the engine has not carried out yet."""
         self._model = model
         self._gate = gate
-        self._groups = groups
+        self._groups = groups or NoGroups()
         self._observers = observers or UpdateEvents()
         self._source: str | None = None  # of the update in progress
         self._task: asyncio.Task[UpdateRecord] | None = None
@@ -109,8 +109,7 @@ class Coordinator:
                 await update.when_staged()
         except BaseException as error:
             update.clean_up()
-            self.state = State.SERVING
-            self._end(update, UpdateOutcome.REFUSED, error)
+            await self.finish(update, error)
             raise
         # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
         self._task = asyncio.create_task(self._run_staged(update))
@@ -121,7 +120,6 @@ class Coordinator:
         try:
             await self.pause(update)
             try:
-                self.mark_updating()
                 await update.apply()
                 await self._model.set_version(update.version)
             except Exception as error:
@@ -172,8 +170,7 @@ class Coordinator:
         self._gate.close(UPDATE)
 
         async def suspend_groups() -> None:
-            if self._groups is not None:
-                await self._groups.suspend()
+            await self._groups.suspend()
             await self._gate.wait_until_empty(except_groups=True)
 
         try:
@@ -189,16 +186,11 @@ class Coordinator:
             self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
-            self.state = State.PAUSED
-        except Exception as error:
+            self._groups.weights_change()
+            self.state = State.UPDATING
+        except BaseException as error:  # also if the trainer disconnects while groups are waited for
             await self.finish(update, error)
             raise
-
-    def mark_updating(self) -> None:
-        """Record that the model is being written: its weights are undefined until the update ends."""
-        self.state = State.UPDATING
-        if self._groups is not None:
-            self._groups.weights_change()
 
     async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
         """Restore the old weights after ``error``, and end the update. Returns the error if the weights are lost.
@@ -220,7 +212,7 @@ class Coordinator:
         await self.finish(update, UpdateFailed(f"{error}; {restored}") if restored else error)
         return None
 
-    async def finish(self, update: Update, error: Exception | None = None) -> UpdateRecord:
+    async def finish(self, update: Update, error: BaseException | None = None) -> UpdateRecord:
         """Resume the engine, unless the trainer paused it, and end the update. ``error``: why it failed.
 
         Raises:
@@ -230,21 +222,39 @@ class Coordinator:
             if self._paused_by_update:
                 self._paused_by_update = False
                 if not self.paused_by_trainer:
-                    await update.run_phase("resume", self._model.resume)
+                    with CancelScope(shield=True):  # also if the caller has disconnected
+                        await update.run_phase("resume", self._model.resume)
         except Exception as failed:
             if self.state is not State.LOST:  # else the first error has been reported, and nothing is served anyway
                 error = self._lose(f"the engine does not resume after an update ({failed})")
                 raise error from failed
         finally:
-            outcome = UpdateOutcome.LOST
+            outcome = UpdateOutcome.FAILED
+            if self.state is State.LOST:
+                outcome = UpdateOutcome.LOST
+            elif error is None:
+                outcome, self.version = UpdateOutcome.COMPLETED, update.version
+            elif self.state is State.STAGING:
+                outcome = UpdateOutcome.REFUSED
             if self.state is not State.LOST:
-                outcome = UpdateOutcome.COMPLETED if error is None else UpdateOutcome.FAILED
-                self.version = update.version if error is None else self.version
                 self.state = State.SERVING
+            self._source = None
             self._gate.open(UPDATE)
-            record = self._end(update, outcome, error)
-            if self._groups is not None:
-                self._groups.resume()
+            self.last = record = UpdateRecord(
+                version=self.version,
+                outcome=outcome,
+                source=update.source,
+                rule=update.rule,
+                partial=update.partial,
+                lora=update.lora,
+                seconds=update.seconds,
+                error=None if error is None else str(error) or type(error).__name__,
+            )
+            if record.error is not None:
+                self.last_error = record.error
+                logger.warning("a weight update was %s: %s", record.outcome, record.error)
+            self._observers.ended(record)
+            self._groups.resume()
         return record
 
     def _lose(self, reason: str) -> WeightsLost:
@@ -273,7 +283,7 @@ class Coordinator:
             if mode == "wait" and not was_paused:
                 waiting = Update(source=TRAINER, rule=None)
                 await waiting.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
-            elif mode == "abort" and self._groups is not None:
+            elif mode == "abort":
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
                 )
@@ -319,7 +329,7 @@ class Coordinator:
         self.check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
             raise self._update_running()
-        if everything and self._groups is not None:
+        if everything:
             self._groups.abort_all("all requests were aborted while its group was running; send it again")
         await abort()
 
@@ -420,22 +430,3 @@ class Coordinator:
     def _update_running(self) -> UpdateRunning:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
-
-    def _end(self, update: Update, outcome: UpdateOutcome, error: BaseException | None = None) -> UpdateRecord:
-        self._source = None
-        record = UpdateRecord(
-            version=self.version,
-            outcome=outcome,
-            source=update.source,
-            rule=update.rule,
-            partial=update.partial,
-            lora=update.lora,
-            seconds=update.seconds,
-            error=None if error is None else str(error) or type(error).__name__,
-        )
-        self.last = record
-        if record.error is not None:
-            self.last_error = record.error
-            logger.warning("a weight update was %s: %s", record.outcome, record.error)
-        self._observers.ended(record)
-        return record

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from darts_server.exceptions import Conflict, UpdateFailed
+from darts_server.exceptions import Conflict, UpdateFailed, WeightsLost
 from darts_server.weights.coordinator import VLLM_ROUTES, Coordinator
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model, Update
@@ -19,16 +20,13 @@ Step = Callable[[], Awaitable[None]]
 class _Session(Update):
     """A trainer's update, from start to finish.
 
-    ``calls``: steps that began. ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as
-    vLLM reports them. ``timer``: ends the session if the trainer does not call again.
+    ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as vLLM reports them.
     """
 
     model: Model
     loaded: LoadedWeights
-    calls: int = 0
     writes: int = 0
     names: list[str] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
 
     async def roll_back(self) -> str:
         await self.run_phase("restore", self.model.abandon_update)
@@ -60,8 +58,8 @@ class ExternalUpdates:
         self._loaded = loaded
         self._model = model
         self._session: _Session | None = None
-        self._timeout_task: asyncio.Task[None] | None = None
         self._steps = asyncio.Lock()
+        self._timing_out: asyncio.Task[None] | None = None  # waits for the trainer's next call
 
     async def start(self, start: Step) -> None:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
@@ -81,7 +79,6 @@ class ExternalUpdates:
             coordinator.begin(session, None)
             await coordinator.pause(session)
             self._session = session
-            coordinator.mark_updating()
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
@@ -108,45 +105,37 @@ class ExternalUpdates:
             if (session := self._session) is None:
                 await finish(self._coordinator.version)
                 return
-            await self._run_step(session, "load", lambda: finish(session.version))
-            self._close(session)
-            if session.rule is None:
-                # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them.
-                await self._model.clear_caches()
+
+            async def complete() -> None:
+                if session.rule is None:
+                    # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them. Before the
+                    # last step, so that the old weights are restored if it fails.
+                    await self._model.clear_caches()
+                await finish(session.version)
+                self._session = None
+
+            await self._run_step(session, "load", complete)
             self._loaded.record(None)
             await self._coordinator.finish(session)
 
-    # --- helpers ------------------------------------------------------------
-
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
-        if session.timer is not None:
-            session.timer.cancel()
-        session.calls += 1
+        if self._timing_out is not None:
+            self._timing_out.cancel()  # it does not hold the lock, so it has not begun to end the session
         try:
             await session.run_phase(phase, step)
         except Exception as error:
-            self._close(session)
+            self._session = None
             await self._coordinator.fail(session, error)
             raise
         finally:
-            if session is self._session:
-                timeout = self._coordinator.settings.step_timeout
-                session.timer = asyncio.get_running_loop().call_later(
-                    timeout, self._time_out, session, session.calls, timeout
-                )
+            if self._session is not None:
+                self._timing_out = asyncio.create_task(self._time_out(session))
 
-    def _time_out(self, session: _Session, calls: int, timeout: float) -> None:
-        async def fail_if_silent() -> None:
-            async with self._steps:
-                if session.calls == calls:  # else the trainer has called while this waited
-                    self._close(session)
-                    error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
-                    await self._coordinator.fail(session, UpdateFailed(error))
-
-        self._timeout_task = asyncio.get_running_loop().create_task(fail_if_silent())
-        self._timeout_task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    def _close(self, session: _Session) -> None:
-        if session.timer is not None:
-            session.timer.cancel()
-        self._session = None
+    async def _time_out(self, session: _Session) -> None:
+        timeout = self._coordinator.settings.step_timeout
+        await asyncio.sleep(timeout)
+        async with self._steps:
+            self._session = None
+            error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
+            with suppress(WeightsLost):  # every request gets it
+                await self._coordinator.fail(session, UpdateFailed(error))

@@ -222,3 +222,7 @@ class Groups(Protocol):
 
     def abort_all(self, reason: str) -> None:
         """Abort every group, with an error for its caller."""
+
+
+class NoGroups(Groups):
+    """Those of an engine without groups."""

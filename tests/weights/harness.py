@@ -14,7 +14,7 @@ from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 from tests.weights.model import SHAPES, FakeGroups, FakeModel, Recorder, tensors
 
-SHORT_TIMEOUT = UpdateSettings(step_timeout=2.0)
+SHORT_TIMEOUT = UpdateSettings(step_timeout=1.0)
 """Far more than a phase takes on a busy machine."""
 
 

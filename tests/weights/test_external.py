@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from darts_server.engine.scripted import settle
 from darts_server.exceptions import Conflict, InvalidRequest, UpdateFailed, UpdateRunning, WeightsLost
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import State
@@ -14,7 +15,7 @@ from tests.weights.harness import Harness, enter, until
 pytestmark = pytest.mark.anyio
 
 STEPS = ["start", "write", "finish"]
-SHORT_TIMEOUT = UpdateSettings(step_timeout=1.0)
+SHORT_TIMEOUT = UpdateSettings(step_timeout=0.5)
 
 
 async def test_an_update_applies_the_rule_and_notifies_observers(harness: Harness) -> None:
@@ -52,7 +53,7 @@ async def test_an_update_does_not_resume_an_engine_that_the_trainer_paused(harne
     assert not begins.done()
     assert "pause" not in harness.model.calls
     assert "resume" not in harness.model.calls
-    assert harness.model.calls[-2:] == ["clear_caches", "ended completed"]
+    assert harness.model.calls[-3:] == ["clear_caches", "finish", "ended completed"]
     assert harness.observer.records[0].rule is None
     await harness.trainer.resume()
     await begins
@@ -126,7 +127,8 @@ async def test_an_update_does_not_begin_before_the_trainers_pause_is_carried_out
     await harness.updates.coordinator.pause_by_trainer("keep", pause)
     assert harness.model.calls == ["pause"]
     await harness.trainer.update()
-    assert harness.model.calls == ["pause", "announced 1", *STEPS, "clear_caches", "ended completed"]
+    update = ["announced 1", "start", "write", "clear_caches", "finish", "ended completed"]
+    assert harness.model.calls == ["pause", *update]
     await harness.trainer.resume()
     harness.check_serves(1, all=0)
 
@@ -257,9 +259,11 @@ async def test_the_engine_refuses_steps_without_a_start(harness: Harness) -> Non
     harness.check_serves(0, all=0)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, "clear_caches"])
 async def test_a_failure_at_any_step_restores_the_old_weights(harness: Harness, step: str) -> None:
     await harness.push(5)
+    if step == "clear_caches":  # only of a pause by the trainer
+        await harness.trainer.pause("keep")
     harness.model.fail[step] = [RuntimeError("broken")]
     with pytest.raises(RuntimeError, match="broken"):
         await harness.trainer.update()
@@ -271,6 +275,28 @@ async def test_a_failure_at_any_step_restores_the_old_weights(harness: Harness, 
     assert harness.updates.version == 2
 
 
+@pytest.mark.parametrize("during", ["wait", "pause"])
+async def test_a_trainer_that_disconnects_while_an_update_begins_leaves_the_gate_open(
+    harness: Harness, during: str
+) -> None:
+    if during == "wait":
+        harness.gate.let_in()
+    else:
+        harness.model.stuck.add("pause")
+    start = asyncio.create_task(harness.trainer.start())
+    await until(harness, State.ANNOUNCED)
+    await settle()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    harness.model.stuck.clear()
+    assert ("resume" in harness.model.calls) == ("pause" in harness.model.calls) == (during == "pause")
+    await enter(harness.gate)
+    assert harness.observer.records[-1].outcome is UpdateOutcome.FAILED
+    await harness.push(5, rule=Rule.KEEP)
+    assert harness.updates.version == 1
+
+
 async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(tmp_path: Path) -> None:
     harness = Harness(tmp_path, SHORT_TIMEOUT)
     await harness.trainer.update()
@@ -280,7 +306,7 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
     record = harness.observer.records[-1]
     assert record.outcome is UpdateOutcome.FAILED
     assert record.error == (
-        "the trainer began an update and did not call for 1 s; see --weights-timeout; "
+        "the trainer began an update and did not call for 0.5 s; see --weights-timeout; "
         "no tensor had arrived, and the old weights are served"
     )
     assert harness.updates.loaded.intact
@@ -290,10 +316,10 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
 
 
 async def test_each_call_of_a_trainer_restarts_its_timeout(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, UpdateSettings(step_timeout=3.0))
+    harness = Harness(tmp_path, UpdateSettings(step_timeout=1.0))
     await harness.trainer.start()
     for _ in range(4):
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.3)
         await harness.trainer.write()
     await harness.trainer.finish()
     harness.check_serves(1, all=0)
