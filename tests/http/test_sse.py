@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import anyio
 import pytest
@@ -76,6 +76,15 @@ async def test_a_stream_ends_when_its_reader_disconnects() -> None:
     reader.disconnected.set()
     with anyio.fail_after(10):
         await EventStream(stalled(), nullcontext())(SCOPE, reader.receive, reader.send)
+
+
+async def test_a_reader_that_accepts_nothing_is_dropped() -> None:
+    reader, left = Reader(), ExitStack()
+    reader.may_read, gone = anyio.Event(), list[bool]()
+    left.callback(gone.append, True)
+    with anyio.fail_after(10):
+        await EventStream(stalled(), left, send_timeout=0.01)(SCOPE, reader.receive, reader.send)
+    assert gone
 
 
 async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:

@@ -131,7 +131,7 @@ def test_carried_messages_take_little_more_than_their_json(server: Server) -> No
 
 
 @pytest.mark.nightly
-def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_as_much_as_one(server: Server) -> None:
+def test_streams_of_the_monitor_that_nobody_reads_are_few_and_cost_little(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     stream = b"GET /darts/v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
     batch = {"prompts": [{"text": EASY}] * 100, "group_size": 4, "sampling": {"max_tokens": 60, "ignore_eos": True}}

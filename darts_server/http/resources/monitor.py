@@ -1,13 +1,11 @@
 """``/darts/v1/live``, the monitor: running and recently ended groups, as one answer or as events."""
 
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from types import TracebackType
-from typing import Any, Literal, Self
-from weakref import WeakValueDictionary
+from typing import Any, Literal
 
 import anyio
 from fastapi import APIRouter, Request
@@ -26,15 +24,11 @@ from darts_server.weights.updates import Updates
 
 INTERVAL_SECONDS = 0.25
 MAX_CPU_SHARE = 0.05
-"""Of one core, for the feeds of all callers together: where an event takes longer to make, events become rarer."""
+"""Of one core, for all streams together: where an event takes longer to make, events become rarer."""
 QUIET_SECONDS = 2.0
 """Maximum time between events, even without changes, unless making them takes longer than that share."""
-KEPT_UPDATES = 4
-"""A viewer that has missed more of them gets everything."""
-NO_TIME = b'"now":null'
-"""How a snapshot begins until it is sent."""
 MAX_VIEWERS = 32
-"""Of one key: sending an event to each of them takes time, too."""
+"""Streams of one key: each takes time and memory."""
 STALL_SECONDS = 60.0
 """A viewer that accepts nothing for so long is dropped."""
 TIME = "Seconds on the clock of `now`."
@@ -121,7 +115,7 @@ class MonitorAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MonitorSources:
-    """Objects that the monitor reads, and the feeds that have viewers, by the caller's name and whether it is an admin.
+    """Objects that the monitor reads, and the number of streams, by the caller's name and whether it is an admin.
 
     ``fault``: of the store. ``stopping``: whether streams should end.
     """
@@ -131,7 +125,7 @@ class MonitorSources:
     updates: Updates
     fault: Callable[[], str | None]
     stopping: Callable[[], bool] = lambda: False
-    feeds: "WeakValueDictionary[tuple[str | None, bool], Feed]" = field(default_factory=WeakValueDictionary)
+    streams: Counter[tuple[str | None, bool]] = field(default_factory=Counter)
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
@@ -141,9 +135,25 @@ class MonitorSources:
         weights = MonitorWeights(version=updates.version, state=updates.state.value, last=last)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
 
+    @contextmanager
+    def count_stream(self, name: str | None, is_admin: bool) -> Iterator[None]:
+        """Count a stream of that caller.
+
+        Raises:
+            QuotaReached
+        """
+        if (open_now := self.streams[name, is_admin]) >= MAX_VIEWERS:
+            raise QuotaReached(
+                f"this key has {open_now} streams of the monitor, and may have no more; close some", RETRY_SECONDS
+            )
+        self.streams[name, is_admin] += 1
+        try:
+            yield
+        finally:
+            self.streams[name, is_admin] -= 1
+
 
 def routes(sources: MonitorSources) -> APIRouter:
-    """Create the route."""
     api = APIRouter()
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
@@ -155,92 +165,31 @@ def routes(sources: MonitorSources) -> APIRouter:
         """
         who = caller.get()
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            return sources.feeds.setdefault((who.name, who.is_admin), Feed(sources, who.may_see)).stream()
+            counted = sources.count_stream(who.name, who.is_admin)
+            return EventStream(events(sources, who.may_see), counted, ping_seconds=0, send_timeout=STALL_SECONDS)
         return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
 
     return api
 
 
-class Feed:
-    """The events of one caller, each made once for all of its viewers, as they come; it does nothing without any.
+async def events(
+    sources: MonitorSources, may_see: MaySee, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
+) -> AsyncGenerator[bytes, None]:
+    """Yield a ``snapshot`` for one viewer, and then an ``update`` for changes, at most every ``interval`` seconds.
 
-    Its first viewer, and one that has missed events as it read too slowly, begin with a ``snapshot``, and get an
-    ``update`` for changes, at most every ``interval`` seconds. As a context manager it counts a viewer.
-
+    The next one is made when the previous one was sent: a slow reader gets all changes in one, and none are queued.
     ``quiet``: seconds after which an update is sent in any case.
     """
-
-    def __init__(
-        self, sources: MonitorSources, may_see: MaySee, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
-    ) -> None:
-        self.viewers = 0
-        self._sources = sources
-        self._may_see = may_see
-        self._interval = interval
-        self._quiet = quiet
-        self._viewer = Viewer(sources.monitor, may_see)
-        self._health: dict[str, Any] | None = None
-        self._updates: deque[bytes] = deque(maxlen=KEPT_UPDATES)
-        self._number = 0  # of the last update
-        self._snapshot: bytes | None = None  # since the next update was last due
-        self._sent_at = self._due = 0.0
-
-    def stream(self, send_timeout: float = STALL_SECONDS) -> EventStream:
-        """Stream the events to one more viewer."""
-        return EventStream(self.events(), self, ping_seconds=0, send_timeout=send_timeout)
-
-    def __enter__(self) -> Self:
-        if self.viewers >= MAX_VIEWERS:
-            raise QuotaReached(
-                f"this key has {self.viewers} streams of the monitor, and may have no more; close some", RETRY_SECONDS
-            )
-        self.viewers += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.viewers -= 1
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield events for one viewer. The next one is chosen when the previous one was sent, so none are queued."""
-        number: int | None = None
-        while not self._sources.stopping():
-            if time.monotonic() >= self._due:  # the first viewer to wake makes the event for all
-                self._advance()
-            kept = len(self._updates)
-            missed = kept + 1 if number is None else self._number - number
-            number = self._number
-            if missed:
-                yield self._whole() if missed > kept else b"".join(islice(self._updates, kept - missed, None))
-            # Not longer, as the server may be stopping meanwhile.
-            await anyio.sleep(min(self._quiet, max(0.0, self._due - time.monotonic())))
-
-    def _advance(self) -> None:
-        """Make an update, if there are changes, and decide when the next one is due."""
-        cpu, now = time.thread_time(), time.monotonic()
-        update, previous_health, self._health = self._viewer.next_update(), self._health, self._sources.health()
-        self._snapshot = None
-        is_due = self._health != previous_health or now - self._sent_at >= self._quiet
-        answer = update | {"health": self._health}
-        if previous_health is None:  # the first one is of everything
-            self._snapshot, self._sent_at = encode("snapshot", answer | {"now": None}), now
-        elif update["groups"] or update["left"] or is_due:
-            self._updates.append(encode("update", answer))
-            self._number, self._sent_at = self._number + 1, now
-        self._due = now + max(self._interval, self._seconds_for(cpu))
-
-    def _whole(self) -> bytes:
-        """Return a snapshot for viewers that have missed updates. It may be newer than the last update.
-
-        What changed since then is in the next update, too, which does no harm. Its ``now`` is that of the viewer, which
-        tells from it how far the server's clock is from its own.
-        """
-        if self._snapshot is None:
-            cpu = time.thread_time()
-            update = Viewer(self._sources.monitor, self._may_see).next_update()
-            self._snapshot = encode("snapshot", update | {"now": None, "health": self._sources.health()})
-            self._due += self._seconds_for(cpu)
-        return self._snapshot.replace(NO_TIME, NO_TIME[:-4] + str(self._sources.monitor.clock()).encode(), 1)
-
-    def _seconds_for(self, cpu_began: float) -> float:
-        """Return the time that what was computed since then may be repeated after."""
-        return (time.thread_time() - cpu_began) * len(self._sources.feeds) / MAX_CPU_SHARE
+    viewer, health, due, sent_at = Viewer(sources.monitor, may_see), None, 0.0, 0.0
+    while not sources.stopping():
+        if (now := time.monotonic()) >= due:
+            cpu, event = time.thread_time(), None
+            update, previous, health = viewer.next_update(), health, sources.health()
+            if previous is None or update["groups"] or update["left"] or health != previous or now - sent_at >= quiet:
+                event = encode("snapshot" if previous is None else "update", update | {"health": health})
+            due = now + max(interval, (time.thread_time() - cpu) * sources.streams.total() / MAX_CPU_SHARE)
+            if event is not None:
+                sent_at = now
+                yield event
+        # Not longer, as the server may be stopping meanwhile.
+        await anyio.sleep(min(quiet, max(0.0, due - time.monotonic())))
