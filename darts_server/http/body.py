@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from io import BytesIO
 from typing import Any, Self, TypeVar, get_args
 
@@ -13,11 +12,10 @@ import anyio.to_thread
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator
 from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import InvalidRequest, TooLarge
@@ -165,21 +163,7 @@ def limited(scope: Scope, receive: Receive, limits: BodyLimits) -> Receive:
 
 
 async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
-    """Parse a JSON body, a large one in a thread and one after the other.
-
-    The event loop is not served while pydantic reads a text. So the objects of a long list are read one by one, and
-    every text that is read at once has few enough parts and values: a million token ids take a tenth of a second, text
-    a few thousandths per MB.
-
-    Args:
-        items: the field with that list.
-
-    Raises:
-        InvalidRequest: names the first invalid field, such as ``prompts[3].text``; or a number has too many digits.
-        TooLarge: more than `MAX_JSON_PARTS`; or more than `MAX_PARTS_AT_ONCE`, `MAX_VALUES_AT_ONCE` or
-            `MAX_UNQUOTED_AT_ONCE` in one object of the list, beside it, or in a body whose list has something else
-            in it.
-    """
+    """Parse a JSON body, a large one in a thread and one after the other. ``items``, raises: see `parsed`."""
     if len(body) <= INLINE_BYTES:
         return parsed(model, body)
     return await anyio.to_thread.run_sync(parsed, model, body, items, limiter=_one_at_a_time)
@@ -191,7 +175,21 @@ async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text:
 
 
 def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
-    """Parse a JSON body. Raises as `parse_body`."""
+    """Parse a JSON body.
+
+    The event loop is not served while pydantic reads a text. So the objects of a long list are read one by one, and
+    every text that is read at once has few enough parts and values: a million token ids take a tenth of a second, text
+    a few thousandths per MB.
+
+    Args:
+        items: the field with that list, of bodies.
+
+    Raises:
+        InvalidRequest: names the first invalid field, such as ``prompts[3].text``; or a number has too many digits.
+        TooLarge: more than `MAX_JSON_PARTS`; or more than `MAX_PARTS_AT_ONCE`, `MAX_VALUES_AT_ONCE` or
+            `MAX_UNQUOTED_AT_ONCE` in one object of the list, beside it, or in a body whose list has something else
+            in it.
+    """
     split = None if items is None or len(body) <= INLINE_BYTES else split_objects(body, items)
     if items is None or split is None:
         _check_at_once(body)
@@ -199,59 +197,41 @@ def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT
     head, objects = split
     _check_at_once(head)
     whole = _validated(model.model_validate_json, head)
-    read = _reader(model, items)
+    (item,) = get_args(model.__annotations__[items])
     values = []
     for number, text in enumerate(objects):
         _check_at_once(text)
-        values.append(_validated(read, text, (items, number)))
+        values.append(_validated(item.model_validate_json, text, (items, number)))
     assign = partial(model.__pydantic_validator__.validate_assignment, whole, items)
     _validated(assign, values)  # by what the field requires beyond its items, which are not validated again
     return whole
-
-
-def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
-    """Split a JSON object: return it with ``[]`` in one field, and each object of the list in that field.
-
-    ``None`` if there is no such list, or it has something else in it. msgspec creates no values for what it skips, but
-    keeps the interpreter meanwhile, four times: 70 ms each if 64 MB are token ids, 200 ms if they are escapes alone.
-
-    Raises:
-        InvalidRequest: it is no JSON.
-        TooLarge: more than `MAX_JSON_PARTS`, or more than `MAX_PARTS_AT_ONCE` beside the list.
-    """
-    if (parts := sum(map(_count_parts, _outside_strings(body)))) > MAX_JSON_PARTS:
-        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} {PARTS}; send less per request")
-    try:
-        whole = msgspec.json.decode(body, type=_with_list(field))
-        listed = bytes(whole.items)
-        msgspec.json.decode(listed, type=list[_AnyObject])  # so that there are as many as parts at most
-        objects = msgspec.json.decode(listed, type=list[msgspec.Raw])
-        if parts - sum(map(_count_parts, _outside_strings(listed))) > MAX_PARTS_AT_ONCE:  # each name is one below
-            raise _too_much(MAX_PARTS_AT_ONCE, PARTS)
-        beside = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | {field: msgspec.Raw(b"[]")}
-    except (msgspec.ValidationError, RecursionError):
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is no JSON: {error}") from None
-    return msgspec.json.encode(beside), list(map(bytes, objects))
 
 
 class _AnyObject(msgspec.Struct, gc=False):
     """Any JSON object; its fields are skipped."""
 
 
-@cache
-def _with_list(field: str) -> Any:
-    """Return the type of a JSON object with a field, as ``items``; its other fields are skipped."""
-    return msgspec.defstruct("_WithList", [("items", msgspec.Raw)], rename={"items": field})
+def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
+    """Split a JSON object: return it with ``[]`` in one field, and each object of the list in that field.
 
+    ``None`` if there is no such list, or it has something else in it. msgspec creates no values for what it skips, but
+    keeps the interpreter meanwhile, three times: 70 ms each if 64 MB are token ids, 200 ms if they are escapes alone.
 
-@cache
-def _reader(model: type[Body], items: str) -> Callable[[bytes], object]:
-    """Return what reads one item of a field."""
-    (kind,) = get_args(model.__annotations__[items])
-    adapter: TypeAdapter[object] = TypeAdapter(kind)
-    return adapter.validate_json
+    Raises:
+        InvalidRequest: it is no JSON.
+        TooLarge: more than `MAX_JSON_PARTS`.
+    """
+    if sum(map(_count_parts, _outside_strings(body))) > MAX_JSON_PARTS:
+        raise TooLarge("body", f"must have at most {MAX_JSON_PARTS} {PARTS}; send less per request")
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        msgspec.json.decode(fields[field], type=list[_AnyObject])  # so that there are as many as parts at most
+        objects = msgspec.json.decode(fields[field], type=list[msgspec.Raw])
+    except (KeyError, msgspec.ValidationError, RecursionError):
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is no JSON: {error}") from None
+    return msgspec.json.encode(fields | {field: msgspec.Raw(b"[]")}), list(map(bytes, objects))
 
 
 def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
@@ -298,12 +278,8 @@ def _check_at_once(text: bytes) -> None:
             (unquoted, MAX_UNQUOTED_AT_ONCE, "bytes outside strings"),
         ):
             if count > most:
-                raise _too_much(most, what)
-
-
-def _too_much(most: int, what: str) -> TooLarge:
-    where = "in one prompt or reward, or in all fields beside a list of these alone"
-    return TooLarge("body", f"must have at most {most} {what} {where}; send less")
+                where = "in one prompt or reward, or in all fields beside a list of these alone"
+                raise TooLarge("body", f"must have at most {most} {what} {where}; send less")
 
 
 def _count_parts(outside: bytes) -> int:
@@ -342,10 +318,10 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
         TooLarge: the body, or its announced length, exceeds ``max_bytes``.
         IncompleteBody: the sender disconnected, or was silent for ``stall_seconds``.
     """
-    receive = limited(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds))
-    try:
-        async with aclosing(Request(request.scope, receive).stream()) as chunks:
-            async for chunk in chunks:
-                yield chunk
-    except ClientDisconnect as error:
-        raise IncompleteBody from error
+    receive, is_complete = limited(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds)), False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise IncompleteBody
+        is_complete = not message.get("more_body", False)
+        yield message.get("body", b"")

@@ -14,7 +14,7 @@ from tests.http.serving import client
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opened() -> Iterator[TestClient]:
     with client() as opened:
         yield opened
