@@ -272,7 +272,7 @@ def extend(
     monitored = MonitorSources(
         rooms.monitor,
         statistics.rewards,
-        rooms.updates,
+        rooms.updates.coordinator,
         lambda: rooms.store.fault,
         stopping=lambda: server.stopping(application),
     )

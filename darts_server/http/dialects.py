@@ -156,14 +156,14 @@ def areal_routes(controls: Controls) -> APIRouter:
         """Replace the weights by those in a folder, or change nothing."""
         body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("model_path", body.model_path, aborts=True)
-        return ArealAnswer(message=f"The weights have version {controls.updates.version}")
+        return ArealAnswer(message=f"The weights have version {controls.updates.coordinator.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
     async def update_lora(request: Request) -> ArealAnswer:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
-        return ArealAnswer(message=f"The LoRA adapter has version {controls.updates.version}")
+        return ArealAnswer(message=f"The LoRA adapter has version {controls.updates.coordinator.version}")
 
     async def refuse(request: Request) -> None:
         """Refuse weights by NCCL."""

@@ -113,12 +113,24 @@ class Loras:
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             folder, root = await run_sync(resolve_path, self._root, path)
+            name = CONFIG
             try:
-                config = await run_sync(read_file, folder / CONFIG, MAX_CONFIG_BYTES, root)
+                config = await run_sync(read_file, folder / name, MAX_CONFIG_BYTES, root)
+                name = TENSORS
+                file = await run_sync(open_file, folder / name, root)
             except OSError as error:
-                raise _unreadable(folder, CONFIG, error) from error
-            tensors = _stream_tensors(folder, root, layers.max_bytes)
-            return parse_config(config, FIELD), await self.staging.write(tensors)
+                problem = f"{folder} must be a folder with {CONFIG} and {TENSORS}: {name}: {error.strerror}"
+                raise InvalidRequest(FIELD, problem) from error
+
+            async def chunks() -> AsyncIterator[bytes]:
+                while chunk := await run_sync(file.read, BUFFER_BYTES):
+                    yield chunk
+
+            with file:
+                if os.fstat(file.fileno()).st_size > (limit := layers.max_bytes):
+                    problem = f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
+                    raise InvalidRequest(FIELD, problem)
+                return parse_config(config, FIELD), await self.staging.write(chunks())
 
         return await self._run("disk", name, rule, version, fetch, FIELD, when_staged)
 
@@ -228,27 +240,3 @@ class _LoraUpdate(Update):
         new.symlink_to(adapter.folder)
         os.replace(new, link)
         await self.run_phase(phase, lambda: self.engine.load(self.lora, link))
-
-
-async def _stream_tensors(folder: Path, root: Path, limit: int) -> AsyncIterator[bytes]:
-    """Yield the bytes of the tensors in a folder below ``root``, at most ``limit``.
-
-    Raises:
-        InvalidRequest: the file is missing, or larger.
-    """
-    size = 0
-    try:
-        with await run_sync(open_file, folder / TENSORS, root) as file:
-            while chunk := await run_sync(file.read, BUFFER_BYTES):
-                size += len(chunk)
-                if size > limit:
-                    raise InvalidRequest(
-                        FIELD, f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
-                    )
-                yield chunk
-    except OSError as error:
-        raise _unreadable(folder, TENSORS, error) from error
-
-
-def _unreadable(folder: Path, name: str, error: OSError) -> InvalidRequest:
-    return InvalidRequest(FIELD, f"{folder} must be a folder with {CONFIG} and {TENSORS}: {name}: {error.strerror}")

@@ -12,7 +12,7 @@ from darts_server.exceptions import UpdateFailed
 from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
-from darts_server.weights.coordinator import Coordinator, State
+from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
@@ -57,27 +57,6 @@ class Updates:
         """Updates through vLLM's own routes."""
         self.loras = Loras(self.coordinator, model.loras, staging, root)
 
-    @property
-    def state(self) -> State:
-        return self.coordinator.state
-
-    @property
-    def version(self) -> int:
-        return self.coordinator.version
-
-    @property
-    def rule(self) -> Rule:
-        """Rule of updates that name none."""
-        return self.coordinator.settings.rule
-
-    @property
-    def last(self) -> UpdateRecord | None:
-        return self.coordinator.last
-
-    @property
-    def last_error(self) -> str | None:
-        return self.coordinator.last_error
-
     async def push(
         self,
         body: Callable[[int], AsyncIterator[bytes]],
@@ -102,7 +81,12 @@ class Updates:
             return await run_sync(read_tensors, path, "body")
 
         update = _WeightUpdate(
-            source="push", rule=rule or self.rule, partial=partial, owner=self, fetch=fetch, field="body"
+            source="push",
+            rule=rule or self.coordinator.settings.rule,
+            partial=partial,
+            owner=self,
+            fetch=fetch,
+            field="body",
         )
         return await self.coordinator.run(update, version)
 
@@ -132,7 +116,7 @@ class Updates:
 
         update = _WeightUpdate(
             source="disk",
-            rule=rule or self.rule,
+            rule=rule or self.coordinator.settings.rule,
             partial=partial,
             when_staged=when_staged,
             owner=self,

@@ -27,8 +27,7 @@ from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import PromptSpec, Sample, UpdateOutcome
-from darts_server.weights.coordinator import State
-from darts_server.weights.updates import Updates
+from darts_server.weights.coordinator import Coordinator, State
 from tests.http.serving import our_routes
 from tests.rollout.helpers import AtOnce, Texts
 
@@ -167,7 +166,7 @@ def application(
 
         app = FastAPI(lifespan=stepping)
         errors.install(app)
-        live, updates = Monitor(rollouts), Mock(spec=Updates, version=7, state=State.SERVING)
+        live, updates = Monitor(rollouts), Mock(spec=Coordinator, version=7, state=State.SERVING)
         rollouts.observers.candidates_started.add(live.candidates_started)
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})

@@ -175,7 +175,7 @@ def test_refusals_are_received_while_the_body_is_still_being_sent(
 ) -> None:
     def pieces() -> Iterator[bytes]:
         yield b"8"
-        while updates.state is not State.STAGING:
+        while updates.coordinator.state is not State.STAGING:
             time.sleep(0.001)
         with pytest.raises(BadRequest, match="an update by push is in progress") as busy:
             client.weights.push(large)

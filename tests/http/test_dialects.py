@@ -109,7 +109,7 @@ def test_prime_rl_brings_weights_from_a_folder(trainer: Trainer, tmp_path: Path)
         answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
         assert trainer.model.values == dict.fromkeys(SHAPES, 5)
-        assert trainer.updates.version == 1
+        assert trainer.updates.coordinator.version == 1
         assert trainer.model.calls.count("resume") == 0
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_is_loaded_again_under_its_name(trainer: Trainer, tmp_path: P
             assert caller.post(loads, json=body).status_code == 200
             assert trainer.model.loras is not None
             assert trainer.model.loras.served == {"policy": value}
-        assert trainer.updates.version == 2
+        assert trainer.updates.coordinator.version == 2
 
 
 def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) ->
         assert caller.post("/areal_continue_generation", json={}).json()["success"] is True
     assert trainer.paused == ["abort", "resume"]
     assert trainer.model.values == dict.fromkeys(SHAPES, 5)
-    assert trainer.updates.version == 2
+    assert trainer.updates.coordinator.version == 2
 
 
 AREAL = [
@@ -161,7 +161,7 @@ def test_without_a_pause_areals_update_aborts_what_runs_and_resumes(
     assert answer.status_code == (503 if fails else 200), answer.text
     assert paused_at == [["abort"]]  # before the weights change
     assert trainer.paused == ["abort", "resume"]
-    assert trainer.updates.version == (0 if fails else 1)
+    assert trainer.updates.coordinator.version == (0 if fails else 1)
 
 
 @pytest.mark.parametrize(("path", "body"), AREAL)
@@ -170,7 +170,7 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
     (tmp_path / "lora").mkdir()
     with trainer.calling(tmp_path, "areal") as caller:
         assert caller.post(path, json=body).status_code == 400
-    assert (trainer.paused, trainer.updates.version) == ([], 0)
+    assert (trainer.paused, trainer.updates.coordinator.version) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
     with trainer.calling(tmp_path, *NAMES) as caller:
         answer = caller.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
-        assert (trainer.model.values, trainer.updates.version, trainer.paused) == (OLD, 0, [])
+        assert (trainer.model.values, trainer.updates.coordinator.version, trainer.paused) == (OLD, 0, [])
         assert "pause" not in trainer.model.calls
 
 

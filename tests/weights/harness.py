@@ -45,8 +45,8 @@ class Harness:
 
     def check_serves(self, version: int, **values: float) -> None:
         """Check that this version is served. ``values``: by the last part but one of tensor names, or ``all``."""
-        assert self.updates.state is State.SERVING
-        assert self.updates.version == self.model.weight_version == version
+        assert self.updates.coordinator.state is State.SERVING
+        assert self.updates.coordinator.version == self.model.weight_version == version
         expected = {name: values.get(name.split(".")[-2], values.get("all")) for name in SHAPES}
         expected |= {f"layers.{n}.weight": values[f"layer{n}"] for n in (0, 1) if f"layer{n}" in values}
         assert self.model.values == expected
@@ -105,7 +105,7 @@ class Trainer:
 
 
 async def until(harness: Harness, state: State) -> None:
-    while harness.updates.state is not state:
+    while harness.updates.coordinator.state is not state:
         await asyncio.sleep(0.001)
 
 

@@ -268,11 +268,11 @@ async def test_a_failure_at_any_step_restores_the_old_weights(harness: Harness, 
     with pytest.raises(RuntimeError, match="broken"):
         await harness.trainer.update()
     harness.check_serves(1, all=5)
-    assert harness.updates.last_error is not None
-    assert "old weights" in harness.updates.last_error
+    assert harness.updates.coordinator.last_error is not None
+    assert "old weights" in harness.updates.coordinator.last_error
     assert ("load" in harness.model.calls[harness.model.calls.index("start") :]) == (step != "start")
     await harness.trainer.update()
-    assert harness.updates.version == 2
+    assert harness.updates.coordinator.version == 2
 
 
 @pytest.mark.parametrize("during", ["wait", "pause"])
@@ -294,7 +294,7 @@ async def test_a_trainer_that_disconnects_while_an_update_begins_leaves_the_gate
     await enter(harness.gate)
     assert harness.observer.records[-1].outcome is UpdateOutcome.FAILED
     await harness.push(5, rule=Rule.KEEP)
-    assert harness.updates.version == 1
+    assert harness.updates.coordinator.version == 1
 
 
 async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
     assert harness.updates.loaded.intact
     harness.check_serves(1, all=0)
     await harness.trainer.update()
-    assert harness.updates.version == 2
+    assert harness.updates.coordinator.version == 2
 
 
 async def test_each_call_of_a_trainer_restarts_its_timeout(tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ async def test_a_mixture_that_cannot_be_rolled_back_is_reported_until_a_full_upd
     await harness.trainer.write(["c", "d"])
     await until(harness, State.SERVING)
     assert not harness.updates.loaded.intact
-    assert harness.updates.last_error is not None
-    assert "a part of the new weights" in harness.updates.last_error
-    assert "2 calls of /update_weights, with a, b, c and 1 more" in harness.updates.last_error
+    assert harness.updates.coordinator.last_error is not None
+    assert "a part of the new weights" in harness.updates.coordinator.last_error
+    assert "2 calls of /update_weights, with a, b, c and 1 more" in harness.updates.coordinator.last_error
     await enter(harness.gate)
     with pytest.raises(InvalidRequest, match="send a full set"):
         await harness.push(6, "layers.0.weight")
@@ -358,7 +358,7 @@ async def test_an_engine_that_cannot_be_restored_is_lost(harness: Harness) -> No
     harness.model.fail = {"write": [RuntimeError("broken")], "abandon_update": [UpdateFailed("broken too")]}
     with pytest.raises(RuntimeError, match="broken"):
         await harness.trainer.update()
-    assert harness.updates.state is State.LOST
+    assert harness.updates.coordinator.state is State.LOST
     with pytest.raises(WeightsLost, match=r"broken.*broken too.*restart the server"):
         await enter(harness.gate)
     assert harness.model.calls[-3:] == ["abort_requests", "resume", "ended lost"]

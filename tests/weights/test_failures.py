@@ -70,7 +70,7 @@ async def test_weights_that_cannot_be_restored_are_lost_and_every_request_fails(
         await harness.push(5, rule=Rule.KEEP)
     with pytest.raises(WeightsLost):
         await waiting[0]
-    assert harness.updates.state is State.LOST
+    assert harness.updates.coordinator.state is State.LOST
     assert harness.model.calls[-3:] == ["abort_requests", "resume", "ended lost"]
     with pytest.raises(WeightsLost):
         await harness.push(6)
@@ -92,7 +92,7 @@ async def test_weights_are_lost_even_if_aborting_requests_fails(harness: Harness
     }
     with pytest.raises(WeightsLost, match="restart the server"):
         await harness.push(6)
-    assert harness.updates.state is State.LOST
+    assert harness.updates.coordinator.state is State.LOST
 
 
 @pytest.mark.parametrize("stuck", [True, False])
@@ -103,7 +103,7 @@ async def test_an_engine_that_does_not_resume_is_lost(tmp_path: Path, stuck: boo
         harness.model.stuck.add("resume")
     with pytest.raises(WeightsLost, match="does not resume"):
         await harness.push(6)
-    assert harness.updates.state is State.LOST
+    assert harness.updates.coordinator.state is State.LOST
 
 
 async def test_after_any_failures_the_engine_is_resumed_once_and_the_caller_gets_an_error(tmp_path: Path) -> None:
@@ -119,6 +119,6 @@ async def test_after_any_failures_the_engine_is_resumed_once_and_the_caller_gets
         else:
             assert not failing
         assert harness.model.calls.count("resume") == 1
-        assert harness.updates.state is (State.LOST if "resume" in failing else State.SERVING)
-        if harness.updates.state is State.SERVING:
+        assert harness.updates.coordinator.state is (State.LOST if "resume" in failing else State.SERVING)
+        if harness.updates.coordinator.state is State.SERVING:
             harness.check_serves(1 - bool(failing), all=0 if failing else 5)

@@ -129,7 +129,7 @@ async def test_an_adapter_that_cannot_be_restored_loses_the_weights(harness: Har
     harness.model.fail["load_lora"] = [UpdateFailed("one"), UpdateFailed("two")]
     with pytest.raises(WeightsLost, match=r"failed \(one\).*\(two\)"):
         await push(harness, 6)
-    assert harness.updates.state is State.LOST
+    assert harness.updates.coordinator.state is State.LOST
     assert harness.observer.records[-1].outcome is UpdateOutcome.LOST
 
 
@@ -143,7 +143,7 @@ async def test_updates_of_adapters_and_weights_exclude_each_other(harness: Harne
     first.cancel()  # the caller disconnects, and the update continues
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert harness.updates.state is State.UPDATING
+    assert harness.updates.coordinator.state is State.UPDATING
 
 
 async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ async def test_an_update_needs_the_weights_in_memory_and_leaves_the_rest_asleep(
         await harness.trainer.resume()
     await harness.trainer.wake_up("kv_cache")
     assert await is_open(harness)
-    assert harness.updates.version == 2
+    assert harness.updates.coordinator.version == 2
 
 
 async def test_the_cache_alone_can_be_freed_while_the_engine_is_paused(harness: Harness) -> None:
@@ -71,7 +71,7 @@ async def test_the_cache_alone_can_be_freed_while_the_engine_is_paused(harness: 
     await harness.push(5)
     await harness.trainer.wake_up()
     assert await is_open(harness)
-    assert harness.updates.version == 1
+    assert harness.updates.coordinator.version == 1
 
 
 async def test_a_sleep_that_begins_while_weights_arrive_fails_their_update(harness: Harness) -> None:

@@ -28,8 +28,8 @@ async def test_an_update_runs_its_phases_and_notifies_observers(harness: Harness
     (record,) = harness.observer.records
     assert (record.version, record.source, record.rule, record.partial) == (1, "push", "finish", False)
     assert list(record.seconds) == ["transfer", "check", "wait", "pause", "load", "resume"]
-    assert harness.updates.last is record
-    assert harness.updates.last_error is None
+    assert harness.updates.coordinator.last is record
+    assert harness.updates.coordinator.last_error is None
 
 
 async def test_a_version_can_be_given_and_must_be_new(harness: Harness) -> None:
@@ -96,7 +96,7 @@ async def test_a_bad_set_changes_nothing(harness: Harness, data: bytes) -> None:
         await harness.push_bytes(data)
     harness.check_serves(1, all=5)
     assert harness.model.calls == [*before, "ended refused"]
-    assert harness.updates.last_error == str(error.value)
+    assert harness.updates.coordinator.last_error == str(error.value)
 
 
 async def test_an_unsupported_model_is_refused_before_anything_is_transferred(harness: Harness) -> None:
@@ -145,7 +145,7 @@ async def test_keep_does_not_wait_but_admits_no_new_groups_while_it_loads(harnes
 
     async def watch() -> None:
         async with harness.gate.enter():
-            entered.append(harness.updates.state)
+            entered.append(harness.updates.coordinator.state)
 
     begins: list[asyncio.Task[None]] = []
     harness.model.during["load"] = lambda: begins.append(asyncio.create_task(watch()))

@@ -20,7 +20,7 @@ from darts_server.rollout.learned.rewards import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
 from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Outcome
-from darts_server.weights.updates import Updates
+from darts_server.weights.coordinator import Coordinator
 
 INTERVAL_SECONDS = 0.25
 MAX_CPU_SHARE = 0.05
@@ -122,7 +122,7 @@ class MonitorSources:
 
     monitor: Monitor
     rewards: Rewards
-    updates: Updates
+    updates: Coordinator
     fault: Callable[[], str | None]
     stopping: Callable[[], bool] = lambda: False
     streams: Counter[tuple[str | None, bool]] = field(default_factory=Counter)

@@ -136,15 +136,16 @@ def routes(updates: Updates) -> APIRouter:
 
 def answer(updates: Updates) -> WeightsAnswer:
     """Return the weights that are served now."""
+    served = updates.coordinator
     return WeightsAnswer(
-        version=updates.version,
-        state=updates.state.value,
+        version=served.version,
+        state=served.state.value,
         intact=updates.loaded.intact,
-        rule=updates.rule.value,
+        rule=served.settings.rule.value,
         loras=[
             LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
             for name, one in updates.loras.served.items()
         ],
-        last=None if updates.last is None else UpdateAnswer.model_validate(updates.last),
-        last_error=updates.last_error,
+        last=None if served.last is None else UpdateAnswer.model_validate(served.last),
+        last_error=served.last_error,
     )

@@ -26,8 +26,7 @@ from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.rewards import Rewards
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
-from darts_server.weights.coordinator import State
-from darts_server.weights.updates import Updates
+from darts_server.weights.coordinator import Coordinator, State
 from tests.rollout.helpers import Documents, Harness, lengths
 from tests.rollout.observers.test_monitor import EVERYTHING, new_monitor
 
@@ -40,7 +39,7 @@ class Server:
     def __init__(self, harness: Harness, **most: int) -> None:
         self.live = new_monitor(harness, **most)
         self.rewards = Rewards(Documents())
-        self.updates = Mock(spec=Updates, version=3, state=State.SERVING, last=None)
+        self.updates = Mock(spec=Coordinator, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
         self.stopping = False
         self.sources = MonitorSources(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
