@@ -53,6 +53,8 @@ class State(StrEnum):
 class Coordinator:
     """Tracks the served version and the update in progress, and who has paused the engine.
 
+    Whatever an update in progress forbids raises `UpdateRunning`, and all raise `WeightsLost` after weights were lost.
+
     Args:
         gate: admits all work to the engine.
         observers: notified of every update.
@@ -100,7 +102,6 @@ class Coordinator:
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
             UpdateError: the old version is served.
-            WeightsLost
         """
         self.begin(update, version)
         try:
@@ -137,7 +138,6 @@ class Coordinator:
         Raises:
             InvalidRequest: the version is served already.
             Conflict: the weights are not in memory.
-            UpdateRunning, WeightsLost
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
@@ -149,12 +149,8 @@ class Coordinator:
         update.version = self.version + 1 if version is None else version
 
     def check_free(self) -> None:
-        """Check that no update is in progress.
-
-        Raises:
-            UpdateRunning, WeightsLost
-        """
-        self.check_not_lost()
+        """Check that no update is in progress."""
+        self._check_not_lost()
         if self._source is not None:
             raise self._update_running()
 
@@ -163,7 +159,7 @@ class Coordinator:
 
         Raises:
             Conflict: the engine was put to sleep meanwhile.
-            UpdateFailed, WeightsLost
+            UpdateFailed
         """
         self.state = State.ANNOUNCED
         self._observers.announced(update.version)
@@ -273,7 +269,7 @@ class Coordinator:
         not started yet. ``abort``: groups fail with an error for their callers. ``keep``: everything is paused.
 
         Raises:
-            UpdateRunning, UpdateFailed
+            UpdateFailed: groups did not end, or the engine was resumed meanwhile.
         """
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._update_running()
@@ -320,13 +316,8 @@ class Coordinator:
                 await resume()
 
     async def abort_by_trainer(self, abort: Callable[[], Awaitable[None]], *, everything: bool) -> None:
-        """Abort requests by ``abort``. ``everything``: groups fail as wholes, with an error for their callers.
-
-        Raises:
-            UpdateRunning: an update has paused the engine.
-            WeightsLost
-        """
-        self.check_not_lost()
+        """Abort requests by ``abort``. ``everything``: groups fail as wholes, with an error for their callers."""
+        self._check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
             raise self._update_running()
         if everything:
@@ -339,11 +330,7 @@ class Coordinator:
         """Put the engine to sleep by ``sleep``, as `pause_by_trainer` pauses it, until `wake_up_by_trainer`.
 
         ``frees_memory``: whether weights and KV cache leave the device's memory.
-
-        Raises:
-            UpdateRunning, UpdateFailed, WeightsLost
         """
-
         parts = set(MEMORY if frees_memory else ())
 
         async def fall_asleep() -> None:
@@ -359,11 +346,7 @@ class Coordinator:
         await self.pause_by_trainer(mode, fall_asleep)
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
-        """Free one part of `MEMORY` by ``free`` while the engine is paused.
-
-        Raises:
-            UpdateRunning, WeightsLost
-        """
+        """Free one part of `MEMORY` by ``free`` while the engine is paused."""
         self._check_no_update()
         with self._falling_asleep([part]):
             await free()
@@ -372,9 +355,6 @@ class Coordinator:
         """Wake up these parts of `MEMORY` by ``wake_up``; ``None`` for all. With the last one the engine resumes.
 
         Returns what ``wake_up`` returns.
-
-        Raises:
-            UpdateRunning, WeightsLost
         """
         self._check_no_update()
         asleep = self._asleep
@@ -412,14 +392,12 @@ class Coordinator:
             self._asleep = before
             raise
 
-    # --- helpers ------------------------------------------------------------
-
-    def check_not_lost(self) -> None:
+    def _check_not_lost(self) -> None:
         if self.state is State.LOST:
             raise WeightsLost(self.last_error or "")
 
     def _check_no_update(self) -> None:
-        self.check_not_lost()
+        self._check_not_lost()
         if self.state not in (State.SERVING, State.STAGING):
             raise self._update_running()
 

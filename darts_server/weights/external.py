@@ -67,7 +67,6 @@ class ExternalUpdates:
         Raises:
             Conflict: the trainer's pause is not carried out yet; nothing was changed.
             UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
-            Exception: of ``start``.
         """
         coordinator = self._coordinator
         coordinator.check_free()  # at once: who has the lock may wait for groups
@@ -82,11 +81,7 @@ class ExternalUpdates:
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Write tensors to the model by ``write``. A failure ends the update.
-
-        Raises:
-            Exception: of ``write``.
-        """
+        """Write tensors to the model by ``write``, whose failure ends the update."""
         async with self._steps:
             if (session := self._session) is None:
                 await write()
@@ -96,11 +91,7 @@ class ExternalUpdates:
             await self._run_step(session, "transfer", write)
 
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
-        """Finish the update. ``finish`` is called with the version that is served from now on.
-
-        Raises:
-            Exception: of ``finish``.
-        """
+        """Finish the update. ``finish`` is called with the version that is served from now on."""
         async with self._steps:
             if (session := self._session) is None:
                 await finish(self._coordinator.version)

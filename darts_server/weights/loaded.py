@@ -64,8 +64,7 @@ class LoadedWeights:
         loaded: TensorSet = {}
         with suppress(UpdateUnsupported):
             loaded = await self._all() if self._in_files else {}
-        gone = await run_sync(changed_files, loaded)
-        if gone or not loaded:
+        if not loaded or await run_sync(changed_files, loaded):
             return False
         await update.run_phase("restore", lambda: self._model.load(names_by_file(loaded)))
         return True

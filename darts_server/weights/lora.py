@@ -78,13 +78,8 @@ class Loras:
     ) -> UpdateRecord:
         """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield.
-
-        Raises:
-            Forbidden: the server was started without LoRA.
-            InvalidRequest: the adapter is bad; nothing was changed.
-            UpdateError: the previous adapter is served.
-            WeightsLost
+        ``body`` is called with the largest number of bytes that it may yield. Raises: see `Coordinator.run`, and
+        `Forbidden` where the server was started without LoRA.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
@@ -102,13 +97,7 @@ class Loras:
     ) -> UpdateRecord:
         """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
 
-        ``when_staged``: see `Update`.
-
-        Raises:
-            Forbidden: the server was started without LoRA, or there is no root.
-            InvalidRequest: the path or the adapter is bad; nothing was changed.
-            UpdateError: the previous adapter is served.
-            WeightsLost
+        ``when_staged``: see `Update`. Raises: as `push`, also where there is no root.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
@@ -135,13 +124,7 @@ class Loras:
         return await self._run("disk", name, rule, version, fetch, FIELD, when_staged)
 
     async def remove(self, name: str) -> UpdateRecord:
-        """Stop serving a LoRA adapter, when no running request uses it.
-
-        Raises:
-            NotFound
-            UpdateError: it is still served.
-            WeightsLost
-        """
+        """Stop serving a LoRA adapter, when no running request uses it. Raises: as `push`, and `NotFound`."""
         # Requests cannot continue without the adapter, so no other rule is possible.
         return await self._run("delete", name, Rule.FINISH, None, None, "name")
 

@@ -72,25 +72,13 @@ class Update:
     seconds: dict[str, float] = field(default_factory=dict)
 
     async def stage(self) -> None:
-        """Fetch and check the new weights, while the engine serves the old ones.
-
-        Raises:
-            InvalidRequest, UpdateError: nothing was changed.
-        """
+        """Fetch and check the new weights, while the engine serves the old ones. Errors: nothing was changed."""
 
     async def apply(self) -> None:
-        """Load the staged weights into the paused engine.
-
-        Raises:
-            UpdateFailed: the engine's weights are undefined.
-        """
+        """Load the staged weights into the paused engine. Errors: its weights are undefined."""
 
     async def roll_back(self) -> str:
-        """Load the previous weights into the paused engine, after a failure. Returns what to add to its message.
-
-        Raises:
-            UpdateFailed
-        """
+        """Load the previous weights into the paused engine, after a failure. Returns what to add to its message."""
         raise NotImplementedError
 
     def commit(self) -> None:
@@ -111,16 +99,15 @@ class Update:
             async with asyncio.timeout(timeout):
                 return await step()
         except TimeoutError as error:
-            remedy = "see --weights-timeout"
-            if phase == "wait":
-                remedy = "groups still run; see --weights-wait, or use the rule keep"
+            wait = "groups still run; see --weights-wait, or use the rule keep"
+            remedy = wait if phase == "wait" else "see --weights-timeout"
             raise UpdateFailed(f"{phase} took longer than {timeout:g} s; {remedy}") from error
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
 
 class LoraEngine(Protocol):
-    """Loads LoRA adapters into the engine."""
+    """Loads LoRA adapters into the engine, while no request uses them. Raises `UpdateFailed` where that fails."""
 
     async def layers(self) -> LoraLayers:
         """Layers of the model that LoRA adapters can change.
@@ -130,38 +117,27 @@ class LoraEngine(Protocol):
         """
 
     def check_name(self, name: str) -> None:
-        """Check that a LoRA adapter may be served under this name.
-
-        Raises:
-            InvalidRequest: another model is served under it.
-        """
+        """Raise `InvalidRequest` if another model is served under this name."""
 
     async def load(self, name: str, folder: Path) -> None:
-        """Serve the LoRA adapter in ``folder`` under ``name``, in place of the previous one. Called while the model is
-        paused. The engine may read the folder again at any time.
-
-        Raises:
-            UpdateFailed
-        """
+        """Serve the LoRA adapter in ``folder`` under ``name``, in place of the previous one. The engine may read the
+        folder again at any time."""
 
     async def unload(self, name: str) -> None:
-        """Stop serving a LoRA adapter. Called while no request uses it. Harmless if it is not served.
-
-        Raises:
-            UpdateFailed
-        """
+        """Stop serving a LoRA adapter. Harmless if it is not served."""
 
 
 class Model(Protocol):
-    """The model that an engine serves."""
+    """The model that an engine serves. Raises `UpdateFailed` where its weights may be undefined.
+
+    ``loras``: ``None`` if the server was started without LoRA. ``weight_version``: the version that is served.
+    """
 
     @property
-    def loras(self) -> LoraEngine | None:
-        """``None`` if the server was started without LoRA."""
+    def loras(self) -> LoraEngine | None: ...
 
     @property
-    def weight_version(self) -> int:
-        """The version that is served."""
+    def weight_version(self) -> int: ...
 
     async def expected_tensors(self) -> ExpectedTensors:
         """Names, shapes and dtypes of a full set of weights.
@@ -171,11 +147,7 @@ class Model(Protocol):
         """
 
     async def checkpoint_tensors(self) -> TensorSet:
-        """The checkpoint that the engine was started with.
-
-        Raises:
-            UpdateUnsupported
-        """
+        """The checkpoint that the engine was started with. Raises as `expected_tensors`."""
 
     async def pause(self) -> None:
         """Pause all running requests, and clear every cache that was computed with the weights."""
@@ -187,19 +159,11 @@ class Model(Protocol):
         """Abort all running requests: they would continue with undefined weights."""
 
     async def load(self, files: FilePlan) -> None:
-        """Load a full set of weights, from the very files that were checked. Called while the engine is paused.
-
-        Raises:
-            UpdateFailed: the model's weights are undefined.
-        """
+        """Load a full set of weights into the paused engine, from the very files that were checked."""
 
     async def abandon_update(self) -> None:
-        """End an update that was started by vLLM's own routes. Each layer that has not received all of its tensors
-        keeps its old ones. Harmless if there is no such update.
-
-        Raises:
-            UpdateFailed: the model's weights are undefined.
-        """
+        """End an update that was started by vLLM's own routes, if there is one. Each layer that has not received all of
+        its tensors keeps its old ones."""
 
     async def clear_caches(self) -> None:
         """Clear cached results of old weights, except those that paused requests still need."""

@@ -155,15 +155,14 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
 
 def changed_files(tensors: TensorSet) -> list[Path]:
     """The files of a set that were removed or changed since they were read."""
-    changed = []
-    for file in {file.path: file for file in tensors.values()}.values():
+
+    def is_changed(file: TensorFile) -> bool:
         try:
-            is_changed = stamp_of(file.path) != file.stamp
+            return stamp_of(file.path) != file.stamp
         except OSError:
-            is_changed = True
-        if is_changed:
-            changed.append(file.path)
-    return changed
+            return True
+
+    return [file.path for file in {file.path: file for file in tensors.values()}.values() if is_changed(file)]
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:

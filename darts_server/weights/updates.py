@@ -67,12 +67,7 @@ class Updates:
         """Update from the bytes of a safetensors file.
 
         ``body`` is called with the largest number of bytes that it may yield. ``rule``: ``None`` for the server's.
-        ``version``: ``None`` for the next one.
-
-        Raises:
-            InvalidRequest: the weights are bad; nothing was changed.
-            UpdateError: the old version is served.
-            WeightsLost
+        ``version``: ``None`` for the next one. Raises: see `Coordinator.run`.
         """
 
         async def fetch() -> TensorSet:
@@ -100,13 +95,8 @@ class Updates:
     ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change until other weights have replaced it.
 
-        ``rule``, ``version``: as for `push`. ``when_staged``: see `Update`.
-
-        Raises:
-            Forbidden: there is no root.
-            InvalidRequest: the path or the weights are bad; nothing was changed.
-            UpdateError: the old version is served.
-            WeightsLost
+        ``rule``, ``version``: as for `push`. ``when_staged``: see `Update`. Raises: as `push`, and
+        `Forbidden` without a root.
         """
 
         async def fetch() -> TensorSet:
