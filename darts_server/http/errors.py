@@ -7,50 +7,38 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from darts_server import exceptions
 from darts_server.exceptions import (
-    Conflict,
     DartsError,
-    DiskFull,
     EngineBusy,
-    EngineDead,
     EngineRefused,
-    Forbidden,
-    GroupAborted,
     InvalidRequest,
-    NotAcceptable,
-    NotFound,
     Overloaded,
     ServerStopping,
-    StateError,
-    StateFull,
-    TooLarge,
     Unauthorized,
-    UpdateError,
-    UpdateRunning,
-    UpdateUnsupported,
 )
 from darts_server.removed import route_remedy
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
-    NotFound: HTTPStatus.NOT_FOUND,
-    Conflict: HTTPStatus.CONFLICT,
-    TooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    NotAcceptable: HTTPStatus.NOT_ACCEPTABLE,
+    exceptions.NotFound: HTTPStatus.NOT_FOUND,
+    exceptions.Conflict: HTTPStatus.CONFLICT,
+    exceptions.TooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    exceptions.NotAcceptable: HTTPStatus.NOT_ACCEPTABLE,
     Unauthorized: HTTPStatus.UNAUTHORIZED,
-    Forbidden: HTTPStatus.FORBIDDEN,
+    exceptions.Forbidden: HTTPStatus.FORBIDDEN,
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
-    GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineBusy: HTTPStatus.SERVICE_UNAVAILABLE,
-    EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineRefused: HTTPStatus.BAD_REQUEST,
     ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
-    StateError: HTTPStatus.SERVICE_UNAVAILABLE,
-    StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
-    UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
-    UpdateRunning: HTTPStatus.CONFLICT,
-    UpdateUnsupported: HTTPStatus.NOT_IMPLEMENTED,
-    DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
+    exceptions.StateError: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
+    exceptions.UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.UpdateRunning: HTTPStatus.CONFLICT,
+    exceptions.UpdateUnsupported: HTTPStatus.NOT_IMPLEMENTED,
+    exceptions.DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
@@ -86,11 +74,6 @@ def fields_of(error: DartsError) -> dict[str, Any]:
     }
 
 
-def body_of(error: DartsError) -> dict[str, object]:
-    """Return the body of an error's answer."""
-    return {"error": fields_of(error)}
-
-
 def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
@@ -106,7 +89,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(DartsError)
     async def respond(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, DartsError)
-        return JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers_of(error))
+        return JSONResponse({"error": fields_of(error)}, status_code=status_of(error).value, headers=headers_of(error))
 
     @app.exception_handler(HTTPException)
     async def respond_to_http_exception(request: Request, error: Exception) -> JSONResponse:

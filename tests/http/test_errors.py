@@ -17,7 +17,7 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.errors import body_of, headers_of, install, status_of
+from darts_server.http.errors import fields_of, headers_of, install, status_of
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,8 @@ def test_every_error_has_the_status_of_its_closest_class(error: DartsError, stat
 
 def test_the_body_is_openais_error_object() -> None:
     assert headers_of(EngineBusy("full", 5)) == {"Retry-After": "5"}
-    assert body_of(InvalidRequest("n", "at most 4")) == {
-        "error": {"message": "n: at most 4", "type": "BadRequestError", "param": "n", "code": 400}
-    }
+    error = {"message": "n: at most 4", "type": "BadRequestError", "param": "n", "code": 400}
+    assert fields_of(InvalidRequest("n", "at most 4")) == error
 
 
 JSON = {"Content-Type": "application/json"}

@@ -11,7 +11,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused
-from darts_server.http.errors import body_of, headers_of, status_of
+from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.serving.admission import Admission
 from darts_server.vllm.engine import translate
 from darts_server.vllm.llm import Generation, ShapingLLM
@@ -43,7 +43,7 @@ def test_a_full_queue_of_vllm_has_its_status_and_says_when_to_retry(error_class:
     assert isinstance(error, EngineBusy)
     assert status_of(error) == full.http_status == HTTPStatus.SERVICE_UNAVAILABLE
     assert headers_of(error)["Retry-After"]
-    assert body_of(error)["error"] == {
+    assert fields_of(error) == {
         "message": full.message,
         "type": "InternalServerError",
         "param": None,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import MappingProxyType
 
 from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
@@ -22,7 +22,7 @@ from darts_server.exceptions import (
     Unauthorized,
 )
 from darts_server.http.body import BodyLimits, IncompleteBody, limited
-from darts_server.http.errors import body_of, headers_of, status_of
+from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import access_of, has_own_limits
 from darts_server.identifiers import NAME_CHARS, header_value, without_controls
@@ -44,40 +44,30 @@ STATE_KEY = "darts_group_id"
 """Attribute of a request's state that holds the id of its groups, if it was shaped."""
 
 
+@dataclass(frozen=True, slots=True)
 class SecurityMiddleware:
     """ASGI middleware that refuses requests in OpenAI's error form, and names the groups of answers in `GROUP_ID`.
 
-    Args:
-        limits: of request bodies, except for routes with limits of their own.
-        lifecycle: of the server; when it is over, requests for work are refused.
-        on_refusal: called with the reason of each refusal, for metrics.
-        opened: access of routes that check more themselves, by method and path, in place of the route table's.
+    ``limits``: of request bodies, except for routes with limits of their own. ``on_refusal``: called with the reason of
+    each refusal, for metrics. ``lifecycle``: of the server; when it is over, requests for work are refused. ``opened``:
+    access of routes that check more themselves, by method and path, in place of the route table's.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        access: Access,
-        limits: BodyLimits,
-        on_refusal: Callable[[str], None],
-        lifecycle: Lifecycle | None = None,
-        opened: Mapping[tuple[str, str], RouteAccess] = MappingProxyType({}),
-    ) -> None:
-        self._app = app
-        self._opened = opened
-        self._lifecycle = lifecycle or Lifecycle()
-        self._access = access
-        self._limits = limits
-        self._on_refusal = on_refusal
+    app: ASGIApp
+    access: Access
+    limits: BodyLimits
+    on_refusal: Callable[[str], None]
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    opened: Mapping[tuple[str, str], RouteAccess] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
             # Browsers send OPTIONS before a request with a key, and no route acts on it.
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         # Refuse callers without access, and work for a stopping server: what it has can be fetched and rewarded.
         method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
-        starts_work, lifecycle = method not in SAFE, self._lifecycle
+        starts_work, lifecycle = method not in SAFE, self.lifecycle
         try:
             who = self._check_access(scope, method, path)
             if lifecycle.stop_reason is not None and (path in HEALTH or (starts_work and path != REWARDS)):
@@ -88,7 +78,7 @@ class SecurityMiddleware:
 
         # Limit the body.
         is_limited = scope["type"] == "http" and not has_own_limits(method, path)
-        receive_limited = limited(scope, receive, self._limits) if is_limited else receive
+        receive_limited = limited(scope, receive, self.limits) if is_limited else receive
 
         async def receive_checked() -> Message:
             try:
@@ -123,7 +113,7 @@ class SecurityMiddleware:
         token = caller.set(who)
         try:
             with lifecycle.track_request() if starts_work else nullcontext():
-                await self._app(scope, receive_checked if is_limited else receive, send_replaced)
+                await self.app(scope, receive_checked if is_limited else receive, send_replaced)
         finally:
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
@@ -131,7 +121,7 @@ class SecurityMiddleware:
 
     def _check_access(self, scope: Scope, method: str, path: str) -> Caller:
         headers = dict(reversed(scope["headers"]))  # the first of several with the same name
-        access = self._opened.get((method, path)) or access_of(method, path)
+        access = self.opened.get((method, path)) or access_of(method, path)
         if access is None:  # not in the table: a new route of vLLM's, or no route at all
             is_route = any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
             access = RouteAccess.ADMIN if is_route else RouteAccess.USE
@@ -145,20 +135,20 @@ class SecurityMiddleware:
             headers[b"origin"].decode("latin-1") if b"origin" in headers else None,
             any(name.startswith(FORWARDED) for name in headers),
         )
-        who = self._access.check(access, f"{method} {path}", key or None, sender)
+        who = self.access.check(access, f"{method} {path}", key or None, sender)
         if (request_id := headers.get(REQUEST_ID)) is not None:
             who.request_id = without_controls(request_id.decode("latin-1")[:NAME_CHARS])
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._on_refusal(_reason(error))
+        self.on_refusal(_reason(error))
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)[:100]})
             return
         headers = headers_of(error)
         if isinstance(error, TooLarge | IncompleteBody):
             headers["Connection"] = "close"  # otherwise the server would read and discard the rest of the body
-        response = JSONResponse(body_of(error), status_code=status_of(error).value, headers=headers)
+        response = JSONResponse({"error": fields_of(error)}, status_code=status_of(error).value, headers=headers)
         await response(scope, receive, send)
 
 
