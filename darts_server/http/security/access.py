@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -74,9 +74,21 @@ class Keys:
         Raises:
             InvalidSetting: the file cannot be read, or has no key.
         """
-        self._fixed = tuple(_digest(key.encode()) for key in keys)
         self.file = file
-        self._digests = self._fixed + _digests_in(file)
+        self._fixed = [_digest(key.encode()) for key in keys]
+        self._digests = self._read()
+
+    def _read(self) -> list[bytes]:
+        keys = []
+        if self.file is not None:
+            try:
+                lines = [line.strip() for line in read_file(self.file, MAX_KEY_FILE_BYTES).splitlines()]
+            except OSError as error:
+                raise InvalidSetting(f"key file {self.file} cannot be read: {error.strerror}") from error
+            if not (keys := [line for line in lines if line and not line.startswith(COMMENT)]):
+                rule = "must have keys, one per line; lines that begin with # are comments"
+                raise InvalidSetting(f"key file {self.file} {rule}")
+        return [*self._fixed, *map(_digest, keys)]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -85,20 +97,20 @@ class Keys:
         """Return a name for the key if it is valid. Takes the same time for every key."""
         if key is None:
             return None
-        wanted, found = _digest(key), None
-        for digest in self._digests:
-            if secrets.compare_digest(wanted, digest):
-                found = digest.hex()
-        return found
+        wanted = _digest(key)
+        found = [digest for digest in self._digests if secrets.compare_digest(wanted, digest)]
+        return found[0].hex() if found else None
 
     def has_name(self, name: str) -> bool:
         """Whether it is the name of a valid key."""
         return any(digest.hex() == name for digest in self._digests)
 
     def reload(self) -> None:
-        """Read the file again. If that fails, the keys stay as they are."""
+        """Read the file again, if there is one. If that fails, the keys stay as they are."""
+        if self.file is None:
+            return
         try:
-            self._digests = self._fixed + _digests_in(self.file)
+            self._digests = self._read()
         except InvalidSetting as error:
             logger.error("API keys were not reloaded: %s", error)
         else:
@@ -147,27 +159,19 @@ class Sites:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class Access:
     """Check callers against the kind of the route.
 
-    Args:
-        keys: for routes that do not change the server; without any, these need no key.
-        admin_keys: for every route.
-        dangerous: whether admins may call dangerous routes.
-        sites: for callers without a key, whose requests a web page may have sent: what these may name.
+    ``keys``: for routes that do not change the server; without any, these need no key. ``admin_keys``: for every route.
+    ``dangerous``: whether admins may call dangerous routes. ``sites``: for callers without a key, whose requests a web
+    page may have sent: what these may name.
     """
 
-    def __init__(
-        self,
-        keys: Keys | None = None,
-        admin_keys: Keys | None = None,
-        dangerous: bool = False,
-        sites: Sites | None = None,
-    ) -> None:
-        self.keys = keys or Keys()
-        self.admin_keys = admin_keys or Keys()
-        self._dangerous = dangerous
-        self._sites = sites or Sites()
+    keys: Keys = field(default_factory=Keys)
+    admin_keys: Keys = field(default_factory=Keys)
+    dangerous: bool = False
+    sites: Sites = field(default_factory=Sites)
 
     @property
     def needs_key(self) -> bool:
@@ -182,23 +186,18 @@ class Access:
 
     def reload_keys(self) -> None:
         """Read the key files again."""
-        for keys in (self.keys, self.admin_keys):
-            if keys.file is not None:
-                keys.reload()
+        self.keys.reload()
+        self.admin_keys.reload()
 
     def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> Caller:
-        """Check a request, and return its caller.
-
-        Args:
-            what: method and path, for messages.
-            key: as sent.
+        """Check a request, and return its caller. ``what``: method and path, for messages. ``key``: as sent.
 
         Raises:
             Unauthorized, Forbidden
         """
         if access is RouteAccess.PUBLIC:
             return Caller()
-        if access is RouteAccess.DANGEROUS and not self._dangerous:
+        if access is RouteAccess.DANGEROUS and not self.dangerous:
             raise Forbidden(
                 f"{what} is disabled because it runs code or writes files that its caller chooses; to enable it, start "
                 "the server with --allow-dangerous-routes"
@@ -209,7 +208,7 @@ class Access:
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
         if name is None:
-            self._sites.check(sender.host, sender.origin)
+            self.sites.check(sender.host, sender.origin)
         if access is RouteAccess.USE:
             return Caller(name)
         # The caller has no valid admin key.
@@ -236,20 +235,6 @@ def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> N
             f"--host {host} is reachable from other machines, and there is no API key: set VLLM_API_KEY or "
             "--api-key-file, or allow it with --allow-unauthenticated"
         )
-
-
-def _digests_in(file: Path | None) -> tuple[bytes, ...]:
-    if file is None:
-        return ()
-    try:
-        text = read_file(file, MAX_KEY_FILE_BYTES)
-    except OSError as error:
-        raise InvalidSetting(f"key file {file} cannot be read: {error.strerror}") from error
-    lines = [line.strip() for line in text.splitlines()]
-    keys = [line for line in lines if line and not line.startswith(COMMENT)]
-    if not keys:
-        raise InvalidSetting(f"key file {file} must have keys, one per line; lines that begin with # are comments")
-    return tuple(_digest(key) for key in keys)
 
 
 def _digest(key: bytes) -> bytes:
