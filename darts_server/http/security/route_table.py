@@ -25,6 +25,12 @@ PUBLIC = {
     "/redoc": "GET",
     "/static{rest:path}": ANY,
 }
+
+
+def _routes(methods: str, paths: str) -> dict[str, str]:
+    return dict.fromkeys(paths.split(), methods)
+
+
 USE = {
     "/darts/v1/rollouts": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
@@ -37,94 +43,58 @@ USE = {
     "/darts/v1/policy/schema": "GET",
     "/darts/v1/weights": "GET",
     "/darts/v1/live": "GET",
-    "/v1/models": "GET",
-    "/v1/completions": "POST",
-    "/v1/completions/render": "POST",
-    "/v1/completions/derender": "POST",
-    "/v1/chat/completions": "POST",
-    "/v1/chat/completions/batch": "POST",
-    "/v1/chat/completions/render": "POST",
-    "/v1/chat/completions/derender": "POST",
-    "/v1/responses": "POST",
-    "/v1/responses/render": "POST",
-    "/v1/responses/{response_id}": "GET",
-    "/v1/responses/{response_id}/cancel": "POST",
-    "/v1/messages": "POST",
-    "/v1/messages/count_tokens": "POST",
-    "/v1/messages/render": "POST",
-    "/v1/audio/transcriptions": "POST",
-    "/v1/audio/translations": "POST",
     "/v1/realtime": "WEBSOCKET",
-    "/v1/embeddings": "POST",
-    "/v2/embed": "POST",
-    "/pooling": "POST",
-    "/classify": "POST",
-    "/score": "POST",
-    "/v1/score": "POST",
-    "/rerank": "POST",
-    "/v1/rerank": "POST",
-    "/v2/rerank": "POST",
-    "/cohere/v2/chat": "POST",
-    "/inference/v1/generate": "POST",
-    "/invocations": "POST",
-    "/generative_scoring": "POST",
-    "/v1/systemone": "POST",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/tokenizer_info": "GET",
-    "/load": "GET",
-    "/kv_event_sources": "GET",
-    "/get_world_size": "GET",
-    "/is_paused": "GET",
-    "/is_sleeping": "GET",
-    "/weight_info": "GET",
-    "/is_scaling_elastic_ep": "POST",
-    "/fault_tolerance/status": "GET",
-    # Of --dialect.
-    "/finish_session": "POST",  # the caller's own
+    "/v1/responses/{response_id}": "GET",
+    "/finish_session": "POST",  # of --dialect; the caller's own
+    **_routes(
+        "POST",
+        """
+        /v1/completions /v1/completions/render /v1/completions/derender
+        /v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender
+        /v1/responses /v1/responses/render /v1/responses/{response_id}/cancel
+        /v1/messages /v1/messages/count_tokens /v1/messages/render
+        /v1/audio/transcriptions /v1/audio/translations
+        /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
+        /cohere/v2/chat /inference/v1/generate /invocations /generative_scoring /v1/systemone
+        /tokenize /detokenize /is_scaling_elastic_ep
+        """,
+    ),
+    **_routes(
+        "GET",
+        """
+        /v1/models /tokenizer_info /load /kv_event_sources /get_world_size /is_paused /is_sleeping /weight_info
+        /fault_tolerance/status
+        """,
+    ),
 }
 ADMIN = {
     "/darts/v1/state": "PUT",
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
     "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
-    "/pause": "POST",
-    "/resume": "POST",
     "/abort_requests": "POST",  # without ids it aborts all requests
     "/inference/v1/abort_requests": "POST",  # by ids, which may be others'
-    "/init_weight_transfer_engine": "POST",
-    "/shutdown_weight_transfer_engine": "POST",
-    "/start_weight_update": "POST",
-    "/start_draft_weight_update": "POST",
-    "/update_weights": "POST",
-    "/finish_weight_update": "POST",
-    "/update_weight_version": "POST",
-    "/reset_prefix_cache": "POST",
-    "/reset_mm_cache": "POST",
-    "/reset_encoder_cache": "POST",
-    "/sleep": "POST",
-    "/wake_up": "POST",
-    "/release_kv_cache_memory": "POST",
-    "/scale_elastic_ep": "POST",
-    "/fault_tolerance/apply": "POST",
     "/server_info": "GET",  # shows all flags and the environment
-    # These load a LoRA adapter from a path given by the caller.
-    "/v1/load_lora_adapter": "POST",
-    "/v1/unload_lora_adapter": "POST",
-    "/adapters": "POST",
     "/adapters/{adapter_name}": "DELETE",
-    # Of --dialect.
-    "/load_lora_adapter": "POST",
-    "/skyrl/v1/load_lora_adapter": "POST",
-    "/areal_pause_generation": "POST",
-    "/areal_continue_generation": "POST",
-    "/areal_update_weights": "POST",
-    "/areal_update_weights_lora": "POST",
-    "/areal_init_weights_update_group": "POST",
-    "/areal_set_update_weight_meta": "POST",
-    "/areal_update_weights_xccl": "POST",
-    "/areal_set_update_weight_meta_lora": "POST",
-    "/areal_update_weights_lora_xccl": "POST",
+    **_routes(
+        "POST",
+        """
+        /pause /resume /sleep /wake_up /release_kv_cache_memory /scale_elastic_ep /fault_tolerance/apply
+        /init_weight_transfer_engine /shutdown_weight_transfer_engine
+        /start_weight_update /start_draft_weight_update /update_weights /finish_weight_update /update_weight_version
+        /reset_prefix_cache /reset_mm_cache /reset_encoder_cache
+        """,
+    ),
+    # These load a LoRA adapter from a path given by the caller; the last two are of --dialect, as those below.
+    **_routes(
+        "POST",
+        """
+        /v1/load_lora_adapter /v1/unload_lora_adapter /adapters /load_lora_adapter /skyrl/v1/load_lora_adapter
+        /areal_pause_generation /areal_continue_generation /areal_update_weights /areal_update_weights_lora
+        /areal_init_weights_update_group /areal_set_update_weight_meta /areal_update_weights_xccl
+        /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl
+        """,
+    ),
 }
 DANGEROUS = {
     "/collective_rpc": "POST",  # calls any method of the workers with any arguments
