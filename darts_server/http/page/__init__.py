@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import re
-from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Response
@@ -15,41 +14,28 @@ MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
 INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
 
 
-@cache
-def document() -> str:
-    """Return the page with all its parts."""
-    whole = (PARTS / "page.html").read_text("utf-8")
-    return MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), whole)
-
-
-@cache
-def content_policy() -> str:
-    """Allow only the document's own scripts and styles, and only requests to this server."""
-    digests: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in INLINE.findall(document()):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        digests[kind].append(f"'sha256-{digest}'")
-    return (
-        f"default-src 'none'; script-src {' '.join(digests['script'])}; style-src {' '.join(digests['style'])}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
 def routes() -> APIRouter:
     """Create the routes. They need no key: the page asks its user for one, and sends it with its requests."""
     api = APIRouter()
+    document = (PARTS / "page.html").read_text("utf-8")
+    document = MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), document)
+    # Only the document's own scripts and styles are allowed, and only requests to this server.
+    allowed = {"script": "script-src", "style": "style-src"}
+    for kind, text in INLINE.findall(document):
+        allowed[kind] += f" 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    headers = {
+        "Content-Security-Policy": f"default-src 'none'; {'; '.join(allowed.values())}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
 
     @api.get("/darts/", include_in_schema=False)
     async def page() -> Response:
         """The built-in page."""
-        headers = {
-            "Content-Security-Policy": content_policy(),
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cache-Control": "no-cache",
-        }
-        return Response(document(), media_type="text/html", headers=headers)
+        return Response(document, media_type="text/html", headers=headers)
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:
