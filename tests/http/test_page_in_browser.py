@@ -1,26 +1,139 @@
-"""The built-in page in a real Chromium, over groups on the scripted engine."""
+"""The built-in page in a real Chromium, over groups on the scripted engine, by real time."""
 
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from unittest.mock import Mock
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import httpx
 import pytest
-from playwright.sync_api import Browser
+from fastapi import Response
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-from tests.http.at_work import at_work
-from tests.http.browser import Visit, chromium
+from darts_server.engine.scripted import Script
+from darts_server.http import page
+from darts_server.http.body import BodyLimits
+from darts_server.http.security.access import Access, Keys
+from darts_server.http.security.middleware import SecurityMiddleware
+from tests.clients.servers import application, listening
 
 pytestmark = pytest.mark.nightly
 # Chromium's own word for an answer of 4xx; the page says in its own what was wrong.
 REFUSED = "Failed to load resource"
-MOST_ELEMENTS = 700
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+VARIABLE = "DARTS_CHROMIUM"
+ARGUMENTS = ("--no-sandbox", "--disable-dev-shm-usage")
+"""Root may not use the sandbox, and containers have little shared memory."""
+WAIT_MS = 120_000
+"""Before something that does not come is a failure; busy machines are slow."""
+
+
+class Visit:
+    """A page that is open, and what it complained of and requested."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
+        context.set_default_timeout(WAIT_MS)
+        self.page: Page = context.new_page()
+        self.complaints: list[str] = []
+        self.requested: list[str] = []
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._requested)
+        self.page.goto(url)
+
+    def says(self, element: str, text: str) -> None:
+        """Wait until the element of that id holds this text."""
+        found = "([id, text]) => document.getElementById(id).textContent.includes(text)"
+        self.page.wait_for_function(found, arg=[element, text])
+
+    def reads(self, element: str, text: str) -> None:
+        """Wait until the element of that id holds this text and no other."""
+        self.page.wait_for_function(
+            "([id, text]) => document.getElementById(id).textContent === text", arg=[element, text]
+        )
+
+    def colours(self, canvas: str) -> dict[str, int]:
+        """How many pixels of each colour a canvas has, as ``#rrggbb``."""
+        counted: dict[str, int] = self.page.evaluate(COUNT_COLOURS, canvas)
+        return counted
+
+    def colour(self, name: str) -> str:
+        """A colour of the style sheet."""
+        read = "name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
+        return str(self.page.evaluate(read, name))
+
+    def _heard(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _requested(self, request: Request) -> None:
+        self.requested.append(request.url)
+
+
+COUNT_COLOURS = """id => {
+  const shown = document.getElementById(id);
+  const copy = new OffscreenCanvas(shown.width, shown.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(shown, 0, 0);
+  const { data } = copy.getImageData(0, 0, shown.width, shown.height);
+  const counts = {};
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] !== 255) continue;
+    const hex = [data[at], data[at + 1], data[at + 2]].map((part) => part.toString(16).padStart(2, "0"));
+    const colour = `#${hex.join("")}`;
+    counts[colour] = (counts[colour] ?? 0) + 1;
+  }
+  return counts;
+}"""
+STEP_SECONDS = 0.02
+
+
+def heavy_tail(request: str, index: int) -> Script:
+    """Lengths of 3 seconds and more: most are short, some much longer."""
+    rng = Random(f"{request}/{index}")
+    return Script(min(400, round(20 * rng.lognormvariate(0.4, 0.8)) + 150))
+
+
+@contextmanager
+def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The address of the page, and a function that begins a group of 8 for each of these prompts."""
+    with application(heavy_tail, STEP_SECONDS, bool(keys)) as (app, _):
+        access = Access(Keys(keys))
+        app.add_middleware(SecurityMiddleware, access=access, limits=BodyLimits(2**20), on_refusal=Mock())
+        app.include_router(page.routes())
+        app.add_route("/health", lambda _: Response())
+        with listening(app) as listener:
+
+            def ask(*names: str) -> None:
+                prompts = [{"text": str(number), "key": name} for number, name in enumerate(names)]
+                body = {"prompts": prompts, "group_size": 8, "stream": "groups"}
+                headers = {"Idempotency-Key": uuid4().hex}  # it goes on when nobody reads
+                with httpx.stream("POST", f"{listener.url}/darts/v1/rollouts", json=body, headers=headers) as answer:
+                    next(answer.iter_lines())
+
+            yield f"{listener.url}/darts/", ask
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as browser:
+    """Skips the test where no Chromium is found: by `VARIABLE`, by its usual names, or as playwright installed it."""
+    with sync_playwright() as playwright:
+        given = [os.environ.get(VARIABLE), *map(shutil.which, NAMES), playwright.chromium.executable_path]
+        found = next((path for path in given if path and Path(path).exists()), None)
+        if found is None:
+            pytest.skip(
+                f"no Chromium: install one, e.g. with 'apt-get install chromium' or 'playwright install chromium', or "
+                f"name it in {VARIABLE}"
+            )
+        browser = playwright.chromium.launch(executable_path=found, args=list(ARGUMENTS), timeout=WAIT_MS)
         yield browser
+        browser.close()
 
 
 def prompts(count: int) -> list[str]:
@@ -58,7 +171,6 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
     with at_work() as (url, ask):
         visit = Visit(browser, url)
         page = visit.page
-        page.evaluate(WATCH_SHIFTS)
         visit.says("empty-title", "No groups yet")
         visit.says("command", f"curl {url}v1/rollouts")
         ask(*prompts(84))
@@ -79,9 +191,7 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         colours = visit.colours("bars")
         assert colours[visit.colour("short")] > 1000
         assert visit.colour("running") not in colours
-        assert page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
         assert page.evaluate("document.documentElement.scrollHeight") <= 720
-        assert page.evaluate("shifts") == []
         assert visit.complaints == []
         assert {urlsplit(url).netloc for url in visit.requested if not url.startswith("data:")} == {
             urlsplit(url).netloc
@@ -119,22 +229,6 @@ def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
         assert page.evaluate("document.activeElement.id") == "tab-overview"
         assert page.is_visible("#overview")
         assert visit.complaints == []
-
-
-def test_in_the_dark_it_is_dark_and_legible(browser: Browser) -> None:
-    with at_work() as (url, ask):
-        visit = Visit(browser, url, dark=True)
-        ask(*prompts(3))
-        visit.says("end-long", "3")
-        assert visit.page.evaluate(LUMINANCE, ["body", "backgroundColor"]) < 0.02
-        for selector in ("body", ".note", "dt", "#detail", '[role="tab"]', "#engine"):
-            assert visit.page.evaluate(CONTRAST, selector) >= 4.5, selector
-        assert visit.colours("bars")[visit.colour("short")] > 500
-        visit.page.emulate_media(color_scheme="light")
-        visit.page.wait_for_function(DRAWN)
-        assert visit.colours("bars")[visit.colour("short")] > 500
-        for selector in ("body", ".note", "dt", "#detail", '[role="tab"]', "#engine"):
-            assert visit.page.evaluate(CONTRAST, selector) >= 4.5, selector
 
 
 def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None:
@@ -179,24 +273,3 @@ def test_what_others_send_is_shown_as_text_and_never_run(browser: Browser) -> No
         visit.says("found", nasty)
         assert visit.page.query_selector("#side img") is None
         assert visit.complaints == []
-
-
-WATCH_SHIFTS = """() => {
-  window.shifts = [];
-  new PerformanceObserver((list) => {
-    for (const shift of list.getEntries()) shifts.push(shift.sources.map(({ node }) => node?.id || node?.nodeName));
-  }).observe({ type: "layout-shift", buffered: true });
-}"""
-PARTS = """const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const luminance = (colour) => parts(colour).slice(0, 3).map((part) => part / 255)
-    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);"""
-LUMINANCE = f"""([selector, property]) => {{ {PARTS}
-  return luminance(getComputedStyle(document.querySelector(selector))[property]); }}"""
-CONTRAST = f"""(selector) => {{ {PARTS}
-  const element = document.querySelector(selector);
-  let behind = element;
-  while (parts(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-  const both = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor].map(luminance);
-  return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05); }}"""
-DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => true)"

@@ -16,37 +16,18 @@ from tests.weights.model import write
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [
-        ("pause", UpdateFailed("broken")),
-        ("pause", None),  # it never returns
-        ("load", UpdateFailed("broken")),
-        ("load", TimeoutError()),  # a load that never returns could not be followed by the restore
-        ("set_version", UpdateFailed("broken")),
-    ],
-)
-async def test_a_failure_at_any_step_serves_the_old_weights(tmp_path: Path, step: str, error: Exception | None) -> None:
-    harness = Harness(tmp_path, SHORT_TIMEOUT if error is None else None)
+@pytest.mark.parametrize("step", ["pause", "load"])
+async def test_a_step_that_never_ends_fails_the_update(tmp_path: Path, step: str) -> None:
+    harness = Harness(tmp_path, SHORT_TIMEOUT)
     await harness.push(5)
-    if error is None:
+    if step == "pause":
         harness.model.stuck.add(step)
     else:
-        harness.model.fail[step] = [error]
+        harness.model.fail[step] = [TimeoutError()]  # a load that never returns could not be followed by the restore
     with pytest.raises(UpdateFailed):
         await harness.push(6)
-    harness.model.stuck.clear()
     harness.check_serves(1, all=5)
     assert harness.observer.records[-1].outcome is UpdateOutcome.FAILED
-    await harness.push(7)
-    harness.check_serves(2, all=7)
-
-
-async def test_a_failed_first_update_restores_the_checkpoint(harness: Harness) -> None:
-    harness.model.fail["load"] = [UpdateFailed("broken")]
-    with pytest.raises(UpdateFailed):
-        await harness.push(6, "layers.0.weight")
-    harness.check_serves(0, all=0)
 
 
 async def test_a_file_that_changes_while_it_is_loaded_fails_the_update(harness: Harness) -> None:
@@ -63,6 +44,7 @@ async def test_a_file_that_changes_while_it_is_loaded_fails_the_update(harness: 
 
 async def test_weights_that_cannot_be_restored_are_lost_and_every_request_fails(harness: Harness) -> None:
     harness.model.fail["load"] = [UpdateFailed("broken"), UpdateFailed("broken too")]
+    harness.model.fail["abort_requests"] = [RuntimeError("no")]
     harness.gate.let_in()
     waiting: list[asyncio.Task[None]] = []
     harness.model.during["pause"] = lambda: waiting.append(asyncio.create_task(enter(harness.gate)))
@@ -83,16 +65,6 @@ async def test_weights_from_vllms_routes_cannot_be_restored(harness: Harness) ->
     harness.model.fail["load"] = [UpdateFailed("broken")]
     with pytest.raises(WeightsLost, match="the old weights are gone or have changed"):
         await harness.push(6)
-
-
-async def test_weights_are_lost_even_if_aborting_requests_fails(harness: Harness) -> None:
-    harness.model.fail = {
-        "load": [UpdateFailed("broken"), UpdateFailed("broken")],
-        "abort_requests": [RuntimeError("no")],
-    }
-    with pytest.raises(WeightsLost, match="restart the server"):
-        await harness.push(6)
-    assert harness.updates.coordinator.state is State.LOST
 
 
 @pytest.mark.parametrize("stuck", [True, False])
@@ -122,3 +94,6 @@ async def test_after_any_failures_the_engine_is_resumed_once_and_the_caller_gets
         assert harness.updates.coordinator.state is (State.LOST if "resume" in failing else State.SERVING)
         if harness.updates.coordinator.state is State.SERVING:
             harness.check_serves(1 - bool(failing), all=0 if failing else 5)
+            harness.model.fail.clear()
+            await harness.push(7)
+            harness.check_serves(2 - bool(failing), all=7)
