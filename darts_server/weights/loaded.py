@@ -64,7 +64,8 @@ class LoadedWeights:
         loaded: TensorSet = {}
         with suppress(UpdateUnsupported):
             loaded = await self._all() if self._in_files else {}
-        if not loaded or await run_sync(changed_files, loaded):
+        gone = await run_sync(changed_files, loaded)
+        if gone or not loaded:
             return False
         await update.run_phase("restore", lambda: self._model.load(names_by_file(loaded)))
         return True

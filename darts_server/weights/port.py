@@ -188,5 +188,13 @@ class Groups(Protocol):
         """Abort every group, with an error for its caller."""
 
 
-class NoGroups(Groups):
+class NoGroups:
     """Those of an engine without groups."""
+
+    async def suspend(self) -> None: ...
+
+    def weights_change(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def abort_all(self, reason: str) -> None: ...
