@@ -8,13 +8,10 @@ from pydantic import BaseModel, Field
 
 from darts_server.exceptions import NotFound
 from darts_server.http.resources.trajectories import (
-    Counted,
     Cut,
-    EarlierPassRate,
-    NumShortest,
+    GroupFacts,
     Quality,
     Reason,
-    SampledFrom,
     SelectedAs,
     TrajectoryId,
     Weight,
@@ -76,7 +73,7 @@ class ChosenAnswer(BaseModel):
     reason: str = Field(description="Expected seconds of a step, and those of what else could be done.")
 
 
-class GroupAnswer(BaseModel):
+class GroupAnswer(GroupFacts):
     """Provenance of one group."""
 
     group_id: str
@@ -89,16 +86,8 @@ class GroupAnswer(BaseModel):
     tail_wait: float | None = Field(
         description="Seconds from the finish of the K-th shortest trajectory to the group's end."
     )
-    mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected ones.")
-    counted: Counted
-    num_shortest: NumShortest
-    sampled_from: SampledFrom
-    earlier_pass_rate: EarlierPassRate
-    deadline: int | None = Field(
-        description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
-    )
     bound: int | None = Field(
         description="Tokens at which every candidate was cut or, if explored, would have been; null without a deadline."
     )

@@ -23,14 +23,11 @@ from darts_server.exceptions import DartsError
 from darts_server.http.body import Body
 from darts_server.http.errors import fields_of
 from darts_server.http.resources.trajectories import (
-    Counted,
     Cut,
     DiscardedOut,
-    EarlierPassRate,
     GeneratedOut,
-    NumShortest,
+    GroupFacts,
     Quality,
-    SampledFrom,
     SampleOut,
     Sampling,
     SelectedAs,
@@ -159,11 +156,7 @@ class AbortedCandidateOut(GeneratedOut):
     cut: Cut
 
 
-OF_RECORD = ("num_shortest", "sampled_from", "earlier_pass_rate", "deadline")
-"""Fields of an answered group as its record has them; null without one."""
-
-
-class GroupOut(BaseModel):
+class GroupOut(GroupFacts):
     """The group of one prompt, or its error."""
 
     number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
@@ -171,12 +164,6 @@ class GroupOut(BaseModel):
     prompt_key: str
     metadata: Metadata
     candidates: int
-    counted: Counted | None
-    num_shortest: NumShortest
-    sampled_from: SampledFrom
-    earlier_pass_rate: EarlierPassRate
-    deadline: int | None
-    mixed_versions: bool
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
     aborted: list[AbortedCandidateOut] | None = Field(
         description="Of a group that was aborted, what its candidates had generated: they are no group, and none of "
@@ -191,6 +178,10 @@ class GroupOut(BaseModel):
     def of(cls, result: GroupResult) -> Self:
         record = result.record
         candidates = {c.index: c for c in record.candidates} if record is not None else {}
+        facts = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
+        facts["mixed_versions"] = record is not None and record.mixed_versions
+        if result.error is not None:
+            facts["counted"] = None
         order = sorted(result.samples, key=lambda i: (len(result.samples[i].token_ids), i))
         return cls(
             number=result.number,
@@ -198,9 +189,7 @@ class GroupOut(BaseModel):
             prompt_key=result.prompt_key,
             metadata=result.metadata,
             candidates=len(candidates),
-            counted=None if record is None or result.error is not None else record.counted,
-            **{name: getattr(record, name, None) for name in OF_RECORD},
-            mixed_versions=record is not None and record.mixed_versions,
+            **facts,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
             trajectories=[

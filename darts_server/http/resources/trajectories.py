@@ -44,28 +44,32 @@ Weight = Annotated[
         "returned, or where some candidates can never be returned."
     ),
 ]
-NumShortest = Annotated[
-    int | None,
-    Field(description="K, where the K shortest are returned and the other places sampled from the rest; else null."),
-]
-SampledFrom = Annotated[
-    int | None,
-    Field(description="S, where the trajectories are a sample of S candidates that were not pruned; else null."),
-]
-EarlierPassRate = Annotated[
-    float | None,
-    Field(
-        description="Share of right ones among the prompt's trajectories that had rewards when the group started, with "
-        "their weights: a baseline that does not depend on the group. Null without any."
-    ),
-]
-Counted = Annotated[
-    int, Field(description="N: candidates that the weights stand for: not those that failed or ran before a restart.")
-]
 Sampling = Annotated[
     dict[str, Any],
     Field(description="The sampling parameters in force, by vLLM's names; those that are null or empty are left out."),
 ]
+
+
+class GroupFacts(BaseModel):
+    """What a group's record says of how its trajectories were chosen."""
+
+    counted: int | None = Field(
+        description="N: candidates that the weights stand for: not those that failed or ran before a restart."
+    )
+    num_shortest: int | None = Field(
+        description="K, where the K shortest are returned and the other places sampled from the rest; else null."
+    )
+    sampled_from: int | None = Field(
+        description="S, where the trajectories are a sample of S candidates that were not pruned; else null."
+    )
+    earlier_pass_rate: float | None = Field(
+        description="Share of right ones among the prompt's trajectories that had rewards when the group started, with "
+        "their weights: a baseline that does not depend on the group. Null without any."
+    )
+    deadline: int | None = Field(
+        description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
+    )
+    mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
 
 
 class GeneratedOut(BaseModel):
