@@ -5,7 +5,7 @@ from fastapi import FastAPI
 
 from darts_server.weights.updates import Updates
 from tests.http.serving import client
-from tests.weights.fixtures import model, updates
+from tests.weights.model import model, updates
 
 from .servers import listening
 

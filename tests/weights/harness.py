@@ -7,12 +7,14 @@ from typing import Any
 
 from safetensors.numpy import save
 
+from darts_server.observers import UpdateEvents
+from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.weights.coordinator import KV_CACHE, State
 from darts_server.weights.port import UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
-from tests.weights.model import SHAPES, FakeGroups, FakeModel, Recorder, tensors
+from tests.weights.model import SHAPES, FakeGroups, FakeModel, tensors
 
 SHORT_TIMEOUT = UpdateSettings(step_timeout=1.0)
 """Far more than a phase takes on a busy machine."""
@@ -25,11 +27,14 @@ class Harness:
         self.root = folder / "root"
         self.root.mkdir()
         self.model = FakeModel(folder)
-        self.observer = Recorder(self.model)
+        self.records: list[UpdateRecord] = []
+        events = UpdateEvents()
+        events.announced.add(lambda version: self.model.calls.append(f"announced {version}"))
+        events.ended.add(lambda record: self.model.calls.append(f"ended {record.outcome}"), self.records.append)
         self.gate = Gate()
         self.groups = FakeGroups()
         self.staging = Staging(folder)
-        self.updates = Updates(self.model, self.gate, self.staging, self.root, settings, self.observer, self.groups)
+        self.updates = Updates(self.model, self.gate, self.staging, self.root, settings, events, self.groups)
         self.trainer = Trainer(self)
 
     async def push(self, value: float, *names: str, **options: Any) -> None:

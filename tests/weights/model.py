@@ -2,17 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.observers import UpdateEvents
-from darts_server.records import UpdateRecord
+from darts_server.serving.gate import Gate
 from darts_server.weights.lora_config import LoraLayers
+from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, read_tensors
+from darts_server.weights.updates import Updates
 
 SHAPES = {"embed_tokens.weight": (4, 2), "layers.0.weight": (2, 2), "layers.1.weight": (2, 2)}
 TIED = {"lm_head.weight": "embed_tokens.weight"}
@@ -149,19 +151,13 @@ class FakeGroups:
         self.aborted.append(reason)
 
 
-class Recorder(UpdateEvents):
-    """An observer that keeps every record."""
+@pytest.fixture
+def model(tmp_path: Path) -> FakeModel:
+    return FakeModel(tmp_path)
 
-    def __init__(self, model: FakeModel) -> None:
-        self.records: list[UpdateRecord] = []
-        self._model = model
-        super().__init__()
-        self.announced.add(self._add_announced)
-        self.ended.add(self._add_ended)
 
-    def _add_announced(self, version: int) -> None:
-        self._model.calls.append(f"announced {version}")
-
-    def _add_ended(self, record: UpdateRecord) -> None:
-        self._model.calls.append(f"ended {record.outcome}")
-        self.records.append(record)
+@pytest.fixture
+def updates(model: FakeModel, tmp_path: Path) -> Iterator[Updates]:
+    """Updates of `model`, with files under the test's folder."""
+    with Staging(tmp_path) as staging:
+        yield Updates(model, Gate(), staging, tmp_path)

@@ -29,7 +29,7 @@ async def test_an_update_applies_the_rule_and_notifies_observers(harness: Harnes
     await update
     await begins
     assert harness.model.calls == ["announced 1", "pause", *STEPS, "resume", "ended completed"]
-    (record,) = harness.observer.records
+    (record,) = harness.records
     assert (record.version, record.source, record.rule, record.error) == (1, "vllm", "finish", None)
     assert record.seconds.keys() == {"wait", "pause", "load", "transfer", "resume"}
     harness.check_serves(1, all=0)
@@ -40,7 +40,7 @@ async def test_rule_keep_does_not_wait_for_running_groups(tmp_path: Path) -> Non
     harness.gate.let_in()
     await harness.trainer.update()
     harness.gate.leave()
-    assert harness.observer.records[0].rule == "keep"
+    assert harness.records[0].rule == "keep"
     harness.check_serves(1, all=0)
 
 
@@ -54,7 +54,7 @@ async def test_an_update_does_not_resume_an_engine_that_the_trainer_paused(harne
     assert "pause" not in harness.model.calls
     assert "resume" not in harness.model.calls
     assert harness.model.calls[-3:] == ["clear_caches", "finish", "ended completed"]
-    assert harness.observer.records[0].rule is None
+    assert harness.records[0].rule is None
     await harness.trainer.resume()
     await begins
     harness.check_serves(1, all=0)
@@ -292,7 +292,7 @@ async def test_a_trainer_that_disconnects_while_an_update_begins_leaves_the_gate
     harness.model.stuck.clear()
     assert ("resume" in harness.model.calls) == ("pause" in harness.model.calls) == (during == "pause")
     await enter(harness.gate)
-    assert harness.observer.records[-1].outcome is UpdateOutcome.FAILED
+    assert harness.records[-1].outcome is UpdateOutcome.FAILED
     await harness.push(5, rule=Rule.KEEP)
     assert harness.updates.coordinator.version == 1
 
@@ -303,7 +303,7 @@ async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(t
     await harness.trainer.start()
     await until(harness, State.SERVING)
     assert harness.model.calls[-3:] == ["abandon_update", "resume", "ended failed"]
-    record = harness.observer.records[-1]
+    record = harness.records[-1]
     assert record.outcome is UpdateOutcome.FAILED
     assert record.error == (
         "the trainer began an update and did not call for 0.5 s; see --weights-timeout; "

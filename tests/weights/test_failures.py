@@ -27,7 +27,7 @@ async def test_a_step_that_never_ends_fails_the_update(tmp_path: Path, step: str
     with pytest.raises(UpdateFailed):
         await harness.push(6)
     harness.check_serves(1, all=5)
-    assert harness.observer.records[-1].outcome is UpdateOutcome.FAILED
+    assert harness.records[-1].outcome is UpdateOutcome.FAILED
 
 
 async def test_a_file_that_changes_while_it_is_loaded_fails_the_update(harness: Harness) -> None:

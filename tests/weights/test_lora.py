@@ -49,7 +49,7 @@ async def test_a_lora_adapter_is_pushed_replaced_and_removed(harness: Harness) -
     await harness.updates.loras.remove("a")
     assert served(harness) == {"b": 6}
     harness.check_serves(41, all=0)
-    assert [(record.source, record.lora, record.rule) for record in harness.observer.records] == [
+    assert [(record.source, record.lora, record.rule) for record in harness.records] == [
         ("push", "a", "finish"),
         ("push", "b", "keep"),
         ("push", "a", "finish"),
@@ -123,7 +123,7 @@ async def test_an_adapter_that_cannot_be_restored_loses_the_weights(harness: Har
     with pytest.raises(WeightsLost, match=r"failed \(one\).*\(two\)"):
         await push(harness, 6)
     assert harness.updates.coordinator.state is State.LOST
-    assert harness.observer.records[-1].outcome is UpdateOutcome.LOST
+    assert harness.records[-1].outcome is UpdateOutcome.LOST
 
 
 async def test_updates_of_adapters_and_weights_exclude_each_other(harness: Harness) -> None:

@@ -25,7 +25,7 @@ async def test_an_update_runs_its_phases_and_notifies_observers(harness: Harness
     await harness.push(5)
     harness.check_serves(1, all=5)
     assert harness.model.calls == ["announced 1", *SWAP, "ended completed"]
-    (record,) = harness.observer.records
+    (record,) = harness.records
     assert (record.version, record.source, record.rule, record.partial) == (1, "push", "finish", False)
     assert list(record.seconds) == ["transfer", "check", "wait", "pause", "load", "resume"]
     assert harness.updates.coordinator.last is record
@@ -154,7 +154,7 @@ async def test_keep_does_not_wait_but_admits_no_new_groups_while_it_loads(harnes
     assert entered == [State.SERVING]
     harness.gate.leave()
     harness.check_serves(1, all=5)
-    assert "wait" not in harness.observer.records[0].seconds
+    assert "wait" not in harness.records[0].seconds
 
 
 # --- one at a time -----------------------------------------------------------
@@ -212,7 +212,7 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
     assert harness.groups.changes == 1, "the tokens of the old weights are counted before the model is written"
     harness.gate.leave()
     harness.check_serves(1, all=5)
-    assert harness.observer.records[0].rule == "restart"
+    assert harness.records[0].rule == "restart"
 
     harness.model.fail["load"] = [UpdateFailed("broken")]
     with pytest.raises(UpdateFailed):
