@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from darts_server.exceptions import Forbidden, InvalidRequest, UpdateUnsupported
 from darts_server.http.body import Body, parse_body, read_body
@@ -129,41 +129,37 @@ class ArealLoraIn(Body):
     abort_all_requests: bool = False
 
 
-class ArealAnswer(BaseModel):
-    """Whether it was done."""
-
-    success: bool = True
-    message: str
-
-
 def areal_routes(controls: Controls) -> APIRouter:
     api = APIRouter()
 
+    def done(message: str) -> dict[str, Any]:
+        return {"success": True, "message": message}
+
     @api.post("/areal_pause_generation")
-    async def pause() -> ArealAnswer:
+    async def pause() -> dict[str, Any]:
         """Abort what runs, each caller with its tokens so far, and let new requests wait."""
         await controls.engine.pause_generation(mode="abort")
-        return ArealAnswer(message="Generation is paused, and all requests were aborted")
+        return done("Generation is paused, and all requests were aborted")
 
     @api.post("/areal_continue_generation")
-    async def resume() -> ArealAnswer:
+    async def resume() -> dict[str, Any]:
         """End the pause."""
         await controls.engine.resume_generation()
-        return ArealAnswer(message="Generation continues")
+        return done("Generation continues")
 
     @api.post("/areal_update_weights", openapi_extra=json_body(ArealWeightsIn))
-    async def update(request: Request) -> ArealAnswer:
+    async def update(request: Request) -> dict[str, Any]:
         """Replace the weights by those in a folder, or change nothing."""
         body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("model_path", body.model_path, aborts=True)
-        return ArealAnswer(message=f"The weights have version {controls.updates.coordinator.version}")
+        return done(f"The weights have version {controls.updates.coordinator.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
-    async def update_lora(request: Request) -> ArealAnswer:
+    async def update_lora(request: Request) -> dict[str, Any]:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
-        return ArealAnswer(message=f"The LoRA adapter has version {controls.updates.coordinator.version}")
+        return done(f"The LoRA adapter has version {controls.updates.coordinator.version}")
 
     async def refuse(request: Request) -> None:
         """Refuse weights by NCCL."""
@@ -234,12 +230,6 @@ class SkyrlCall(Body):
     timeout: float | None = None
 
 
-class SessionAnswer(BaseModel):
-    """The end of a session."""
-
-    known: bool = Field(description="Whether the session had an answer.")
-
-
 def skyrl_routes(controls: Controls) -> APIRouter:
     api = APIRouter()
 
@@ -251,9 +241,12 @@ def skyrl_routes(controls: Controls) -> APIRouter:
         return f"LoRA adapter {body.lora_name} is served"
 
     @api.post("/finish_session")
-    async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> SessionAnswer:
-        """Forget a session of the caller's: the next request of that name opens a trajectory."""
-        return SessionAnswer(known=controls.turns.forget_session(caller.get().name or "", session_id))
+    async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> dict[str, bool]:
+        """Forget a session of the caller's: the next request of that name opens a trajectory.
+
+        The answer says whether the session had an answer.
+        """
+        return {"known": controls.turns.forget_session(caller.get().name or "", session_id)}
 
     @api.post(RPC, openapi_extra=json_body(SkyrlCall))
     async def call_workers(request: Request) -> Any:
