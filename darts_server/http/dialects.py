@@ -129,9 +129,7 @@ class ArealLoraIn(Body):
     abort_all_requests: bool = False
 
 
-def areal_routes(controls: Controls) -> APIRouter:
-    api = APIRouter()
-
+def add_areal_routes(api: APIRouter, controls: Controls) -> None:
     def done(message: str) -> dict[str, Any]:
         return {"success": True, "message": message}
 
@@ -169,7 +167,6 @@ def areal_routes(controls: Controls) -> APIRouter:
 
     for path in AREAL_NCCL:
         api.add_api_route(path, refuse, methods=["POST"])
-    return api
 
 
 # --- prime-rl 0.8.0: prime_rl/utils/client.py sends, its own vLLM server answers ---
@@ -184,8 +181,8 @@ class PrimeWeightsIn(Body):
     weight_dir: str | None = Field(description="Folder of safetensors files, under --weights-root.")
 
 
-def prime_rl_routes(controls: Controls) -> APIRouter:
-    api, done = APIRouter(), {"status": "ok"}
+def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
+    done = {"status": "ok"}
 
     @api.post(UPDATE, openapi_extra=json_body(PrimeWeightsIn))
     async def update_from_folder(request: Request) -> Any:
@@ -210,8 +207,6 @@ def prime_rl_routes(controls: Controls) -> APIRouter:
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return done
 
-    return api
-
 
 # --- SkyRL 0.3.0: inference_servers/remote_inference_client.py sends ---
 # Its own vLLM server answers, behind vLLM's router, which has the route for sessions that have ended. Full weights it
@@ -230,9 +225,7 @@ class SkyrlCall(Body):
     timeout: float | None = None
 
 
-def skyrl_routes(controls: Controls) -> APIRouter:
-    api = APIRouter()
-
+def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora(request: Request) -> str:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
@@ -275,8 +268,6 @@ def skyrl_routes(controls: Controls) -> APIRouter:
             return await handler(raw_request=request)
         return {"results": [None]}
 
-    return api
-
 
 # --- NeMo-RL 0.6.0: nemo_rl/models/generation/dynamo/dynamo_generation.py ---
 # It samples from an NVIDIA Dynamo front end by /v1/completions with token ids and n = 1, and reads the tokens of the
@@ -316,7 +307,7 @@ class CompletionTokenIds:
 
 # --- what a server is given --------------------------------------------------
 
-ROUTES = {"areal": areal_routes, "prime-rl": prime_rl_routes, "skyrl": skyrl_routes}
+ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": add_skyrl_routes}
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
@@ -324,7 +315,7 @@ def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:
-            api.include_router(ROUTES[dialect](controls))
+            ROUTES[dialect](api, controls)
     application.router.routes[:0] = api.routes
 
 

@@ -37,14 +37,14 @@ def router(
     dependencies = [Depends(refuse_removed_parameters), *([Depends(BEARER)] if needs_key else [])]
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
-    api.include_router(groups.routes(provenance, statistics, reward_matcher))
-    api.include_router(rollouts.routes(batches))
-    api.include_router(vote.routes(votes))
-    api.include_router(rewards.routes(reward_matcher))
-    api.include_router(state.routes(store, statistics))
-    api.include_router(policy.routes(control))
-    api.include_router(weights.routes(updates))
-    api.include_router(monitor.routes(monitored))
+    groups.add_routes(api, provenance, statistics, reward_matcher)
+    rollouts.add_routes(api, batches)
+    vote.add_routes(api, votes)
+    rewards.add_routes(api, reward_matcher)
+    state.add_routes(api, store, statistics)
+    policy.add_routes(api, control)
+    weights.add_routes(api, updates)
+    monitor.add_routes(api, monitored)
     return api
 
 

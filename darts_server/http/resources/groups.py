@@ -162,9 +162,7 @@ class PromptAnswer(BaseModel):
     rewards: PromptRewardsAnswer | None = Field(description="Null while no trajectory has a reward.")
 
 
-def routes(provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> APIRouter:
-    api = APIRouter()
-
+def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> None:
     @api.get("/groups/{group_id:path}")  # callers' own request ids may have slashes
     async def groups(group_id: str) -> GroupsAnswer:
         """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
@@ -188,5 +186,3 @@ def routes(provenance: Provenance, statistics: Statistics, reward_matcher: Rewar
         reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
         answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
-
-    return api

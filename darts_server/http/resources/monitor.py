@@ -153,8 +153,7 @@ class MonitorSources:
             self.streams[name, is_admin] -= 1
 
 
-def routes(sources: MonitorSources) -> APIRouter:
-    api = APIRouter()
+def add_routes(api: APIRouter, sources: MonitorSources) -> None:
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
 
     @api.get("/live", response_model=MonitorAnswer, responses=stream)
@@ -168,8 +167,6 @@ def routes(sources: MonitorSources) -> APIRouter:
             counted = sources.count_stream(who.name, who.is_admin)
             return EventStream(events(sources, who.may_see), counted, ping_seconds=0, send_timeout=STALL_SECONDS)
         return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
-
-    return api
 
 
 async def events(

@@ -27,9 +27,7 @@ class PolicyControl(Protocol):
     def change(self, patch: Mapping[str, object]) -> dict[str, object]: ...
 
 
-def routes(control: PolicyControl) -> APIRouter:
-    """Create the routes."""
-    api = APIRouter()
+def add_routes(api: APIRouter, control: PolicyControl) -> None:
     schema = control.schema()
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -61,5 +59,3 @@ def routes(control: PolicyControl) -> APIRouter:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest("body", "must be a JSON object with the settings to change") from error
         return control.change(patch)
-
-    return api

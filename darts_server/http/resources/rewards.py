@@ -69,17 +69,13 @@ EXAMPLE = {
 }
 
 
-def routes(reward_matcher: RewardMatcher) -> APIRouter:
-    api = APIRouter()
-
+def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RewardsIn, raw, "rewards")
         return RewardsOut(**asdict(await reward_matcher.report(await converted(_reports, body, raw))))
-
-    return api
 
 
 def _reports(body: RewardsIn) -> list[Reward]:

@@ -93,9 +93,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
-    api = APIRouter()
-
+def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
     @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
     async def rollouts(
         request: Request,
@@ -138,8 +136,6 @@ def routes(batches: BatchRegistry[Any, Any]) -> APIRouter:
     async def cancel(batch_id: str) -> CancelledOut:
         """Cancel a batch. Callers that wait for it get an error."""
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
-
-    return api
 
 
 def choose_form(headers: Headers, *, streams: bool) -> str:

@@ -23,9 +23,8 @@ class StateAnswer(BaseModel):
     prompts: int = Field(description="Prompts with statistics.")
 
 
-def routes(store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> APIRouter:
-    """Create the routes. ``max_bytes``: of a file."""
-    api = APIRouter()
+def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> None:
+    """``max_bytes``: of a file."""
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
 
     def replace(data: bytes) -> int:
@@ -57,5 +56,3 @@ def routes(store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES
         async with restoring:
             data = await read_body(request, max_bytes)
             return StateAnswer(prompts=await run_sync(replace, data))
-
-    return api

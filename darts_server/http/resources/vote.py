@@ -161,14 +161,10 @@ class VoteOut(BaseModel):
         )
 
 
-def routes(votes: VoteRunner[Any, Any]) -> APIRouter:
-    api = APIRouter()
-
+def add_routes(api: APIRouter, votes: VoteRunner[Any, Any]) -> None:
     @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
         result = await while_connected(request, votes.run(body.question))
         return JSONResponse(VoteOut.of(result).model_dump(mode="json"))
-
-    return api

@@ -75,9 +75,7 @@ class WeightsAnswer(BaseModel):
     last_error: str | None = Field(description="Error of the last failed update.")
 
 
-def routes(updates: Updates) -> APIRouter:
-    api = APIRouter()
-
+def add_routes(api: APIRouter, updates: Updates) -> None:
     @api.get("/weights")
     async def read() -> WeightsAnswer:
         """Return the served version and the result of the last update."""
@@ -130,8 +128,6 @@ def routes(updates: Updates) -> APIRouter:
         """Stop serving the adapter, after all running requests have finished."""
         await updates.loras.remove(name)
         return answer(updates)
-
-    return api
 
 
 def answer(updates: Updates) -> WeightsAnswer:

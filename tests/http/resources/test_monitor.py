@@ -17,8 +17,8 @@ from darts_server.http.resources.monitor import (
     MAX_VIEWERS,
     MonitorAnswer,
     MonitorSources,
+    add_routes,
     events,
-    routes,
 )
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
@@ -132,7 +132,7 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
     harness.run(2, group_id="g")
     await settle()
     app = FastAPI()
-    app.include_router(routes(server.sources))
+    add_routes(app.router, server.sources)
     errors.install(app)
     server.stopping = True  # streams that begin end at once
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:

@@ -21,11 +21,11 @@ from darts_server.http import errors
 from darts_server.http.resources.rollouts import (
     CHUNK_BYTES,
     _answer,
+    add_routes,
     encode_ascii,
     encode_event,
     encode_json,
     event_chunks,
-    routes,
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
@@ -71,7 +71,7 @@ async def registry(harness: Harness) -> BatchRegistry[str, list[int]]:
 async def client(registry: BatchRegistry[str, list[int]]) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     errors.install(app)
-    app.include_router(routes(registry))
+    add_routes(app.router, registry)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as made:
         yield made
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from darts_server.http import errors
-from darts_server.http.resources.state import routes
+from darts_server.http.resources.state import add_routes
 from darts_server.store import Store
 from tests.http.serving import client
 
@@ -98,7 +98,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
     taken = list[int]()
     app = FastAPI()
     errors.install(app)
-    app.include_router(routes(slow, Mock(), max_bytes=5000))
+    add_routes(app.router, slow, Mock(), max_bytes=5000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller:
         answer = await caller.put("/state", content=_chunks(taken))
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "RequestTooLargeError")
@@ -112,7 +112,7 @@ async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None
 async def test_one_restore_runs_at_a_time_and_never_in_the_loop() -> None:
     slow: Any = Slow()
     app = FastAPI()
-    app.include_router(routes(slow, Mock()))
+    add_routes(app.router, slow, Mock())
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as caller,
         anyio.create_task_group() as group,
