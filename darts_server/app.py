@@ -290,7 +290,7 @@ def extend(
             access.needs_key,
         )
     )
-    application.include_router(page.routes())
+    page.add_routes(application.router)
     serve_metrics_in_the_loop(application)
     dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)

@@ -45,6 +45,7 @@ class _Session(Update):
         )
 
 
+@dataclass(slots=True)
 class ExternalUpdates:
     """Coordinates updates whose steps the engine does itself. Steps outside of a session are the engine's to refuse.
 
@@ -53,13 +54,12 @@ class ExternalUpdates:
     a model that has no weights, and dies.
     """
 
-    def __init__(self, coordinator: Coordinator, loaded: LoadedWeights, model: Model) -> None:
-        self._coordinator = coordinator
-        self._loaded = loaded
-        self._model = model
-        self._session: _Session | None = None
-        self._steps = asyncio.Lock()
-        self._timing_out: asyncio.Task[None] | None = None  # waits for the trainer's next call
+    coordinator: Coordinator
+    loaded: LoadedWeights
+    model: Model
+    _session: _Session | None = None
+    _steps: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _timing_out: asyncio.Task[None] | None = None  # waits for the trainer's next call
 
     async def start(self, start: Step) -> None:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
@@ -68,13 +68,13 @@ class ExternalUpdates:
             Conflict: the trainer's pause is not carried out yet; nothing was changed.
             UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
         """
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         coordinator.check_free()  # at once: who has the lock may wait for groups
         async with self._steps:
             if coordinator.trainer_pauses:  # it still runs, and this update would change weights that are in use
                 raise Conflict("engine", "is being paused; begin the update when this request has been answered")
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-            session = _Session(source=VLLM_ROUTES, rule=rule, model=self._model, loaded=self._loaded)
+            session = _Session(source=VLLM_ROUTES, rule=rule, model=self.model, loaded=self.loaded)
             coordinator.begin(session, None)
             await coordinator.pause(session)
             self._session = session
@@ -94,20 +94,20 @@ class ExternalUpdates:
         """Finish the update. ``finish`` is called with the version that is served from now on."""
         async with self._steps:
             if (session := self._session) is None:
-                await finish(self._coordinator.version)
+                await finish(self.coordinator.version)
                 return
 
             async def complete() -> None:
                 if session.rule is None:
                     # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them. Before the
                     # last step, so that the old weights are restored if it fails.
-                    await self._model.clear_caches()
+                    await self.model.clear_caches()
                 await finish(session.version)
                 self._session = None
 
             await self._run_step(session, "load", complete)
-            self._loaded.record(None)
-            await self._coordinator.finish(session)
+            self.loaded.record(None)
+            await self.coordinator.finish(session)
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
         if self._timing_out is not None:
@@ -116,17 +116,17 @@ class ExternalUpdates:
             await session.run_phase(phase, step)
         except Exception as error:
             self._session = None
-            await self._coordinator.fail(session, error)
+            await self.coordinator.fail(session, error)
             raise
         finally:
             if self._session is not None:
                 self._timing_out = asyncio.create_task(self._time_out(session))
 
     async def _time_out(self, session: _Session) -> None:
-        timeout = self._coordinator.settings.step_timeout
+        timeout = self.coordinator.settings.step_timeout
         await asyncio.sleep(timeout)
         async with self._steps:
             self._session = None
             error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
             with suppress(WeightsLost):  # every request gets it
-                await self._coordinator.fail(session, UpdateFailed(error))
+                await self.coordinator.fail(session, UpdateFailed(error))

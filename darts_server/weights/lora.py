@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -47,26 +48,19 @@ Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
 """Fetches the configuration and the file of the tensors, at most `LoraLayers.max_bytes` of it."""
 
 
+@dataclass(frozen=True, slots=True)
 class Loras:
-    """Updates the LoRA adapters of the model. ``served``: the pushed ones, by name.
+    """Updates the LoRA adapters of the model.
 
-    Args:
-        engine: ``None`` for a server that was started without LoRA.
-        root: folder that callers may name paths in; ``None`` to allow none.
+    ``engine``: ``None`` for a server that was started without LoRA. ``root``: folder that callers may name paths in;
+    ``None`` to allow none. ``served``: the pushed adapters, by name.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        engine: LoraEngine | None,
-        staging: Staging,
-        root: Path | None,
-    ) -> None:
-        self.coordinator = coordinator
-        self.staging = staging
-        self.served: dict[str, LoadedLora] = {}
-        self._engine = engine
-        self._root = root
+    coordinator: Coordinator
+    engine: LoraEngine | None
+    staging: Staging
+    root: Path | None
+    served: dict[str, LoadedLora] = dataclass_field(default_factory=dict)
 
     async def push(
         self,
@@ -101,7 +95,7 @@ class Loras:
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
-            folder, root = await run_sync(resolve_path, self._root, path)
+            folder, root = await run_sync(resolve_path, self.root, path)
             name = CONFIG
             try:
                 config = await run_sync(read_file, folder / name, MAX_CONFIG_BYTES, root)
@@ -138,10 +132,10 @@ class Loras:
         field: str,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
-        if self._engine is None:
+        if self.engine is None:
             raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
         if fetch is not None:
-            self._engine.check_name(name)
+            self.engine.check_name(name)
         elif name not in self.served:
             raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         update = _LoraUpdate(
@@ -150,7 +144,7 @@ class Loras:
             lora=name,
             when_staged=when_staged,
             loras=self,
-            engine=self._engine,
+            engine=self.engine,
             fetch=fetch,
             field=field,
             old=self.served.get(name),

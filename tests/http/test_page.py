@@ -21,7 +21,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served() -> Served:
     app = FastAPI()
-    app.include_router(page.routes())
+    page.add_routes(app.router)
     answer = TestClient(app).get("/darts/")
     return Served(answer.text, dict(answer.headers))
 

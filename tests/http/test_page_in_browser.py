@@ -106,7 +106,7 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
     with application(heavy_tail, STEP_SECONDS, bool(keys)) as (app, _):
         access = Access(Keys(keys))
         app.add_middleware(SecurityMiddleware, access=access, limits=BodyLimits(2**20), on_refusal=Mock())
-        app.include_router(page.routes())
+        page.add_routes(app.router)
         app.add_route("/health", lambda _: Response())
         with listening(app) as listener:
 

@@ -14,9 +14,8 @@ MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
 INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
 
 
-def routes() -> APIRouter:
-    """Create the routes. They need no key: the page asks its user for one, and sends it with its requests."""
-    api = APIRouter()
+def add_routes(api: APIRouter) -> None:
+    """Add the page. It needs no key: it asks its user for one, and sends it with its requests."""
     document = (PARTS / "page.html").read_text("utf-8")
     document = MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), document)
     # Only the document's own scripts and styles are allowed, and only requests to this server.
@@ -41,5 +40,3 @@ def routes() -> APIRouter:
     async def slashless() -> Response:
         """Redirect to the page; relative, so that it works behind a proxy that adds a path prefix."""
         return RedirectResponse("darts/")
-
-    return api

@@ -23,9 +23,14 @@ SETTINGS = {
 }
 
 
-def test_what_can_change_is_told_with_its_value_and_the_policies_beside() -> None:
+@pytest.fixture(scope="module")
+def running() -> Iterator[TestClient]:
     with client() as caller:
-        answer = caller.get(URL).json()
+        yield caller
+
+
+def test_what_can_change_is_told_with_its_value_and_the_policies_beside(running: TestClient) -> None:
+    answer = running.get(URL).json()
     assert answer["policies"][0] == "off"
     assert {"uniform", "darts"} < set(answer["policies"])
     assert SETTINGS.items() <= answer.items()
@@ -51,20 +56,20 @@ def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
         ([], "body", "must be a JSON object"),
     ],
 )
-def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(patch: Any, param: str, words: str) -> None:
-    with client() as caller:
-        before = caller.get(URL).json()
-        answer = caller.patch(URL, json=patch)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert (error["type"], error["param"]) == ("BadRequestError", param)
-        assert words in error["message"]
-        assert caller.get(URL).json() == before
+def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(
+    running: TestClient, patch: Any, param: str, words: str
+) -> None:
+    before = running.get(URL).json()
+    answer = running.patch(URL, json=patch)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("BadRequestError", param)
+    assert words in error["message"]
+    assert running.get(URL).json() == before
 
 
-def test_a_huge_body_is_refused() -> None:
-    with client() as caller:
-        assert caller.patch(URL, content=b" " * 20_000 + b"{}").status_code == 413
+def test_a_huge_body_is_refused(running: TestClient) -> None:
+    assert running.patch(URL, content=b" " * 20_000 + b"{}").status_code == 413
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -74,12 +79,6 @@ values = st.recursive(
 likely = st.sampled_from(["off", "uniform", "darts", "sampled", "longest", 1, 2, 4, 1.5, None, 0, -1, "2"])
 keys = st.sampled_from([*SETTINGS, "state_dir", "cohort_window"]) | st.text()
 patches = st.dictionaries(keys, likely | values, max_size=4) | values
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[TestClient]:
-    with client() as caller:
-        yield caller
 
 
 @given(body=patches.map(lambda patch: json.dumps(patch).encode()) | st.binary())

@@ -251,7 +251,7 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
 
 
 async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
-    harness = Harness(lengths(3000))
+    harness = Harness(lengths(1000))
     batch = await new_registry(harness, "off").open(batch_request(10, size=8), token_stream(10_000), idempotency_key())
     await settle()
     await harness.engine.run()
