@@ -30,13 +30,13 @@ def choose_media_type(headers: Headers, offers: Sequence[str]) -> str | None:
         if found := _RANGE.match(part):
             weight = _WEIGHT.search(found[2])
             weights[found[1].lower()] = float(weight[1]) if weight else 1.0
-    best = max(offers, key=lambda offer: _weight(offer, weights))  # the first of the largest
-    return best if _weight(best, weights) > 0 else None
 
+    def weight_of(offer: str) -> float:
+        ranges = (offer, offer.split("/")[0] + "/*", "*/*")
+        return next((weights[one] for one in ranges if one in weights), 0.0)
 
-def _weight(offer: str, weights: dict[str, float]) -> float:
-    ranges = (offer, offer.split("/")[0] + "/*", "*/*")
-    return next((weights[one] for one in ranges if one in weights), 0.0)
+    best = max(offers, key=weight_of)  # the first of the largest
+    return best if weight_of(best) > 0 else None
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -47,7 +47,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         GroupAborted: the caller disconnected. No one receives this error.
     """
-    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -58,8 +63,3 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

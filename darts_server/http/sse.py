@@ -37,7 +37,10 @@ class EventStream(EventSourceResponse):
         ping_seconds: float = PING_SECONDS,
         send_timeout: float | None = None,
     ) -> None:
-        super().__init__(content, ping=ping_seconds, ping_message_factory=_ping, sep=NEWLINE, send_timeout=send_timeout)
+        ping = ServerSentEvent(comment="ping", sep=NEWLINE)
+        super().__init__(
+            content, ping=ping_seconds, ping_message_factory=lambda: ping, sep=NEWLINE, send_timeout=send_timeout
+        )
         self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +59,3 @@ def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
     # By hand: sse-starlette searches the text for lines, which takes twice as long as to make it.
     number = "" if event_id is None else f"id: {event_id}\n"
     return f"{number}event: {name}\ndata: {text}\n\n".encode()
-
-
-def _ping() -> ServerSentEvent:
-    return ServerSentEvent(comment="ping", sep=NEWLINE)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ ALIGNMENT = 8
 I64, I32, F32 = (np.dtype(name) for name in ("<i8", "<i4", "<f4"))
 
 
+@dataclass(slots=True)
 class TokenTensors:
     """Rows of tokens, of any lengths, and ``answer``: the rest of the answer, which refers to rows by their numbers.
 
@@ -24,10 +26,9 @@ class TokenTensors:
     no row has any. Only references to the rows are kept, and they are converted while they are sent.
     """
 
-    def __init__(self) -> None:
-        self.answer = b""
-        self._token_ids: list[Sequence[int]] = []
-        self._logprobs: list[Sequence[float] | None] = []
+    answer: bytes = b""
+    _token_ids: list[Sequence[int]] = field(default_factory=list)
+    _logprobs: list[Sequence[float] | None] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> int:
         """Add a row; return its number."""
@@ -37,14 +38,15 @@ class TokenTensors:
 
     def response(self) -> StreamingResponse:
         """Create the response that sends them."""
+
+        async def sent() -> AsyncIterator[bytes]:
+            for chunk in self.chunks():  # in the event loop: a thread for each would take longer than it
+                yield chunk
+                await asyncio.sleep(0)  # sending yields to other tasks only once the socket's buffer is full
+
         header, values = self._header()
         length = {"Content-Length": str(len(header) + values)}
-        return StreamingResponse(self._sent(), media_type=MEDIA_TYPE, headers=length)
-
-    async def _sent(self) -> AsyncIterator[bytes]:
-        for chunk in self.chunks():  # in the event loop: a thread for each would take longer than it
-            yield chunk
-            await asyncio.sleep(0)  # sending yields to other tasks only once the socket's buffer is full
+        return StreamingResponse(sent(), media_type=MEDIA_TYPE, headers=length)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file in parts."""

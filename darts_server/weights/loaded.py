@@ -1,6 +1,7 @@
 """Remembers which files the model's weights were loaded from, so that they can be restored."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -10,15 +11,14 @@ from darts_server.weights.port import Model, Update
 from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
 
+@dataclass(slots=True)
 class LoadedWeights:
-    """The files that the model's weights were loaded from."""
+    """The files that the model's weights were loaded from. ``intact``: whether all weights are of one version."""
 
-    def __init__(self, model: Model) -> None:
-        self.intact = True
-        """Whether all of the model's weights are of one version."""
-        self._model = model
-        self._tensors: TensorSet | None = None  # None: those of the checkpoint that the engine was started with
-        self._in_files = True
+    model: Model
+    intact: bool = True
+    _tensors: TensorSet | None = None  # None: those of the checkpoint that the engine was started with
+    _in_files: bool = True
 
     @property
     def files(self) -> set[Path]:
@@ -50,7 +50,7 @@ class LoadedWeights:
         remedy = "send a full set"
         if not self._in_files:
             raise InvalidRequest(field, f"is partial, and the other tensors came by vLLM's own routes; {remedy}")
-        loaded = await self._all()
+        loaded = self._tensors or await self.model.checkpoint_tensors()
         if gone := await run_sync(changed_files, loaded):
             raise InvalidRequest(field, f"is partial, and {gone[0]}, which has the others, has changed since; {remedy}")
         return {**loaded, **partial}
@@ -63,12 +63,10 @@ class LoadedWeights:
         """
         loaded: TensorSet = {}
         with suppress(UpdateUnsupported):
-            loaded = await self._all() if self._in_files else {}
+            if self._in_files:
+                loaded = self._tensors or await self.model.checkpoint_tensors()
         gone = await run_sync(changed_files, loaded)
         if gone or not loaded:
             return False
-        await update.run_phase("restore", lambda: self._model.load(names_by_file(loaded)))
+        await update.run_phase("restore", lambda: self.model.load(names_by_file(loaded)))
         return True
-
-    async def _all(self) -> TensorSet:
-        return self._tensors or await self._model.checkpoint_tensors()

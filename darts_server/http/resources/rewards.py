@@ -31,10 +31,8 @@ class RewardIn(Body):
 
     @model_validator(mode="after")
     def _check_trajectory(self) -> Self:
-        given = tuple(
-            part is not None for part in (self.trajectory_id, self.prompt_token_ids, self.completion_token_ids)
-        )
-        if given not in ((True, False, False), (False, True, True)):
+        parts = (self.trajectory_id, self.prompt_token_ids, self.completion_token_ids)
+        if [part is not None for part in parts] not in ([True, False, False], [False, True, True]):
             raise ValueError("give either trajectory_id, or prompt_token_ids and completion_token_ids")
         return self
 
@@ -75,8 +73,5 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RewardsIn, raw, "rewards")
-        return RewardsOut(**asdict(await reward_matcher.report(await converted(_reports, body, raw))))
-
-
-def _reports(body: RewardsIn) -> list[Reward]:
-    return [each.reward_report for each in body.rewards]
+        reports = await converted(lambda body: [reward.reward_report for reward in body.rewards], body, raw)
+        return RewardsOut(**asdict(await reward_matcher.report(reports)))
