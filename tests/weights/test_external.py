@@ -35,15 +35,6 @@ async def test_an_update_applies_the_rule_and_notifies_observers(harness: Harnes
     harness.check_serves(1, all=0)
 
 
-async def test_rule_keep_does_not_wait_for_running_groups(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, UpdateSettings(Rule.KEEP))
-    harness.gate.let_in()
-    await harness.trainer.update()
-    harness.gate.leave()
-    assert harness.records[0].rule == "keep"
-    harness.check_serves(1, all=0)
-
-
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_an_update_does_not_resume_an_engine_that_the_trainer_paused(harness: Harness, mode: str) -> None:
     await harness.trainer.pause(mode)
@@ -140,7 +131,10 @@ async def test_a_pause_that_begins_while_the_engine_resumes_holds(harness: Harne
         await harness.trainer.pause("keep")
 
     await harness.updates.coordinator.resume_by_trainer(resume)
-    assert harness.updates.coordinator.paused_by_trainer
+    harness.model.fail["trainer's resume"] = [RuntimeError("no")]
+    with pytest.raises(RuntimeError):
+        await harness.trainer.resume()
+    assert harness.updates.coordinator.paused_by_trainer, "also if a resume fails"
     assert harness.gate.closed
     await harness.trainer.resume()
     await enter(harness.gate)
@@ -158,15 +152,6 @@ async def test_a_resume_holds_where_a_second_pause_fails(harness: Harness) -> No
     assert not harness.updates.coordinator.paused_by_trainer
     assert harness.model.calls[-1] == "resume"
     await enter(harness.gate)
-
-
-async def test_a_resume_that_fails_leaves_the_pause_in_place(harness: Harness) -> None:
-    await harness.trainer.pause("keep")
-    harness.model.fail["trainer's resume"] = [RuntimeError("no")]
-    with pytest.raises(RuntimeError):
-        await harness.trainer.resume()
-    assert harness.updates.coordinator.paused_by_trainer
-    assert harness.gate.closed
 
 
 async def test_a_resume_during_an_update_takes_effect_at_its_end(harness: Harness) -> None:
