@@ -178,7 +178,7 @@ class GroupOut(GroupFacts):
     def of(cls, result: GroupResult) -> Self:
         record = result.record
         candidates = {c.index: c for c in record.candidates} if record is not None else {}
-        facts = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
+        facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
         if result.error is not None:
             facts["counted"] = None

@@ -65,25 +65,23 @@ def test_what_was_saved_is_restored() -> None:
         assert other.get(URL).content == saved.content
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        (b"", "is not a saved state"),
-        (b"SQLite format 3\0", "is not a saved state"),
-        (signed(gzip.compress(b"[]\n")), "no document"),
-        (signed(b"", version=2), "newer darts-server"),
-    ],
-)
-def test_a_file_that_cannot_be_restored_is_the_callers_mistake_and_changes_nothing(file: bytes, words: str) -> None:
+def test_a_file_that_cannot_be_restored_is_the_callers_mistake_and_changes_nothing() -> None:
     with client() as caller:
         before = caller.get(URL).content
-        for bad in (file, before[:-1]):
+        for bad, words in (
+            (b"", "is not a saved state"),
+            (b"SQLite format 3\0", "is not a saved state"),
+            (signed(gzip.compress(b"[]\n")), "no document"),
+            (signed(b"", version=2), "newer darts-server"),
+            (before[:-1], ""),
+        ):
             answer = caller.put(URL, content=bad)
             assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "body"
-            assert "nothing was changed" in answer.json()["error"]["message"]
-        assert words in caller.put(URL, content=file).json()["error"]["message"]
-        assert caller.get(URL).content == before
+            error = answer.json()["error"]
+            assert error["param"] == "body"
+            assert "nothing was changed" in error["message"]
+            assert words in error["message"]
+            assert caller.get(URL).content == before
 
 
 async def _chunks(taken: list[int]) -> AsyncIterator[bytes]:
