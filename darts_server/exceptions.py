@@ -37,7 +37,14 @@
 
 
 class DartsError(Exception):
-    """Base of all exceptions that this project raises on purpose."""
+    """Base of all exceptions that this project raises on purpose.
+
+    ``retry_after``: seconds after which to retry, where that may help; the server answers it as ``Retry-After``.
+    """
+
+    def __init__(self, message: str = "", retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class InvalidRequest(DartsError, ValueError):
@@ -77,11 +84,7 @@ class Forbidden(DartsError):
 
 
 class Overloaded(DartsError):
-    """Too many requests are pending. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """Too many requests are pending."""
 
 
 class QuotaReached(Overloaded):
@@ -89,11 +92,7 @@ class QuotaReached(Overloaded):
 
 
 class ServerStopping(DartsError):
-    """The server is shutting down and accepts no requests. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The server is shutting down and accepts no requests."""
 
 
 class InvalidSetting(DartsError):
@@ -121,11 +120,7 @@ class EngineRefused(EngineError):
 
 
 class EngineBusy(EngineError):
-    """The engine's own limits allow no further request now. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The engine's own limits allow no further request now."""
 
 
 class EngineDead(EngineError):

@@ -1,13 +1,10 @@
 """Prometheus collectors of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, or_nan
-from darts_server.observers import VoteObserver
+from darts_server.metrics.collectors import Collectors, Gauges, Reads, or_nan
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -24,10 +21,7 @@ RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 """What `auto` chooses from."""
 END_REASONS = ("selected", *DiscardReason)
 
-
-Reads = Mapping[str, Callable[..., float | None]]
-"""By gauge, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
-GAUGES: Mapping[str, tuple[str, Mapping[str, Sequence[str | int]]]] = {
+GAUGES: Gauges = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
     "darts_store_fault": ("1 while learned state cannot be written, else 0.", {}),
     "darts_redundancy_scale": (
@@ -61,7 +55,6 @@ GAUGES: Mapping[str, tuple[str, Mapping[str, Sequence[str | int]]]] = {
     ),
     "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
 }
-"""Their texts and labels, with all values of these."""
 DEADLINE_GAUGES = {
     "darts_deadline_lost_share": (
         "Share of correct answers that the policy's deadlines discard, where rewards were reported."
@@ -74,7 +67,7 @@ DEADLINE_GAUGES = {
 """Once a policy has a deadline. What is read gets the policy, and what its deadlines may discard."""
 
 
-class RolloutMetrics(Collectors, VoteObserver):
+class RolloutMetrics(Collectors):
     """Count groups, cohorts, rewards and votes."""
 
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
@@ -84,9 +77,7 @@ class RolloutMetrics(Collectors, VoteObserver):
         self._deadline_gauges = {name: self._gauge(name, text, "policy") for name, text in DEADLINE_GAUGES.items()}
         self._reads = reads
         if reads is not None:
-            for name, (text, labels) in GAUGES.items():
-                values = {tuple(map(str, each)): partial(reads[name], *each) for each in product(*labels.values())}
-                self._read_gauge(name, text, values, *labels)
+            self._read_gauges(GAUGES, reads)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
