@@ -164,12 +164,7 @@ def _reload_keys(access: Access, batches: VllmBatches) -> None:
 
 
 def make_rooms(
-    settings: Settings,
-    engine: RunningEngine,
-    access: Access,
-    store: Store,
-    staging: Staging,
-    closing: ExitStack,
+    settings: Settings, engine: RunningEngine, access: Access, store: Store, staging: Staging, closing: ExitStack
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, port, gate = Control(settings), engine.port, engine.llm.gate
@@ -251,12 +246,7 @@ def make_rooms(
 
 
 def extend(
-    application: FastAPI,
-    rooms: Rooms,
-    settings: Settings,
-    access: Access,
-    lifecycle: Lifecycle,
-    model_name: str,
+    application: FastAPI, rooms: Rooms, settings: Settings, access: Access, lifecycle: Lifecycle, model_name: str
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)

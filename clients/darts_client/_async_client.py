@@ -17,7 +17,7 @@ from ._errors import TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
 from ._progress import ProgressBar
-from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts
+from ._prompts import Chat, Prompts, RolloutPrompts, drop_none, iterate_prompts, prompt_body
 from ._requests import (
     API,
     HEALTH_POLL_INTERVAL,
@@ -30,7 +30,7 @@ from ._requests import (
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
 from ._stream import ROLLOUTS, BatchReader, completed_group, every_event
-from ._votes import Score, Vote, Weights, check_vote, vote_body
+from ._votes import Score, Vote, Weights, check_vote
 
 ItemT = TypeVar("ItemT")
 STREAM_BATCHES = 4
@@ -279,13 +279,7 @@ class AsyncClient:
                 await batch.aclose()
 
     async def batch(
-        self,
-        prompts: RolloutPrompts,
-        *,
-        group_size: int,
-        max_tokens: int,
-        timeout: float | None = None,
-        **options: Any,
+        self, prompts: RolloutPrompts, *, group_size: int, max_tokens: int, timeout: float | None = None, **options: Any
     ) -> Batch:
         """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
 
@@ -348,19 +342,15 @@ class AsyncClient:
         `weights` other than "majority" depend on a `score`: "head", the server's quality head, or "logprob" and
         "lowest_logprob". Any other of vLLM's sampling parameters is passed on.
         """
-        body = vote_body(
-            prompt,
-            n=n,
-            pattern=pattern,
-            max_tokens=max_tokens,
-            weights=weights,
-            score=score,
-            temperature=temperature,
-            seed=seed,
-            logprobs=logprobs,
-            key=key,
-            sampling=sampling,
-        )
+        prompt_json = prompt_body(prompt)
+        own = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        body = {
+            "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
+            "n": n,
+            "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
+            "sampling": drop_none(own) | sampling,
+            **drop_none({"weights": weights, "score": score, "key": key}),
+        }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))
 
@@ -373,11 +363,7 @@ class AsyncClient:
         await self._transport.send("GET", "/health", timeout=timeout)
 
     def _start_batch(
-        self,
-        request: RolloutsRequest,
-        select: Callable[[Event], ItemT | None],
-        timeout: float | None,
-        progress: bool,
+        self, request: RolloutsRequest, select: Callable[[Event], ItemT | None], timeout: float | None, progress: bool
     ) -> AsyncRollouts[ItemT]:
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
         bar = ProgressBar(request.num_groups) if progress else None

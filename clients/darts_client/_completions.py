@@ -50,7 +50,7 @@ class _ModelList(WireModel):
     data: list[_Model]
 
 
-class _Logprobs(WireModel):
+class ChoiceLogprobs(WireModel):
     token_logprobs: tuple[FiniteFloat, ...]
 
 
@@ -60,7 +60,7 @@ class _Choice(WireModel):
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class _Completion(WireModel):

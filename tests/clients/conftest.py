@@ -19,3 +19,9 @@ def url(updates: Updates) -> Iterator[str]:
         assert isinstance(caller.app, FastAPI)
         with listening(caller.app) as listener:
             yield listener.url
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send requests again, and connect again, at once."""
+    monkeypatch.setattr("darts_client._requests.FIRST_DELAY", 0.0)

@@ -22,7 +22,6 @@ from darts_client import (
     Overloaded,
     PromptSpec,
     RolloutPrompt,
-    ServerFault,
     TrajectoryEvent,
 )
 from darts_server.engine.scripted import Script
@@ -30,6 +29,7 @@ from darts_server.exceptions import CandidateFailed
 
 from .servers import RunningServer, serving
 
+pytestmark = pytest.mark.usefixtures("no_delays")
 ENDLESS = 1_000_000
 SIZE = 4
 SIZES: dict[str, Any] = {"group_size": SIZE, "max_tokens": 100}
@@ -185,16 +185,6 @@ def test_undecided_prompts_come_in_a_later_batch(server: RunningServer, client: 
     assert rollouts.carried == 0
     with client.stream_tokens(["5"], carry="restart", carried=True, **SIZES) as events:
         assert [event.group.number for event in events if isinstance(event, GroupEvent)] == [0]
-
-
-def test_a_failed_group_does_not_affect_the_others(client: Client) -> None:
-    with client.rollouts(["broken", "5"], **SIZES) as rollouts:
-        assert [group.number for group in rollouts] == [1]
-    [failure] = rollouts.failed
-    assert (failure.number, failure.trajectories) == (0, ())
-    assert "broken" in str(failure.error)
-    with pytest.raises(ServerFault, match="broken"):
-        list(client.rollouts("broken", **SIZES))
 
 
 def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:

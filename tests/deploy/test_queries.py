@@ -55,9 +55,6 @@ def test_the_check_finds_names_that_do_not_exist() -> None:
     assert existing["vllm:request_success_total"] == {"engine", "finished_reason"}
     assert [
         name for name, _ in parse_names("sum(rate(no_such_total[5m])) / on () group_left max(other)").selectors
-    ] == [
-        "no_such_total",
-        "other",
-    ]
+    ] == ["no_such_total", "other"]
     with pytest.raises(ValueError, match="unclosed"):
         parse_names("sum(rate(x[5m])")

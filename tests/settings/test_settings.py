@@ -97,11 +97,7 @@ def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monk
         ({"group_size": True}, "group_size", "valid integer, got True"),
         ({"policy": "darts", "redundancy": 3}, "redundancy", "must be at most max_redundancy = 2.0, got 3"),
         ({"max_group_size": 4, "group_size": 8}, "max_group_size", "max_group_size = 4"),
-        (
-            {"state_dir": "/tmp"},
-            "state_dir",
-            "cannot change while the server runs; settings that can",
-        ),
+        ({"state_dir": "/tmp"}, "state_dir", "cannot change while the server runs; settings that can"),
         ({"redundncy": 2}, "redundncy", "unknown setting; settings that can change are policy"),
     ],
 )
