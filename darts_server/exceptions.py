@@ -21,7 +21,6 @@
     │   ├── EngineRefused      the engine rejected the request: do not retry
     │   ├── EngineBusy         the engine's own queue is full: retry later
     │   └── EngineDead         the engine is gone: no candidate can finish
-    │       ├── EngineHung     the engine has requests and makes no progress
     │       └── WeightsLost    the engine's weights are undefined after a failed update
     ├── StateError             the learned state cannot be read or written
     │   ├── StateFull          no space left on its disk
@@ -124,11 +123,7 @@ class EngineBusy(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine is gone: no candidate can finish any more."""
-
-
-class EngineHung(EngineDead):
-    """The engine has requests but makes no progress."""
+    """The engine is gone, or makes no progress: no candidate can finish any more."""
 
 
 class WeightsLost(EngineDead):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, ValidationInfo, WrapValidator
@@ -21,18 +21,10 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-class Rows(Protocol):
-    """Tokens that an answer has outside of its JSON, by the numbers of their rows."""
-
-    def token_ids(self, row: int) -> tuple[int, ...]: ...
-
-    def logprobs(self, row: int) -> tuple[float, ...]: ...
-
-
-def parse(model: type[ModelT], content: str | bytes, source: str, rows: Rows | None = None) -> ModelT:
+def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = None) -> ModelT:
     """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
 
-    With `rows` it has the number of a row in place of each list of tokens, and of log-probs.
+    With `rows`, which are `TokenRows`, it has the number of a row in place of each list of tokens, and of log-probs.
     """
     try:
         return model.model_validate_json(content, context=rows)

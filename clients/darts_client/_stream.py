@@ -295,8 +295,3 @@ def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
 def completed_group(event: Event) -> Group | None:
     """Return the group that the event completes, if any."""
     return event.group if isinstance(event, GroupEvent) and event.group.error is None else None
-
-
-def every_event(event: Event) -> Event | None:
-    """Return the event itself."""
-    return event

@@ -77,14 +77,12 @@ class ServingMetrics(Collectors):
         what = "Engines that were lost since the start; their candidates were started again elsewhere."
         gauges: Gauges = {"darts_engines_up": ("Engines that take requests.", {}), "darts_engines_lost": (what, {})}
         self._read_gauges(gauges, {"darts_engines_up": up, "darts_engines_lost": lost})
-        self._lag = self._histogram(
+        lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",
             LAG_BUCKETS,
-        ).labels(model_name)
-
-    def loop_lagged(self, seconds: float) -> None:
-        self._lag.observe(seconds)
+        )
+        self.loop_lagged: Callable[[float], None] = lag.labels(model_name).observe
 
 
 class AccessMetrics(Collectors):

@@ -203,12 +203,18 @@ def test_with_a_given_baseline_it_is_the_true_one_if_candidates_fail_after_score
     assert min(expectation(groups) / TRUE) == pytest.approx(1 if count == 2 else 0.970, abs=5e-4)
 
 
-def test_the_baseline_of_sampled_survivors_needs_to_know_of_how_many() -> None:
-    def unknowing(group: Group, rewards: Sequence[float]) -> Sequence[float]:
-        return unbiased_advantages(replace(group, sampled_from=None), rewards)
-
-    biased = expectation(pruned_groups(SampledSurvivors(2), 2, 3), unknowing)
-    assert np.linalg.norm(biased - TRUE) > 0.005 * np.linalg.norm(TRUE)
+def test_others_of_a_sample_estimate_the_mean_of_all_survivors_whichever_are_sampled() -> None:
+    rewards, weights, count, size = [0.2, 1.0, 0.7, 0.1], [1.0, 2.0, 4.0, 2.0], 6, 3
+    survivors = range(len(rewards))
+    for one in survivors:
+        baselines = []
+        for sample in (each for each in combinations(survivors, size) if one in each):
+            sampled = group([weights[i] * len(survivors) / size for i in sample], sampled_from=len(survivors))
+            advantages = unbiased_advantages(replace(sampled, counted=count), [rewards[i] for i in sample])
+            own_weight = weights[one] * len(survivors) / size
+            baselines.append(rewards[one] - advantages[sample.index(one)] * count / (size * own_weight))
+        others = sum(weights[i] * rewards[i] for i in survivors if i != one)
+        assert np.mean(baselines) == pytest.approx(others / (count - 1))
 
 
 def cut(outcome: Outcome, limit: float) -> Outcome:
@@ -243,9 +249,8 @@ def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_oth
 
 
 def test_without_weights_the_gradient_is_biased() -> None:
-    gradient = expectation(
-        shaped_groups(SampledTail(2, 1)), lambda _, rewards: [r - sum(rewards) / len(rewards) for r in rewards]
-    )
+    groups = shaped_groups(SampledTail(1, 1), 3)
+    gradient = expectation(groups, lambda _, rewards: [r - sum(rewards) / len(rewards) for r in rewards])
     scaled = gradient / np.linalg.norm(gradient) * np.linalg.norm(TRUE)
     assert np.linalg.norm(scaled - TRUE) > 0.1 * np.linalg.norm(TRUE)
 

@@ -26,7 +26,7 @@ from .test_async_resources import CANDIDATE
 from .test_async_resources import GROUP as GROUP_RECORD
 
 # Warnings are TRL's and those of what it imports.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
 GROUP = 4
 SHAPED = {"darts_policy": "darts_cut", "other": 1}
@@ -101,7 +101,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(one_thread: None, small_heap: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     function = report_rewards(reward_by_index, correct_above=1.0)
     saving = {"save_strategy": "steps", "save_steps": 2}
     with fake_vllm() as server:

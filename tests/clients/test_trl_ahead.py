@@ -14,7 +14,7 @@ from darts_client.integrations.trl import DartsGRPOTrainer, report_rewards
 from .fake_vllm import FakeVllm, fake_vllm
 from .test_trl import GROUP, build_trainer, reward_by_index
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
 EIGHT = [f"{k}a-5b*4c-{k}>" if k % 3 == 0 else f"{k}a-5>" for k in range(8)]
 AHEAD = {"prompts_ahead": 0.5}
 STALE = {"max_staleness": 1}

@@ -60,7 +60,7 @@ def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
         caller.set(Caller())
         with pytest.raises(Overloaded, match=r"19 candidates wait .* with 2 more .* 20 \(--max-queued") as error:
             admission.admit(2)
-        assert error.value.retry_after > 0
+        assert error.value.retry_after
         with admission.admit(1):
             caller.set(Caller())
             with pytest.raises(Overloaded):
