@@ -164,8 +164,7 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
     async def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if value == 0.0 else value for value in reward_by_index(completion_ids)]
 
-    trainer = build_trainer(server, tmp_path, report_rewards(some), max_steps=1)
-    trainer.train()
+    score(build_trainer(server, tmp_path, report_rewards(some)))
     assert len(server.rewards) == len(PROMPTS) * (GROUP - 1)
 
 
@@ -306,7 +305,7 @@ def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: 
 
     inner: Any = report_rewards(reward_by_index)
     setattr(reward_half, "report", inner.report)  # noqa: B010  # functions have no such attribute for mypy
-    build_trainer(server, tmp_path, reward_half, max_steps=1).train()
+    score(build_trainer(server, tmp_path, reward_half))
     assert inner.report.unreported == len(PROMPTS) * GROUP // 2
     assert server.rewards == []
 

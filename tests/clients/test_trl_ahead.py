@@ -83,19 +83,17 @@ def order_of(server: FakeVllm) -> list[str]:
 
 
 def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: FakeVllm, tmp_path: Path) -> None:
-    trained: list[list[str]] = []
-    trainer_of(server, tmp_path, AHEAD, trained).train()
-    assert prompts_of(trained) == Counter(EIGHT)
+    resume_training(server, tmp_path, AHEAD)
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
-    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
-    assert [body.get("num_groups") for body in requests] == [2, 2, 2, None]
+    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2, 3, 2]
+    assert [body.get("num_groups") for body in requests] == [2, 2, 2, None, 2, None]
     assert all(
         (body["carry"], body["group_size"], body["policy"]) == ("restart", GROUP, {"name": "darts_cut"})
         for body in requests
     )
     assert all(body["sampling"]["max_tokens"] == 8 and "vllm_xargs" not in body["sampling"] for body in requests)
     assert server.completions == []
-    assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
+    assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 6
 
 
 def test_auto_keeps_what_was_generated_under_the_servers_auto(server: FakeVllm, tmp_path: Path) -> None:
@@ -133,10 +131,15 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
-@pytest.mark.parametrize("more", [AHEAD, pytest.param(AHEAD | STALE, marks=pytest.mark.nightly)])
-def test_a_resumed_training_trains_on_the_prompts_that_are_left(
-    server: FakeVllm, tmp_path: Path, more: dict[str, Any]
+@pytest.mark.nightly
+def test_a_resumed_training_that_samples_ahead_trains_on_the_prompts_that_are_left(
+    server: FakeVllm, tmp_path: Path
 ) -> None:
+    resume_training(server, tmp_path, AHEAD | STALE)
+
+
+def resume_training(server: FakeVllm, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Train four steps, and again from the checkpoint of the second: on the prompts that are left."""
     trained: list[list[str]] = []
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer_of(server, tmp_path, more, trained, **saving).train()
