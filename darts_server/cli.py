@@ -163,7 +163,3 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

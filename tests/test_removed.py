@@ -129,7 +129,8 @@ def test_query_parameters_that_are_gone_say_what_to_use_instead_and_nothing_is_r
     assert updates.mock_calls == []
 
 
-BATCH, UPDATE = {"prompts": [{"text": "a"}], "group_size": 2}, {"path": "step-7"}
+BATCH: dict[str, object] = {"prompts": [{"text": "a"}], "group_size": 2}
+UPDATE: dict[str, object] = {"path": "step-7"}
 
 
 def test_fields_that_are_gone_say_what_to_use_instead(here: TestClient) -> None:

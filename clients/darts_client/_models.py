@@ -39,20 +39,17 @@ def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     return parse(model, response.content, response.url.path)
 
 
-def _read_token_ids(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-    return _read_list(value, handler) if info.context is None else info.context.token_ids(value)
+def _list_or_row(name: str) -> WrapValidator:
+    def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        if info.context is not None:
+            return getattr(info.context, name)(value)
+        return handler(tuple(value) if isinstance(value, list) else value)  # a parsed list is not strictly a tuple
+
+    return WrapValidator(read)
 
 
-def _read_logprobs(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-    return _read_list(value, handler) if info.context is None else info.context.logprobs(value)
-
-
-def _read_list(value: Any, handler: Callable[[Any], Any]) -> Any:
-    return handler(tuple(value) if isinstance(value, list) else value)  # parsed already: a list is not strictly a tuple
-
-
-TokenIds = Annotated[tuple[int, ...], WrapValidator(_read_token_ids)]
-Logprobs = Annotated[tuple[FiniteFloat, ...], WrapValidator(_read_logprobs)]
+TokenIds = Annotated[tuple[int, ...], _list_or_row("token_ids")]
+Logprobs = Annotated[tuple[FiniteFloat, ...], _list_or_row("logprobs")]
 
 
 @dataclass(frozen=True, slots=True)
