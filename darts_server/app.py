@@ -21,16 +21,9 @@ from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
-from darts_server.metrics import (
-    QUANTILES,
-    AccessMetrics,
-    QualityMetrics,
-    QualitySources,
-    Reads,
-    RolloutMetrics,
-    ServingMetrics,
-    WeightMetrics,
-)
+from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
+from darts_server.metrics.quality import METRICS, QualityMetrics
+from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import Calibration
@@ -171,12 +164,7 @@ def _reload_keys(access: Access, batches: VllmBatches) -> None:
 
 
 def make_rooms(
-    settings: Settings,
-    engine: RunningEngine,
-    access: Access,
-    store: Store,
-    staging: Staging,
-    closing: ExitStack,
+    settings: Settings, engine: RunningEngine, access: Access, store: Store, staging: Staging, closing: ExitStack
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, port, gate = Control(settings), engine.port, engine.llm.gate
@@ -244,7 +232,7 @@ def make_rooms(
     )
     searches = ThreadPoolExecutor(1, "vote-answers")
     closing.callback(searches.shutdown, cancel_futures=True)  # waits for a search, for 3 seconds at most
-    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics, searches)
+    votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics.vote_ended, searches)
 
     limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
     update_events = UpdateEvents()
@@ -258,12 +246,7 @@ def make_rooms(
 
 
 def extend(
-    application: FastAPI,
-    rooms: Rooms,
-    settings: Settings,
-    access: Access,
-    lifecycle: Lifecycle,
-    model_name: str,
+    application: FastAPI, rooms: Rooms, settings: Settings, access: Access, lifecycle: Lifecycle, model_name: str
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
@@ -345,14 +328,18 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         reward_threshold=settings.reward_threshold,
         soft=settings.soft_rewards,
     )
-    sources = QualitySources(
-        status=lambda: pruner.status,
-        metric=lambda prediction, name: getattr(
-            pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics(), name
-        ),
-        loss=lambda: pruner.report.loss,
-    )
-    metrics = QualityMetrics(model_name, sources)
+
+    def predicted(name: str, prediction: str) -> float | None:
+        metrics_now = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
+        value: float | None = getattr(metrics_now, name)
+        return value
+
+    reads: Reads = {
+        **{f"darts_quality_{name}": partial(predicted, name) for name in METRICS},
+        "darts_quality_loss": lambda: pruner.report.loss,
+        "darts_quality_status": lambda status: pruner.status is status,
+    }
+    metrics = QualityMetrics(model_name, reads)
 
     def create_head(width: int, update_checkpoint: Callable[[bytes], None]) -> RemoteHead:
         def on_report(report: TrainerReport, state: bytes) -> None:

@@ -55,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="darts-server",
-        description=ABOUT,
-        epilog=FIRST_STEPS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="darts-server", description=ABOUT, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, help_text) in COMMANDS.items():
@@ -79,11 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    parser = _settings_parser("serve", SERVE, SERVE_MORE)
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
+    if (parsed := _parse("serve", SERVE, SERVE_MORE, argv)) is None:
         return 0
-    loaded, vllm_argv = _load_settings(parser, argv)
+    loaded, vllm_argv = parsed
     logs.set_up(loaded.log_format, loaded.log_level)
 
     if loaded.replicas is not None and find_spec("ray") is None:
@@ -97,12 +92,9 @@ def _serve(argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
-    parser = _settings_parser("doctor", DOCTOR, "")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        return 0
     try:
-        loaded, vllm_argv = _load_settings(parser, argv)
+        if (parsed := _parse("doctor", DOCTOR, "", argv)) is None:
+            return 0
     except InvalidSetting as error:
         return _print_findings(
             [startup_checks.fail("settings", str(error)), startup_checks.warn("the rest", "not checked")]
@@ -111,7 +103,7 @@ def _doctor(argv: list[str]) -> int:
 
     from darts_server import app  # imports vLLM, which takes seconds
 
-    return _print_findings(chain([startup_checks.ok("settings", "valid")], app.examine(loaded, vllm_argv)))
+    return _print_findings(chain([startup_checks.ok("settings", "valid")], app.examine(*parsed)))
 
 
 def _print_findings(found: Iterable[startup_checks.Finding]) -> int:
@@ -135,7 +127,12 @@ def _version(_: list[str]) -> int:
     return 0
 
 
-def _settings_parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tuple[settings.Settings, list[str]] | None:
+    """Return our settings, and the remaining arguments for vLLM; ``None`` if the help was asked for and printed.
+
+    Raises:
+        InvalidSetting
+    """
     parser = argparse.ArgumentParser(
         prog=f"darts-server {command}",
         usage="%(prog)s MODEL [options] [any vLLM flag]",
@@ -143,14 +140,12 @@ def _settings_parser(command: str, description: str, epilog: str) -> argparse.Ar
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        add_help=False,
+        add_help=False,  # --help=FLAG is vLLM's
     )
     settings.add_flags(parser)
-    return parser
-
-
-def _load_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[settings.Settings, list[str]]:
-    """Return our settings, and the remaining arguments for vLLM."""
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return None
     ours, vllm_argv = parser.parse_known_args(argv)
     flags = vars(ours)
     settings.refuse_removed_flags(vllm_argv)
@@ -168,7 +163,3 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

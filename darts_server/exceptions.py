@@ -21,7 +21,6 @@
     │   ├── EngineRefused      the engine rejected the request: do not retry
     │   ├── EngineBusy         the engine's own queue is full: retry later
     │   └── EngineDead         the engine is gone: no candidate can finish
-    │       ├── EngineHung     the engine has requests and makes no progress
     │       └── WeightsLost    the engine's weights are undefined after a failed update
     ├── StateError             the learned state cannot be read or written
     │   ├── StateFull          no space left on its disk
@@ -37,7 +36,14 @@
 
 
 class DartsError(Exception):
-    """Base of all exceptions that this project raises on purpose."""
+    """Base of all exceptions that this project raises on purpose.
+
+    ``retry_after``: seconds after which to retry, where that may help; the server answers it as ``Retry-After``.
+    """
+
+    def __init__(self, message: str = "", retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class InvalidRequest(DartsError, ValueError):
@@ -77,11 +83,7 @@ class Forbidden(DartsError):
 
 
 class Overloaded(DartsError):
-    """Too many requests are pending. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """Too many requests are pending."""
 
 
 class QuotaReached(Overloaded):
@@ -89,11 +91,7 @@ class QuotaReached(Overloaded):
 
 
 class ServerStopping(DartsError):
-    """The server is shutting down and accepts no requests. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The server is shutting down and accepts no requests."""
 
 
 class InvalidSetting(DartsError):
@@ -121,19 +119,11 @@ class EngineRefused(EngineError):
 
 
 class EngineBusy(EngineError):
-    """The engine's own limits allow no further request now. ``retry_after``: seconds after which to retry."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The engine's own limits allow no further request now."""
 
 
 class EngineDead(EngineError):
-    """The engine is gone: no candidate can finish any more."""
-
-
-class EngineHung(EngineDead):
-    """The engine has requests but makes no progress."""
+    """The engine is gone, or makes no progress: no candidate can finish any more."""
 
 
 class WeightsLost(EngineDead):

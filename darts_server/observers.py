@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec
 
 from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord, UpdateRecord
-from darts_server.types import TurnKind, VoteOutcome
+from darts_server.types import TurnKind
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,6 @@ class UpdateEvents:
         """The engine will be paused, to serve this version afterwards."""
         self.ended = Event[[UpdateRecord]]()
         """Once per update, with any outcome."""
-
-
-class VoteObserver:
-    """Ignore votes; subclasses override the methods that they need."""
-
-    def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
-        """Called when a vote has ended; ``stopped`` candidates were stopped early."""
 
 
 class PruningObserver:

@@ -10,6 +10,7 @@ QUEUE = (
 REPLICAS = "one server has all groups, and several engines: use darts-server serve MODEL --replicas N"
 PUSH = "push weights with PUT /darts/v1/weights, or load them from a folder below --weights-root"
 BESIDE = "an update fetches and checks the new weights beside running groups anyway"
+STAGING = ("stage", "expires_after")
 NOT_STAGED = f"leave it out: {BESIDE}"
 
 SETTINGS: Mapping[str, str] = {
@@ -59,19 +60,13 @@ FIELDS: Mapping[tuple[str, str], str] = {
     ("RolloutsIn", "cohort"): REPLICAS,
     ("WeightsIn", "url"): "the server does not pull weights: push them with PUT /darts/v1/weights, or name a file or "
     'folder below --weights-root as {"path": …}',
-    ("WeightsIn", "stage"): NOT_STAGED,
-    ("WeightsIn", "expires_after"): NOT_STAGED,
-    ("LoraIn", "stage"): NOT_STAGED,
-    ("LoraIn", "expires_after"): NOT_STAGED,
+    **{(model, name): NOT_STAGED for model in ("WeightsIn", "LoraIn") for name in STAGING},
 }
 """Fields of request bodies, by the model of the body."""
 
 PARAMETERS: Mapping[tuple[str, str], str] = {
     ("PUT /darts/v1/state", "if_new"): REPLICAS,
-    ("PUT /darts/v1/weights", "stage"): NOT_STAGED,
-    ("PUT /darts/v1/weights", "expires_after"): NOT_STAGED,
-    ("PUT /darts/v1/weights/lora/{name}", "stage"): NOT_STAGED,
-    ("PUT /darts/v1/weights/lora/{name}", "expires_after"): NOT_STAGED,
+    **{(f"PUT /darts/v1/weights{path}", name): NOT_STAGED for path in ("", "/lora/{name}") for name in STAGING},
 }
 """Query parameters, by the route."""
 

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from darts_server.exceptions import InvalidSetting, StateError
@@ -54,16 +55,7 @@ class Finding:
         return f"{self.verdict:<5} {self.subject:<10} {self.message}"
 
 
-def ok(subject: str, message: str) -> Finding:
-    return Finding(Verdict.OK, subject, message)
-
-
-def warn(subject: str, message: str) -> Finding:
-    return Finding(Verdict.WARN, subject, message)
-
-
-def fail(subject: str, message: str) -> Finding:
-    return Finding(Verdict.FAIL, subject, message)
+ok, warn, fail = (partial(Finding, verdict) for verdict in Verdict)
 
 
 def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:

@@ -30,7 +30,8 @@ from darts_server.control import Control
 from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
-from darts_server.metrics import QualityMetrics, RolloutMetrics
+from darts_server.metrics.quality import QualityMetrics
+from darts_server.metrics.rollouts import RolloutMetrics
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.pruning.calibration import BUFFER, Calibration
 from darts_server.policy.pruning.score_metrics import WINDOW
@@ -251,7 +252,7 @@ class Stack:
         events.cohort_ended.add(self.metrics.cohort_ended)
         retention = BatchRetention(kept_batches=keep["batches"])
         self.batches = BatchRegistry(self.rollouts, Texts(), self.control.new_planner, retention, clock=loop.time)
-        self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics, AtOnce(), loop.time)
+        self.votes = VoteRunner(self.rollouts, Texts(), confidence, self.metrics.vote_ended, AtOnce(), loop.time)
 
     def count_by(self, name: str, label: str) -> dict[str, float]:
         """Return a counter's values by one of its labels."""

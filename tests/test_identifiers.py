@@ -6,15 +6,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.identifiers import (
-    NAME_CHARS,
-    Name,
-    check_name,
-    from_header,
-    header_value,
-    is_name,
-    without_controls,
-)
+from darts_server.identifiers import NAME_CHARS, Name, check_name, from_header, header_value, is_name, without_controls
 
 
 @pytest.mark.parametrize("name", ["a", "gsm8k/7", "日本 ä😀", "<b>'\"&", "x" * NAME_CHARS])

@@ -1,9 +1,11 @@
 """What earlier versions had is refused with what to use instead: neither silently nor as if it had never been."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from starlette.testclient import TestClient
 
 from darts_server.cli import USAGE_ERROR, main
 from darts_server.control import Control
@@ -19,20 +21,20 @@ GONE = sorted(SETTINGS.keys() - Settings.model_fields.keys())
 NAMES_GONE = [name.replace("*", "darts_cut") for name in VALUES["policy"]]
 
 
-@pytest.mark.parametrize("name", GONE)
 @pytest.mark.parametrize("form", ["--{} 1", "--{}=1"])
-def test_a_flag_that_is_gone_says_what_to_use_instead(name: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flag = form.format(name.replace("_", "-")).split()
+def test_flags_that_are_gone_say_what_to_use_instead(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [part for name in GONE for part in form.format(name.replace("_", "-")).split()]
     for command in ("serve", "doctor"):
-        assert main([command, "model", *flag]) in (USAGE_ERROR, 1)
+        assert main([command, "model", *flags]) in (USAGE_ERROR, 1)
         written = capsys.readouterr()
-        assert f"--{name.replace('_', '-')} is gone; {SETTINGS[name]}" in written.err + written.out
+        for name in GONE:
+            assert f"--{name.replace('_', '-')} is gone; {SETTINGS[name]}" in written.err + written.out
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_is_gone_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--replica", "http://127.0.0.1:8000"]) == USAGE_ERROR
-    assert capsys.readouterr().err == f"darts-server: the command {name} is gone; {COMMANDS[name]}\n"
+def test_a_command_that_is_gone_says_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, remedy in COMMANDS.items():
+        assert main([name, "--replica", "http://127.0.0.1:8000"]) == USAGE_ERROR
+        assert capsys.readouterr().err == f"darts-server: the command {name} is gone; {remedy}\n"
 
 
 def test_flags_of_others_pass() -> None:
@@ -87,9 +89,14 @@ def test_the_page_of_policies_names_all_of_them() -> None:
     assert {f"`{name}`" for name in POLICIES} <= {cell.removesuffix(" (default)") for cell in first_cells}
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
+@pytest.fixture(scope="module")
+def here() -> Iterator[TestClient]:
+    with client() as caller:
+        yield caller
+
+
+def test_routes_that_are_gone_are_not_found_and_say_what_to_use_instead(here: TestClient) -> None:
+    for method, path in (
         ("POST", "/darts/v1/queue"),
         ("DELETE", "/darts/v1/queue/jobs/a/b"),
         ("POST", "/darts/v1/trajectories/group-1:0:abort"),
@@ -97,43 +104,37 @@ def test_the_page_of_policies_names_all_of_them() -> None:
         ("PUT", "/darts/v1/rollouts/batch-1/deadline"),
         ("GET", "/darts/v1/weights/tensors"),
         ("DELETE", "/darts/v1/weights/staged/ab12"),
-    ],
-)
-def test_a_route_that_is_gone_is_not_found_and_says_what_to_use_instead(method: str, path: str) -> None:
-    with client() as here:
+    ):
         answer = here.request(method, path)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["code"]) == (404, "NotFoundError", 404)
-    assert error["message"].startswith("this route is gone; ")
-    assert any(error["message"].endswith(remedy) for remedy in ROUTES.values())
-
-
-def test_a_route_that_is_gone_says_so_too_where_its_path_is_one_of_another_route() -> None:
-    with client() as here:
-        answer = here.post("/darts/v1/rollouts/plan", json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (404, "NotFoundError", 404)
+        assert error["message"].startswith("this route is gone; ")
+        assert any(error["message"].endswith(remedy) for remedy in ROUTES.values())
+    # This path is one of another route.
+    answer = here.post("/darts/v1/rollouts/plan", json={})
     assert answer.status_code == 405
     assert answer.json()["error"]["message"] == f"this route is gone; {ROUTES['/darts/v1/rollouts/plan']}"
 
 
-@pytest.mark.parametrize(("route", "name"), PARAMETERS)
-def test_a_query_parameter_that_is_gone_says_what_to_use_instead_and_nothing_is_replaced(route: str, name: str) -> None:
-    method, path = route.split()
+def test_query_parameters_that_are_gone_say_what_to_use_instead_and_nothing_is_replaced() -> None:
     updates = Mock(spec=Updates)
     with client(updates=updates) as here:
         saved = here.get("/darts/v1/state").content
-        answer = here.request(method, path.format(name="a"), params={name: "true"}, content=b"")
+        for (route, name), remedy in PARAMETERS.items():
+            method, path = route.split()
+            answer = here.request(method, path.format(name="a"), params={name: "true"}, content=b"")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            assert answer.json()["error"]["message"] == f"{name}: is gone; {remedy}"
         assert here.get("/darts/v1/state").content == saved
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
-    assert answer.json()["error"]["message"] == f"{name}: is gone; {PARAMETERS[route, name]}"
     assert updates.mock_calls == []
 
 
-BATCH, UPDATE = {"prompts": [{"text": "a"}], "group_size": 2}, {"path": "step-7"}
+BATCH: dict[str, object] = {"prompts": [{"text": "a"}], "group_size": 2}
+UPDATE: dict[str, object] = {"path": "step-7"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "model", "field", "value"),
-    [
+def test_fields_that_are_gone_say_what_to_use_instead(here: TestClient) -> None:
+    cases: list[tuple[str, dict[str, object], str, str, object]] = [
         ("rollouts", BATCH, "RolloutsIn", "partial", True),
         ("rollouts", BATCH, "RolloutsIn", "cohort", {"groups": 24}),
         *(
@@ -142,18 +143,11 @@ BATCH, UPDATE = {"prompts": [{"text": "a"}], "group_size": 2}, {"path": "step-7"
             for field, value in (("stage", True), ("expires_after", 60))
         ),
         ("weights", {"version": 3}, "WeightsIn", "url", "http://a/b.safetensors"),  # what replaced it is missing
-    ],
-)
-def test_a_field_that_is_gone_says_what_to_use_instead(
-    path: str, body: dict[str, object], model: str, field: str, value: object
-) -> None:
-    with client() as here:
+    ]
+    assert {(model, field) for *_, model, field, _ in cases} == FIELDS.keys()
+    for path, body, model, field, value in cases:
         answer = here.post(f"/darts/v1/{path}", json=body | {field: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-    assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS[model, field]}")
-
-
-def test_a_field_that_never_was_is_unknown() -> None:
-    with client() as here:
-        unknown = here.post("/darts/v1/rollouts", json=BATCH | {"partially": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert answer.json()["error"]["message"].endswith(f"is gone; {FIELDS[model, field]}")
+    unknown = here.post("/darts/v1/rollouts", json=BATCH | {"partially": True})
     assert unknown.json()["error"]["message"].endswith("is unknown; remove it")

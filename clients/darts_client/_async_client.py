@@ -17,7 +17,7 @@ from ._errors import TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
 from ._progress import ProgressBar
-from ._prompts import Chat, Prompts, RolloutPrompts, iterate_prompts
+from ._prompts import Chat, Prompts, RolloutPrompts, drop_none, iterate_prompts, prompt_body
 from ._requests import (
     API,
     HEALTH_POLL_INTERVAL,
@@ -29,8 +29,8 @@ from ._requests import (
 )
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
-from ._stream import ROLLOUTS, BatchReader, completed_group, every_event
-from ._votes import Score, Vote, Weights, check_vote, vote_body
+from ._stream import ROLLOUTS, BatchReader, completed_group
+from ._votes import Score, Vote, Weights, check_vote
 
 ItemT = TypeVar("ItemT")
 STREAM_BATCHES = 4
@@ -93,14 +93,16 @@ class AsyncClient:
 
     async def health(self) -> None:
         """Return if the server is healthy; otherwise raise a DartsError."""
-        await self._check_health(HEALTH_TIMEOUT)
+        await self._transport.send("GET", "/health", timeout=HEALTH_TIMEOUT)
 
     async def wait_until_healthy(self, timeout: float) -> None:
         """Wait until the server is healthy; raise TimedOut if it is not within `timeout` seconds."""
         limit = TimeLimit(timeout)
         while True:
             try:  # a probe never takes so short a time that it cannot succeed
-                return await self._check_health(max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL))
+                timeout_now = max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL)
+                await self._transport.send("GET", "/health", timeout=timeout_now)
+                return
             except STARTING_ERRORS as exc:
                 if limit.is_over:
                     raise TimedOut(f"not healthy after {timeout:g} s, last answer: {exc}") from exc
@@ -133,16 +135,12 @@ class AsyncClient:
         of vLLM's sampling parameters is passed on; what is not given has vLLM's neutral value, not the one in the
         model's `generation_config`. Raises ProtocolError if the answer does not have these groups.
         """
+        if not model:
+            async with self._model_lock:
+                model = self._model = self._model or first_model(await self.models())
+        sampling |= {"max_tokens": max_tokens, "temperature": temperature} | drop_none({"seed": seed})
         request = completion_request(
-            prompts,
-            model=model or await self._default_model(),
-            group_size=group_size,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            policy=policy,
-            logprobs=logprobs,
-            sampling=sampling,
+            prompts, model=model, group_size=group_size, policy=policy, logprobs=logprobs, sampling=sampling
         )
         response = await self._transport.request(
             "POST", "/v1/completions", idempotent=False, json=request.body, headers=request.headers
@@ -239,7 +237,7 @@ class AsyncClient:
         request = rollouts_request(
             prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
         )
-        return self._start_batch(request, every_event, timeout, progress)
+        return self._start_batch(request, lambda event: event, timeout, progress)
 
     async def stream(
         self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
@@ -279,13 +277,7 @@ class AsyncClient:
                 await batch.aclose()
 
     async def batch(
-        self,
-        prompts: RolloutPrompts,
-        *,
-        group_size: int,
-        max_tokens: int,
-        timeout: float | None = None,
-        **options: Any,
+        self, prompts: RolloutPrompts, *, group_size: int, max_tokens: int, timeout: float | None = None, **options: Any
     ) -> Batch:
         """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
 
@@ -348,36 +340,20 @@ class AsyncClient:
         `weights` other than "majority" depend on a `score`: "head", the server's quality head, or "logprob" and
         "lowest_logprob". Any other of vLLM's sampling parameters is passed on.
         """
-        body = vote_body(
-            prompt,
-            n=n,
-            pattern=pattern,
-            max_tokens=max_tokens,
-            weights=weights,
-            score=score,
-            temperature=temperature,
-            seed=seed,
-            logprobs=logprobs,
-            key=key,
-            sampling=sampling,
-        )
+        prompt_json = prompt_body(prompt)
+        own = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        body = {
+            "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
+            "n": n,
+            "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
+            "sampling": drop_none(own) | sampling,
+            **drop_none({"weights": weights, "score": score, "key": key}),
+        }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))
 
-    async def _default_model(self) -> str:
-        async with self._model_lock:
-            self._model = self._model or first_model(await self.models())
-            return self._model
-
-    async def _check_health(self, timeout: float) -> None:
-        await self._transport.send("GET", "/health", timeout=timeout)
-
     def _start_batch(
-        self,
-        request: RolloutsRequest,
-        select: Callable[[Event], ItemT | None],
-        timeout: float | None,
-        progress: bool,
+        self, request: RolloutsRequest, select: Callable[[Event], ItemT | None], timeout: float | None, progress: bool
     ) -> AsyncRollouts[ItemT]:
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
         bar = ProgressBar(request.num_groups) if progress else None

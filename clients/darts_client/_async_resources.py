@@ -153,7 +153,8 @@ class AsyncWeightsApi(_AsyncApi):
         `rule` and `version` are those of `push`. Unauthorized if the server was started without `--enable-lora`.
         """
         params = {"config": await async_run_blocking(_lora_config, source, config)} | _update_options(rule, version)
-        body = await async_run_blocking(AsyncBody, _lora_tensors(source))
+        tensors = source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
+        body = await async_run_blocking(AsyncBody, tensors)
         return await self._upload(_lora_path(name), body, body.size, params)
 
     async def load_lora(
@@ -185,10 +186,6 @@ def _lora_path(name: str) -> str:
 
 def _update_options(rule: Rule | None, version: int | None, partial: bool | None = None) -> dict[str, Any]:
     return drop_none({"rule": rule, "version": version, "partial": partial})
-
-
-def _lora_tensors(source: Source) -> Source:
-    return source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
 
 
 def _lora_config(source: Source, config: Mapping[str, Any] | None) -> str:

@@ -95,8 +95,9 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
         answer = parse(_Answer, response.content, source)
     prompts = len(answer.groups) + len(answer.unfinished)
     numbers = sorted([*(group.number for group in answer.groups), *(prompt.number for prompt in answer.unfinished)])
-    if numbers != list(range(prompts)) or not _matches(prompts, request):
-        raise ProtocolError(f"{source}: {len(request.token_ids)} prompt(s) were sent, but the answer has {numbers}")
+    sent = len(request.token_ids)
+    if numbers != list(range(prompts)) or not (prompts == sent or (request.carried and prompts > sent)):
+        raise ProtocolError(f"{source}: {sent} prompt(s) were sent, but the answer has {numbers}")
     groups = [build_group(group, request, tokens_in_payload, answer.survivors) for group in answer.groups]
     return Batch(
         id=answer.id,
@@ -108,10 +109,6 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
         carried=answer.carried,
         usage=answer.usage,
     )
-
-
-def _matches(prompts: int, request: RolloutsRequest) -> bool:
-    return prompts >= len(request.token_ids) if request.carried else prompts == len(request.token_ids)
 
 
 def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:

@@ -50,7 +50,7 @@ class _ModelList(WireModel):
     data: list[_Model]
 
 
-class _Logprobs(WireModel):
+class ChoiceLogprobs(WireModel):
     token_logprobs: tuple[FiniteFloat, ...]
 
 
@@ -60,7 +60,7 @@ class _Choice(WireModel):
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class _Completion(WireModel):
@@ -69,16 +69,7 @@ class _Completion(WireModel):
 
 
 def completion_request(
-    prompts: Prompts,
-    *,
-    model: str,
-    group_size: int,
-    max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    policy: str | None,
-    logprobs: bool,
-    sampling: Mapping[str, object],
+    prompts: Prompts, *, model: str, group_size: int, policy: str | None, logprobs: bool, sampling: Mapping[str, object]
 ) -> CompletionRequest:
     """Build one request for all of `prompts`."""
     prompt_list = list_prompts(prompts)
@@ -93,14 +84,10 @@ def completion_request(
         "model": model,
         "prompt": prompt_list,
         "n": group_size,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
         "return_token_ids": True,
         **NEUTRAL,
         **sampling,
     }
-    if seed is not None:
-        body["seed"] = seed
     if logprobs:
         body["logprobs"] = 0  # only those of the sampled tokens
     headers = {} if policy is None else {"X-Darts-Policy": policy}

@@ -121,8 +121,9 @@ def was_never_sent(error: DartsError) -> bool:
 def raise_for_status(response: httpx.Response) -> None:
     """Raise the error that belongs to an error status."""
     if not response.is_success:
-        error = _error_object(response)
-        raise _status_error(response.status_code, error, response.reason_phrase, _retry_after(response))
+        seconds = response.headers.get("Retry-After", "")
+        retry_after = float(seconds) if seconds.isdecimal() else None
+        raise _status_error(response.status_code, _error_object(response), response.reason_phrase, retry_after)
 
 
 def error_from_object(error: Mapping[str, object]) -> StatusError:
@@ -159,11 +160,6 @@ def _error_object(response: httpx.Response) -> dict[str, object]:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else None
 
 
 def _describe(exc: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, ValidationInfo, WrapValidator
@@ -21,18 +21,10 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-class Rows(Protocol):
-    """Tokens that an answer has outside of its JSON, by the numbers of their rows."""
-
-    def token_ids(self, row: int) -> tuple[int, ...]: ...
-
-    def logprobs(self, row: int) -> tuple[float, ...]: ...
-
-
-def parse(model: type[ModelT], content: str | bytes, source: str, rows: Rows | None = None) -> ModelT:
+def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = None) -> ModelT:
     """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
 
-    With `rows` it has the number of a row in place of each list of tokens, and of log-probs.
+    With `rows`, which are `TokenRows`, it has the number of a row in place of each list of tokens, and of log-probs.
     """
     try:
         return model.model_validate_json(content, context=rows)
@@ -47,20 +39,17 @@ def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     return parse(model, response.content, response.url.path)
 
 
-def _read_token_ids(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-    return _read_list(value, handler) if info.context is None else info.context.token_ids(value)
+def _list_or_row(name: str) -> WrapValidator:
+    def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        if info.context is not None:
+            return getattr(info.context, name)(value)
+        return handler(tuple(value) if isinstance(value, list) else value)  # a parsed list is not strictly a tuple
+
+    return WrapValidator(read)
 
 
-def _read_logprobs(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-    return _read_list(value, handler) if info.context is None else info.context.logprobs(value)
-
-
-def _read_list(value: Any, handler: Callable[[Any], Any]) -> Any:
-    return handler(tuple(value) if isinstance(value, list) else value)  # parsed already: a list is not strictly a tuple
-
-
-TokenIds = Annotated[tuple[int, ...], WrapValidator(_read_token_ids)]
-Logprobs = Annotated[tuple[FiniteFloat, ...], WrapValidator(_read_logprobs)]
+TokenIds = Annotated[tuple[int, ...], _list_or_row("token_ids")]
+Logprobs = Annotated[tuple[FiniteFloat, ...], _list_or_row("logprobs")]
 
 
 @dataclass(frozen=True, slots=True)

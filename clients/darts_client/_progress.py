@@ -1,19 +1,21 @@
 """A progress bar for a batch. It needs rich, which is imported only when a bar is drawn."""
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ._models import Event, GroupEvent
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 
 class ProgressBar:
     """Groups that are complete, of `total`, and tokens that were generated for them per second."""
 
     def __init__(self, total: int) -> None:
-        self._progress = _rich_progress()
+        try:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        except ImportError as exc:
+            raise ImportError("progress=True needs rich: pip install 'darts-client[progress]'") from exc
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[tokens]}")
+        self._progress = Progress(TextColumn("{task.description}"), *columns)
         self._tokens = 0
         self._task = self._progress.add_task("rollouts", total=total, tokens="")
 
@@ -34,12 +36,3 @@ class ProgressBar:
         seconds = self._progress.tasks[self._task].elapsed or 0
         speed = f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
         self._progress.update(self._task, advance=1, tokens=speed)
-
-
-def _rich_progress() -> "Progress":
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError as exc:
-        raise ImportError("progress=True needs rich: pip install 'darts-client[progress]'") from exc
-    text = TextColumn("{task.fields[tokens]}")
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)

@@ -9,16 +9,7 @@ from uuid import uuid4
 from pydantic import FiniteFloat
 
 from ._errors import ProtocolError, error_from_object
-from ._models import (
-    AbortedTrajectory,
-    Discarded,
-    FinishReason,
-    Group,
-    Logprobs,
-    TokenIds,
-    Trajectory,
-    WireModel,
-)
+from ._models import AbortedTrajectory, Discarded, FinishReason, Group, Logprobs, TokenIds, Trajectory, WireModel
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
 Stream = Literal["groups", "tokens"] | None

@@ -271,18 +271,13 @@ class BatchReader:
             raise ProtocolError(f"the batch has {self._prompts} groups, but reported {numbers}")
         self.is_over = True
         self.usage, self.unfinished, self.carried = done.usage, done.unfinished, done.carried
-        if self.failed and not self._has_results:
-            [first, *_] = self.failed
-            assert first.error is not None
-            raise first.error
-        return Done(done.usage, done.unfinished)
-
-    @property
-    def _has_results(self) -> bool:
-        """Whether there is anything beside errors: a whole group, an aborted one's tokens, or an unfinished prompt."""
+        # Anything beside errors: a whole group, what an aborted one had generated, or an unfinished prompt.
         has_groups = len(self.failed) < len(self._finished)
         has_tokens = any(candidate.token_ids for group in self.failed for candidate in group.aborted)
-        return has_groups or has_tokens or bool(self.unfinished)
+        if self.failed and not (has_groups or has_tokens or self.unfinished):
+            assert self.failed[0].error is not None
+            raise self.failed[0].error
+        return Done(done.usage, done.unfinished)
 
     def _new_schedule(self) -> RetrySchedule:
         return RetrySchedule(self._retries, idempotent=self._is_durable, retry_timeouts=True)
@@ -295,8 +290,3 @@ def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
 def completed_group(event: Event) -> Group | None:
     """Return the group that the event completes, if any."""
     return event.group if isinstance(event, GroupEvent) and event.group.error is None else None
-
-
-def every_event(event: Event) -> Event | None:
-    """Return the event itself."""
-    return event

@@ -1,14 +1,12 @@
-"""`/darts/v1/vote`: requests are built, and answers are checked."""
+"""`/darts/v1/vote`: its answers are checked."""
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import FiniteFloat
 
 from ._errors import ProtocolError
 from ._models import Discarded, FinishReason, Usage, WireModel
-from ._prompts import Chat, drop_none, prompt_body
 
 Weights = Literal["majority", "rank", "log_odds"]
 Score = Literal["head", "logprob", "lowest_logprob"]
@@ -53,33 +51,6 @@ class Vote(WireModel):
     trajectories: tuple[Voter, ...]
     discarded: tuple[Discarded, ...]
     usage: Usage
-
-
-def vote_body(
-    prompt: str | Sequence[int] | Chat,
-    *,
-    n: int,
-    pattern: str | Sequence[str],
-    max_tokens: int,
-    weights: Weights,
-    score: Score | None,
-    temperature: float,
-    seed: int | None,
-    logprobs: bool,
-    key: str | None,
-    sampling: dict[str, Any],
-) -> dict[str, Any]:
-    """Build the body of a request; a list of patterns is the list of possible answers."""
-    prompt_json = prompt_body(prompt)
-    own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
-    options = {"weights": weights, "score": score, "key": key}
-    return {
-        "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
-        "n": n,
-        "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-        "sampling": drop_none(own_sampling) | sampling,
-        **drop_none(options),
-    }
 
 
 def check_vote(body: dict[str, Any], vote: Vote) -> Vote:

@@ -78,7 +78,9 @@ def to_tensors(
         raise ValueError("the groups have no trajectories")
     completions = [t.token_ids for _, _, t in members]
     completion_ids, completion_mask = _pad(completions, pad_id, left=False)
-    prompt_ids, prompt_mask = _pad_prompts([group for _, group, _ in members], pad_id)
+    prompts = [group.prompt_token_ids for _, group, _ in members if group.prompt_token_ids is not None]
+    has_prompts = len(prompts) == len(members)
+    prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True) if has_prompts else (None, None)
     values = None if rewards is None else values_by_group(groups, rewards)
     rows = None if values is None else [torch.tensor(row) for row in values]
     weights = [t.weight for _, _, t in members if t.weight is not None]
@@ -108,11 +110,6 @@ def _advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
     if not scale or len(rewards) < 2:  # a single one has no standard deviation
         return centred
     return centred / (rewards.std() + eps)
-
-
-def _pad_prompts(groups: Sequence[Group], pad_id: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    prompts = [group.prompt_token_ids for group in groups if group.prompt_token_ids is not None]
-    return _pad(prompts, pad_id, left=True) if len(prompts) == len(groups) else (None, None)
 
 
 def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:

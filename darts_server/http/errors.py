@@ -78,9 +78,7 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, Overloaded | ServerStopping | EngineBusy):
-        return {"Retry-After": str(error.retry_after)}
-    return {}
+    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
 
 
 def install(app: FastAPI) -> None:

@@ -1,6 +1,12 @@
-"""Base class of our metrics, and those of the server itself: its event loop, refused requests, weight updates."""
+"""Base class of our metrics, and those of the server itself: its event loop, refused requests, weight updates.
+
+They use Prometheus' default registry, so vLLM's ``/metrics`` serves them. Every metric has the label ``model_name``
+besides its own.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import product
 from math import nan
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -12,8 +18,10 @@ LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
-Values = Mapping[tuple[str, ...], Callable[[], float | None]]
-"""Functions that return the current value, by label values; ``None`` while it is unknown."""
+Reads = Mapping[str, Callable[..., float | None]]
+"""By gauge, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
+Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
+"""By name, the text and the labels of gauges, with all values of these."""
 
 
 class Collectors:
@@ -34,11 +42,12 @@ class Collectors:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
-    def _read_gauge(self, name: str, text: str, values: Values, *labels: str) -> None:
-        """Create a gauge that reads its values at each scrape."""
-        gauge = self._gauge(name, text, *labels)
-        for label_values, value in values.items():
-            gauge.labels(self._model, *label_values).set_function(or_nan(value))
+    def _read_gauges(self, gauges: Gauges, reads: Reads) -> None:
+        """Create gauges that read their values at each scrape."""
+        for name, (text, labels) in gauges.items():
+            gauge = self._gauge(name, text, *labels)
+            for values in product(*labels.values()):
+                gauge.labels(self._model, *map(str, values)).set_function(or_nan(partial(reads[name], *values)))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
@@ -65,17 +74,15 @@ class ServingMetrics(Collectors):
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         super().__init__(model_name, registry)
-        self._read_gauge("darts_engines_up", "Engines that take requests.", {(): up})
         what = "Engines that were lost since the start; their candidates were started again elsewhere."
-        self._read_gauge("darts_engines_lost", what, {(): lost})
-        self._lag = self._histogram(
+        gauges: Gauges = {"darts_engines_up": ("Engines that take requests.", {}), "darts_engines_lost": (what, {})}
+        self._read_gauges(gauges, {"darts_engines_up": up, "darts_engines_lost": lost})
+        lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",
             LAG_BUCKETS,
-        ).labels(model_name)
-
-    def loop_lagged(self, seconds: float) -> None:
-        self._lag.observe(seconds)
+        )
+        self.loop_lagged: Callable[[float], None] = lag.labels(model_name).observe
 
 
 class AccessMetrics(Collectors):

@@ -1,12 +1,8 @@
 """Prometheus collectors for pruning by quality: scores, decisions, labels, and the training of the quality head."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, Values
+from darts_server.metrics.collectors import Collectors, Gauges, Reads
 from darts_server.observers import PruningObserver
 from darts_server.types import PruningStatus
 
@@ -16,27 +12,21 @@ METRICS = {
     "brier": "Brier score",
     "calibration_error": "Expected calibration error",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class QualitySources:
-    """Callables that return the current value at each scrape; ``None`` means that there is no value yet.
-
-    ``status``: of pruning. ``metric``: one of `METRICS` for one of `PREDICTIONS`. ``loss``: of the last training, in
-    nats.
-    """
-
-    status: Callable[[], PruningStatus]
-    metric: Callable[[str, str], float | None]
-    loss: Callable[[], float | None]
+_LABELS = "of raw scores and of calibrated probabilities, on labels that came later."
+GAUGES: Gauges = {
+    **{f"darts_quality_{name}": (f"{text}, {_LABELS}", {"prediction": PREDICTIONS}) for name, text in METRICS.items()},
+    "darts_quality_loss": ("Mean loss of the quality head's last good training, in nats.", {}),
+    "darts_quality_status": (
+        "1 for the current status of pruning; it prunes while that is 'ready'.",
+        {"status": PruningStatus},
+    ),
+}
 
 
 class QualityMetrics(Collectors, PruningObserver):
     """Implements the observer of pruning."""
 
-    def __init__(
-        self, model_name: str, sources: QualitySources | None = None, registry: CollectorRegistry = REGISTRY
-    ) -> None:
+    def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._last_totals = (0, 0.0, 0)
         booleans = ("true", "false")
@@ -53,17 +43,8 @@ class QualityMetrics(Collectors, PruningObserver):
         self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
         what = "Trainings of the quality head that were undone."
         self._divergences = self._counter("darts_quality_divergences", what)
-        if sources is None:
-            return
-        for name, text in METRICS.items():
-            what = f"{text}, of raw scores and of calibrated probabilities, on labels that came later."
-            values: Values = {(each,): partial(sources.metric, each, name) for each in PREDICTIONS}
-            self._read_gauge(f"darts_quality_{name}", what, values, "prediction")
-        what = "Mean loss of the quality head's last good training, in nats."
-        self._read_gauge("darts_quality_loss", what, {(): sources.loss})
-        what = "1 for the current status of pruning; it prunes while that is 'ready'."
-        current: Values = {(each,): partial(_is_current, sources.status, each) for each in PruningStatus}
-        self._read_gauge("darts_quality_status", what, current, "status")
+        if reads is not None:
+            self._read_gauges(GAUGES, reads)
 
     def trajectory_scored(self, *, usable: bool) -> None:
         self._scores.labels(self._model, str(usable).lower()).inc()
@@ -89,7 +70,3 @@ class QualityMetrics(Collectors, PruningObserver):
         self._last_totals = totals
         for counter, now, last in zip((self._steps, self._seconds, self._divergences), totals, before, strict=True):
             counter.labels(self._model).inc(now - last)
-
-
-def _is_current(current: Callable[[], PruningStatus], status: PruningStatus) -> float:
-    return float(current() is status)

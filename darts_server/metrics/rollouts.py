@@ -1,13 +1,10 @@
 """Prometheus collectors of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, or_nan
-from darts_server.observers import VoteObserver
+from darts_server.metrics.collectors import Collectors, Gauges, Reads, or_nan
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -24,10 +21,7 @@ RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 """What `auto` chooses from."""
 END_REASONS = ("selected", *DiscardReason)
 
-
-Reads = Mapping[str, Callable[..., float | None]]
-"""By gauge, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
-GAUGES: Mapping[str, tuple[str, Mapping[str, Sequence[str | int]]]] = {
+GAUGES: Gauges = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
     "darts_store_fault": ("1 while learned state cannot be written, else 0.", {}),
     "darts_redundancy_scale": (
@@ -61,7 +55,6 @@ GAUGES: Mapping[str, tuple[str, Mapping[str, Sequence[str | int]]]] = {
     ),
     "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
 }
-"""Their texts and labels, with all values of these."""
 DEADLINE_GAUGES = {
     "darts_deadline_lost_share": (
         "Share of correct answers that the policy's deadlines discard, where rewards were reported."
@@ -74,19 +67,53 @@ DEADLINE_GAUGES = {
 """Once a policy has a deadline. What is read gets the policy, and what its deadlines may discard."""
 
 
-class RolloutMetrics(Collectors, VoteObserver):
+class RolloutMetrics(Collectors):
     """Count groups, cohorts, rewards and votes."""
 
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._make_group_metrics()
-        self._make_other_metrics()
+        what = "Groups of single requests, by whether they had all their requests when they were sealed."
+        self._sealed = self._counter("darts_joined_groups", what, "full", BOOLEANS)
+        what = "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone."
+        self._single = self._counter("darts_single_requests", what, "turn", TurnKind)
+        self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
+        self._started = self._counter("darts_candidates_started", "Started candidates.")
+        what = "Ended candidates by reason: 'selected', or why they were discarded."
+        self._ended = self._counter("darts_candidates_ended", what, "reason", END_REASONS)
+        self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
+        what = "Tokens of all candidates (generated), of returned ones and of the others (wasted)."
+        self._tokens = self._counter("darts_tokens", what, "kind", (*KINDS, "wasted"))
+        what = "Candidates started per group."
+        self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
+        what = "Time from a group's first candidate to its end."
+        self._duration = self._histogram("darts_group_duration_seconds", what, SECONDS_BUCKETS)
+        what = "Time from the finish of the K-th trajectory to the completed group."
+        self._tail_wait = self._histogram("darts_tail_wait_seconds", what, SECONDS_BUCKETS)
+        what = "Generated tokens per candidate (stopped ones: until they were stopped), and per returned trajectory."
+        self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
+        what = "Ended cohorts, by whether they ran past the deadline to explore it."
+        self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
+        what = "Ended cohorts under the policy auto, by what it did with them."
+        self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
+        self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
+        self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
+        what = "Time from the start of a cohort's first group to the end of its last, predicted and measured."
+        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS, "kind")
+        what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
+        self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))
+        what = "Tokens of explored tail candidates beyond the deadline."
+        self._explored_tokens = self._counter("darts_explored_beyond_tokens", what)
+        what = "Reported rewards without repeated ones, by whether their trajectory was found."
+        self._rewards = self._counter("darts_rewards", what, "matched", BOOLEANS)
+        what = "Groups whose returned trajectories all have rewards, by whether these are all equal."
+        self._rewarded_groups = self._counter("darts_rewarded_groups", what, "zero_variance", BOOLEANS)
+        self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
+        what = "Candidates stopped because they could not change the result of a vote."
+        self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
         self._deadline_gauges = {name: self._gauge(name, text, "policy") for name, text in DEADLINE_GAUGES.items()}
         self._reads = reads
         if reads is not None:
-            for name, (text, labels) in GAUGES.items():
-                values = {tuple(map(str, each)): partial(reads[name], *each) for each in product(*labels.values())}
-                self._read_gauge(name, text, values, *labels)
+            self._read_gauges(GAUGES, reads)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
@@ -145,47 +172,3 @@ class RolloutMetrics(Collectors, VoteObserver):
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self._votes.labels(self._model, outcome).inc()
         self._vote_stopped.labels(self._model).inc(stopped)
-
-    # --- collectors --------------------------------------------------------
-
-    def _make_group_metrics(self) -> None:
-        what = "Groups of single requests, by whether they had all their requests when they were sealed."
-        self._sealed = self._counter("darts_joined_groups", what, "full", BOOLEANS)
-        what = "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone."
-        self._single = self._counter("darts_single_requests", what, "turn", TurnKind)
-        self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
-        self._started = self._counter("darts_candidates_started", "Started candidates.")
-        what = "Ended candidates by reason: 'selected', or why they were discarded."
-        self._ended = self._counter("darts_candidates_ended", what, "reason", END_REASONS)
-        self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
-        what = "Tokens of all candidates (generated), of returned ones and of the others (wasted)."
-        self._tokens = self._counter("darts_tokens", what, "kind", (*KINDS, "wasted"))
-        what = "Candidates started per group."
-        self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
-        what = "Time from a group's first candidate to its end."
-        self._duration = self._histogram("darts_group_duration_seconds", what, SECONDS_BUCKETS)
-        what = "Time from the finish of the K-th trajectory to the completed group."
-        self._tail_wait = self._histogram("darts_tail_wait_seconds", what, SECONDS_BUCKETS)
-        what = "Generated tokens per candidate (stopped ones: until they were stopped), and per returned trajectory."
-        self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
-
-    def _make_other_metrics(self) -> None:
-        what = "Ended cohorts, by whether they ran past the deadline to explore it."
-        self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
-        what = "Ended cohorts under the policy auto, by what it did with them."
-        self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
-        self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
-        self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        what = "Time from the start of a cohort's first group to the end of its last, predicted and measured."
-        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS, "kind")
-        what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
-        self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))
-        what = "Tokens of explored tail candidates beyond the deadline."
-        self._explored_tokens = self._counter("darts_explored_beyond_tokens", what)
-        what = "Reported rewards without repeated ones, by whether their trajectory was found."
-        self._rewards = self._counter("darts_rewards", what, "matched", BOOLEANS)
-        what = "Groups whose returned trajectories all have rewards, by whether these are all equal."
-        self._rewarded_groups = self._counter("darts_rewarded_groups", what, "zero_variance", BOOLEANS)
-        self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
-        what = "Candidates stopped because they could not change the result of a vote."
-        self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)

@@ -18,7 +18,6 @@ from typing import Generic, Literal
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.selection import InOrder
@@ -273,14 +272,14 @@ class VoteRunner(Generic[RequestT, OutputT]):
         rollouts: Rollouts[RequestT, OutputT],
         renderer: PromptRenderer[RequestT, OutputT],
         confidence: Confidence,
-        observer: VoteObserver,
+        vote_ended: Callable[[VoteOutcome, int], object],
         searches: Executor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rollouts = rollouts
         self._renderer = renderer
         self._confidence = confidence
-        self._observer = observer
+        self._vote_ended = vote_ended
         self._searches = searches
         self._clock = clock
 
@@ -326,7 +325,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
         self._confidence.remember(run.record.key, scores)
         outcome = VoteOutcome.DECIDED_EARLY if early else VoteOutcome.COUNTED
-        self._observer.vote_ended(
+        self._vote_ended(
             VoteOutcome.NO_ANSWER if tally.winner is None else outcome,
             sum(candidate.reason is DiscardReason.DECIDED for candidate in run.record.candidates),
         )

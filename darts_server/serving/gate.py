@@ -9,7 +9,8 @@ class Gate:
     """Count the work that is inside, and hold new work back while closed. One event loop."""
 
     def __init__(self) -> None:
-        self._inside = 0
+        self.inside = 0
+        """Number of pieces of work that have entered and not left."""
         self._unshaped = 0
         self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
@@ -17,11 +18,6 @@ class Gate:
         self._left = asyncio.Event()
         self._openings = 0
         self._error: Exception | None = None
-
-    @property
-    def inside(self) -> int:
-        """Number of pieces of work that have entered and not left."""
-        return self._inside
 
     @property
     def closed(self) -> bool:
@@ -56,7 +52,7 @@ class Gate:
             Exception: that of `fail`.
         """
         self.check()
-        self._inside += 1
+        self.inside += 1
 
     def check(self) -> None:
         """Raise the error of `fail`, if the gate has failed."""
@@ -64,7 +60,7 @@ class Gate:
             raise self._error.with_traceback(None)  # or it keeps everything that it is raised in
 
     def leave(self) -> None:
-        self._inside -= 1
+        self.inside -= 1
         self._left.set()
 
     def close(self, by: str = "") -> None:
@@ -85,6 +81,6 @@ class Gate:
 
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:
         """Wait until nothing is inside, or nothing but groups."""
-        while self._unshaped or (self._inside and not except_groups):
+        while self._unshaped or (self.inside and not except_groups):
             self._left.clear()
             await self._left.wait()

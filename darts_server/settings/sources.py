@@ -5,6 +5,7 @@ Some of them, the runtime settings, can change while the server runs.
 
 import argparse
 import os
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shortened
@@ -12,13 +13,6 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-    TomlConfigSettingsSource,
-)
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
 from darts_server.removed import SETTINGS, value_remedy
@@ -52,30 +46,23 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
             is set.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    gone = {f"{ENV_PREFIX}{name}".upper(): remedy for name, remedy in SETTINGS.items()}
+    variables = dict[str, str]()
     for variable, value in os.environ.items():
-        if value and (remedy := gone.get(variable.upper())) is not None:
+        name = variable.lower().removeprefix(ENV_PREFIX.lower())
+        if not value or name == variable.lower():
+            continue
+        if name in Settings.model_fields:
+            variables[name] = value
+        elif (remedy := SETTINGS.get(name)) is not None:
             raise InvalidSetting(f"{variable} is gone; {remedy}")
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
-
-    class WithFile(Settings):
-        @classmethod
-        def settings_customise_sources(  # type: ignore[override]  # there are neither .env files nor folders of secrets
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            **_: Any,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            file = () if config is None else (TomlConfigSettingsSource(settings_cls, config),)
-            return (init_settings, env_settings, *file)
-
     try:
-        return WithFile(**given)  # type: ignore[arg-type]  # pydantic parses the strings
+        file = {} if config is None else tomllib.loads(Path(config).read_text(encoding="utf-8"))
+        return Settings(**file | variables | given)
     except ValidationError as error:
         raise InvalidSetting("\n".join(_startup_error(each, given) for each in error.errors())) from error
-    except (SettingsError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
 
 
@@ -116,16 +103,6 @@ def _message_of(error: Any) -> str:
 # --- while the server runs ------------------------------------------------------
 
 
-class _StrictSettings(Settings):
-    model_config = SettingsConfigDict(strict=True)
-
-    @classmethod
-    def settings_customise_sources(  # type: ignore[override]  # other sources are read only at start
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
-
-
 def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
     """Return the settings with the runtime settings of ``patch`` replaced.
 
@@ -141,7 +118,7 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
             what = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
             raise InvalidRequest(name, f"{what}; settings that can change are {', '.join(RUNTIME_NAMES)}")
     try:
-        return _StrictSettings(**settings.model_dump() | dict(patch))
+        return Settings.model_validate(settings.model_dump() | dict(patch), strict=True)
     except ValidationError as invalid:
         error: Any = invalid.errors()[0]
         message = _message_of(error)

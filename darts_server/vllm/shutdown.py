@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from darts_server.exceptions import EngineDead, EngineHung, ServerStopping
+from darts_server.exceptions import EngineDead, ServerStopping
 from darts_server.serving.lifecycle import ANSWER_SECONDS, HAND_BACK_SECONDS, Lifecycle
 from darts_server.vllm.engine import VllmBatches
 from darts_server.vllm.llm import ShapingLLM
@@ -114,7 +114,7 @@ class Shutdown:
         async def watch_engine() -> None:
             await wait_until_hung(self._llm, self._watchdog)
             silent = f"it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
-            self._lifecycle.stop(EngineHung(f"the engine is hung: {silent}"))
+            self._lifecycle.stop(EngineDead(f"the engine is hung: {silent}"))
 
         self._llm.on_death = report_death
         works = (self.run(exit), *([watch_engine()] if self._watchdog else []))

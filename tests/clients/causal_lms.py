@@ -1,4 +1,4 @@
-"""Small causal LMs with random weights, the tiny RL task's model, and log-probs from one forward pass of each."""
+"""Small causal LMs with random weights, and log-probs from one forward pass of each."""
 
 from functools import cache
 from random import Random
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from darts_server.demo.server import MODEL
 
 VOCABULARY = 40
 
@@ -60,13 +58,6 @@ def causal_lm(architecture: str, options: dict[str, Any], **more: Any) -> Any:
 def small(name: str = "llama", attention: str = "sdpa") -> Any:
     """Return a model of SUPPORTED."""
     return causal_lm(*SUPPORTED[name], attn_implementation=attention)
-
-
-@cache
-def tiny() -> Any:
-    """Return the policy of the tiny RL task."""
-    model: Any = AutoModelForCausalLM
-    return model.from_pretrained(MODEL).eval()
 
 
 def scores(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:

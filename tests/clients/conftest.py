@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,3 +20,18 @@ def url(updates: Updates) -> Iterator[str]:
         assert isinstance(caller.app, FastAPI)
         with listening(caller.app) as listener:
             yield listener.url
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send requests again, and connect again, at once."""
+    monkeypatch.setattr("darts_client._requests.FIRST_DELAY", 0.0)
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Spare the full collections, one in each training, what was imported: that takes 0.6 seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

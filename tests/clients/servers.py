@@ -142,10 +142,7 @@ def application(
         confidence = Confidence(store)
         reward_matcher = RewardMatcher(statistics.rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
-            engine,
-            control.planner,
-            statistics,
-            Intervals(poll=STEP_SECONDS, allocation=0),
+            engine, control.planner, statistics, Intervals(poll=STEP_SECONDS, allocation=0)
         )
         rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
         rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)

@@ -22,16 +22,10 @@ from darts_client import (
     TrajectoryEvent,
 )
 
-from .transcripts import (
-    BATCH,
-    GROUPS,
-    TOKENS,
-    Body,
-    FakeServer,
-    lose_connection,
-)
+from .transcripts import BATCH, GROUPS, TOKENS, Body, FakeServer, lose_connection
 from .vllm_answers import URL
 
+pytestmark = pytest.mark.usefixtures("no_delays")
 POST, GET, DELETE = (
     ("POST", "/darts/v1/rollouts"),
     ("GET", f"/darts/v1/rollouts/{BATCH}"),

@@ -9,15 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_client import (
-    BadRequest,
-    Client,
-    Group,
-    PromptSpec,
-    ProtocolError,
-    RolloutPrompt,
-    ServerFault,
-)
+from darts_client import BadRequest, Client, Group, PromptSpec, ProtocolError, RolloutPrompt, ServerFault
 from darts_client._batch import ACCEPT, TENSORS, read_batch
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed

@@ -14,9 +14,6 @@ def build(prompts: Prompts = "a", **changes: Any) -> CompletionRequest:
     defaults: dict[str, Any] = {
         "model": "tiny",
         "group_size": 2,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "seed": None,
         "policy": None,
         "logprobs": True,
         "sampling": {},
@@ -35,8 +32,6 @@ def test_the_body_requests_token_ids_and_logprobs_and_neutral_sampling() -> None
         "model": "tiny",
         "prompt": ["a", "b"],
         "n": 2,
-        "max_tokens": 16,
-        "temperature": 1.0,
         "return_token_ids": True,
         "top_p": 1.0,
         "top_k": 0,
@@ -49,7 +44,7 @@ def test_the_body_requests_token_ids_and_logprobs_and_neutral_sampling() -> None
 
 
 def test_other_sampling_parameters_are_passed_on_and_the_policy_is_a_header() -> None:
-    request = build(logprobs=False, seed=0, policy="off", sampling={"top_p": 0.9, "stop": ["\n"]})
+    request = build(logprobs=False, policy="off", sampling={"seed": 0, "top_p": 0.9, "stop": ["\n"]})
     assert "logprobs" not in request.body
     assert (request.body["seed"], request.body["top_p"], request.body["stop"]) == (0, 0.9, ["\n"])
     assert (request.headers, build().headers) == ({"X-Darts-Policy": "off"}, {})

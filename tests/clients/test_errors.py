@@ -22,8 +22,7 @@ from darts_client._errors import raise_for_status, translate_errors
 
 
 def public_errors() -> list[type[DartsError]]:
-    public = [getattr(darts_client, name) for name in darts_client.__all__]
-    return [kind for kind in public if isinstance(kind, type) and issubclass(kind, DartsError)]
+    return [kind for kind in vars(darts_client).values() if isinstance(kind, type) and issubclass(kind, DartsError)]
 
 
 @pytest.mark.parametrize("kind", public_errors())

@@ -81,11 +81,6 @@ def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: Listener) -> 
     assert time.monotonic() - start < 30
 
 
-def test_the_idle_timeout_ends_a_batch_that_is_not_durable(server: Listener) -> None:
-    with Client(server.url, idle_timeout=0.2) as client, pytest.raises(TimedOut, match="ReadTimeout"):
-        list(client.rollouts(PROMPTS, durable=False, **SIZES))
-
-
 @pytest.mark.parametrize("comments", [0, 2000])
 def test_the_timeout_of_a_batch_ends_it_with_or_without_comments(
     slow: SlowServer, server: Listener, comments: int

@@ -3,7 +3,9 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_config import GRPOConfig
 
 from darts_client import NotFound, ServerFault
-from darts_client.integrations.trl import (
-    DartsGRPOTrainer,
-    PushingVLLMClient,
-    WeightTransfer,
-    report_rewards,
-)
+from darts_client.integrations.trl import DartsGRPOTrainer, PushingVLLMClient, WeightTransfer, report_rewards
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
@@ -29,7 +26,7 @@ from .test_async_resources import CANDIDATE
 from .test_async_resources import GROUP as GROUP_RECORD
 
 # Warnings are TRL's and those of what it imports.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
 GROUP = 4
 SHAPED = {"darts_policy": "darts_cut", "other": 1}
@@ -53,7 +50,6 @@ def build_trainer(
     more: dict[str, Any] | None = None,
     **changes: Any,
 ) -> DartsGRPOTrainer:
-    dataset = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     settings: dict[str, Any] = {
         "output_dir": str(out),
         "max_steps": 2,
@@ -75,15 +71,14 @@ def build_trainer(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return DartsGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-        [function],
-        GRPOConfig(**settings | changes),
-        dataset,
-        dataset,
-        build_tokenizer(),
-        **more or {},
-    )
+    dataset = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    args = GRPOConfig(**settings | changes)
+    return DartsGRPOTrainer(deepcopy(model()), [function], args, dataset, dataset, build_tokenizer(), **more or {})
+
+
+@cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
 
 def copy_weights(trainer: DartsGRPOTrainer) -> dict[str, torch.Tensor]:
@@ -106,7 +101,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(one_thread: None, small_heap: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     function = report_rewards(reward_by_index, correct_above=1.0)
     saving = {"save_strategy": "steps", "save_steps": 2}
     with fake_vllm() as server:
@@ -169,8 +164,7 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
     async def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if value == 0.0 else value for value in reward_by_index(completion_ids)]
 
-    trainer = build_trainer(server, tmp_path, report_rewards(some), max_steps=1)
-    trainer.train()
+    score(build_trainer(server, tmp_path, report_rewards(some)))
     assert len(server.rewards) == len(PROMPTS) * (GROUP - 1)
 
 
@@ -233,35 +227,30 @@ def test_unbiased_advantages_may_have_the_pass_rate_of_earlier_groups_as_their_b
     assert batch["advantages"].tolist() == pytest.approx(by_pass_rate + EXPECTED)
 
 
-def test_without_rewards_that_differ_unbiased_advantages_are_zero(server: FakeVllm, tmp_path: Path) -> None:
-    server.groups = [group_record(0), group_record(1)]
+def test_without_rewards_that_differ_unbiased_advantages_are_zero_and_an_evaluation_has_trls_own(
+    server: FakeVllm, tmp_path: Path
+) -> None:
     trainer = build_trainer(server, tmp_path, lambda completions, **_: [1.0] * len(completions), UNBIASED)
+    trainer.evaluate()
+    assert not [each for each in server.requests if "/groups/" in each.path]
+    server.groups = [group_record(0), group_record(1)]
     assert score(trainer)["advantages"].tolist() == [0.0] * len(INPUTS)
 
 
-def test_an_evaluation_has_trls_own_advantages(server: FakeVllm, tmp_path: Path) -> None:
-    build_trainer(server, tmp_path, more=UNBIASED).evaluate()
-    assert not [each for each in server.requests if "/groups/" in each.path]
+def test_groups_without_weights_or_some_rewards_end_the_training(server: FakeVllm, tmp_path: Path) -> None:
+    def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        return [None if value == 0.0 and is_some else value for value in reward_by_index(completion_ids)]
 
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
+    is_some, trainer = False, build_trainer(server, tmp_path, some, UNBIASED)
+    for groups, message in (
         ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights.*not 'darts'"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
         ([group_record(0), group_record(1)], "1 of 4 completions of group cmpl-1-0 have no reward"),
-    ],
-)
-def test_groups_without_weights_or_some_rewards_end_the_training(
-    groups: list[dict[str, Any]] | None, message: str, server: FakeVllm, tmp_path: Path
-) -> None:
-    def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-        return [None if value == 0.0 else value for value in reward_by_index(completion_ids)]
-
-    server.groups = groups
-    with pytest.raises((ValueError, NotFound), match=message):
-        build_trainer(server, tmp_path, some if "reward" in message else reward_by_index, UNBIASED).train()
+    ):
+        server.groups, is_some = groups, "reward" in message
+        with pytest.raises((ValueError, NotFound), match=message):
+            score(trainer)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +288,7 @@ def test_training_continues_while_only_generation_and_weights_work(
     assert all("on fire" in each for each in warnings)
 
 
-def test_a_wrapped_function_in_another_trainer_warns_that_it_reports_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_wrapped_function_in_another_trainer_warns_that_it_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
     function: Any = report_rewards(reward_by_index)
     assert function(completion_ids=[[ANSWER + 2, EOS]]) == [2.0]
     assert function.report.unreported == 1
@@ -318,7 +305,7 @@ def test_rewards_of_completions_outside_the_last_batch_are_not_reported(server: 
 
     inner: Any = report_rewards(reward_by_index)
     setattr(reward_half, "report", inner.report)  # noqa: B010  # functions have no such attribute for mypy
-    build_trainer(server, tmp_path, reward_half, max_steps=1).train()
+    score(build_trainer(server, tmp_path, reward_half))
     assert inner.report.unreported == len(PROMPTS) * GROUP // 2
     assert server.rewards == []
 
@@ -388,15 +375,16 @@ def test_with_nccl_trl_sends_the_weights(server: FakeVllm, tmp_path: Path) -> No
         build_trainer(server, tmp_path, more={"weight_sync": "nccl"})
 
 
-@pytest.mark.parametrize(("logprob", "warned"), [(-0.5, True), (0.0, False)])
 def test_trl_warns_of_raw_logprobs_without_development_routes(
-    server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture, logprob: float, warned: bool
+    server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.first_logprob = logprob
+    server.first_logprob = -0.5
     logging.getLogger("trl").propagate = True
     with caplog.at_level(logging.WARNING, "trl"):
-        build_trainer(server, tmp_path)
-    assert ("--logprobs-mode raw_logprobs" in caplog.text) == warned
+        trainer = build_trainer(server, tmp_path)
+    assert "--logprobs-mode raw_logprobs" in caplog.text
+    server.first_logprob = 0.0
+    assert trainer._client.get_server_info() == {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
 
 def weights(factor: float) -> dict[str, torch.Tensor]:

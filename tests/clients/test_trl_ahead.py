@@ -14,7 +14,7 @@ from darts_client.integrations.trl import DartsGRPOTrainer, report_rewards
 from .fake_vllm import FakeVllm, fake_vllm
 from .test_trl import GROUP, build_trainer, reward_by_index
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
 EIGHT = [f"{k}a-5b*4c-{k}>" if k % 3 == 0 else f"{k}a-5>" for k in range(8)]
 AHEAD = {"prompts_ahead": 0.5}
 STALE = {"max_staleness": 1}
@@ -83,35 +83,30 @@ def order_of(server: FakeVllm) -> list[str]:
 
 
 def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: FakeVllm, tmp_path: Path) -> None:
-    trained: list[list[str]] = []
-    trainer_of(server, tmp_path, AHEAD, trained).train()
-    assert prompts_of(trained) == Counter(EIGHT)
+    resume_training(server, tmp_path, AHEAD)
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
-    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
-    assert [body.get("num_groups") for body in requests] == [2, 2, 2, None]
+    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2, 3, 2]
+    assert [body.get("num_groups") for body in requests] == [2, 2, 2, None, 2, None]
     assert all(
         (body["carry"], body["group_size"], body["policy"]) == ("restart", GROUP, {"name": "darts_cut"})
         for body in requests
     )
     assert all(body["sampling"]["max_tokens"] == 8 and "vllm_xargs" not in body["sampling"] for body in requests)
     assert server.completions == []
-    assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 4
+    assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 6
 
 
 def test_auto_keeps_what_was_generated_under_the_servers_auto(server: FakeVllm, tmp_path: Path) -> None:
-    trained: list[list[str]] = []
-    trainer = trainer_of(server, tmp_path, {"rollouts": "auto"}, trained, generation_kwargs=None)
-    trainer.train()
-    assert prompts_of(trained) == Counter(EIGHT)
+    trainer_of(server, tmp_path, {"rollouts": "auto"}, max_steps=2, generation_kwargs=None).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
-    assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2]
+    assert [len(body["prompts"]) for body in requests] == [3, 2]
     assert all((body["carry"], body["policy"]) == ("resume", {"name": "auto"}) for body in requests)
 
 
 def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
-    trainer_of(server, tmp_path, {"prompts_ahead": 1.0, "long_rounds": True}).train()
+    trainer_of(server, tmp_path, {"prompts_ahead": 1.0, "long_rounds": True}, max_steps=2).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
-    assert [(len(body["prompts"]), body.get("num_groups")) for body in requests] == [(4, 2), (2, None)] * 2
+    assert [(len(body["prompts"]), body.get("num_groups")) for body in requests] == [(4, 2), (2, None)]
     long, usual = ([tuple(prompt["token_ids"]) for prompt in body["prompts"]] for body in (requests[1], requests[0]))
     assert set(long) < set(usual)
 
@@ -136,10 +131,15 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
-@pytest.mark.parametrize("more", [AHEAD, pytest.param(AHEAD | STALE, marks=pytest.mark.nightly)])
-def test_a_resumed_training_trains_on_the_prompts_that_are_left(
-    server: FakeVllm, tmp_path: Path, more: dict[str, Any]
+@pytest.mark.nightly
+def test_a_resumed_training_that_samples_ahead_trains_on_the_prompts_that_are_left(
+    server: FakeVllm, tmp_path: Path
 ) -> None:
+    resume_training(server, tmp_path, AHEAD | STALE)
+
+
+def resume_training(server: FakeVllm, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Train four steps, and again from the checkpoint of the second: on the prompts that are left."""
     trained: list[list[str]] = []
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer_of(server, tmp_path, more, trained, **saving).train()
@@ -194,13 +194,13 @@ def test_a_rollout_function_is_refused(server: FakeVllm, tmp_path: Path) -> None
 
 
 def test_data_that_prompts_cannot_be_drawn_from_ahead_are_refused(server: FakeVllm, tmp_path: Path) -> None:
+    trainer = trainer_of(server, tmp_path, AHEAD)
+    model: Any = trainer.model
+    model.train()
     for rows, message in (
         ([{"prompt": "a", "answer": "a"}], "1 prompts, less than the 2"),
         ([{"prompt": "a", "image": "b"}] * 4, "images"),
     ):
-        trainer = trainer_of(server, tmp_path, AHEAD)
         trainer.train_dataset = Dataset.from_list(rows)
-        model: Any = trainer.model
-        model.train()
         with pytest.raises(ValueError, match=message):
             trainer._generate_and_score_completions([])

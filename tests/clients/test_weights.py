@@ -11,15 +11,7 @@ import httpx
 import pytest
 from safetensors.numpy import save
 
-from darts_client import (
-    AsyncClient,
-    BadRequest,
-    Client,
-    ConnectionFailed,
-    Overloaded,
-    ServerFault,
-    TimedOut,
-)
+from darts_client import AsyncClient, BadRequest, Client, ConnectionFailed, Overloaded, ServerFault, TimedOut
 from darts_client._io import PIECE_SIZE
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.weights.coordinator import State

@@ -1,16 +1,17 @@
 """Our metrics, from the code."""
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from darts_server import metrics
+from darts_server.metrics.collectors import AccessMetrics, ServingMetrics, WeightMetrics
+from darts_server.metrics.quality import QualityMetrics
+from darts_server.metrics.rollouts import RolloutMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -38,15 +39,11 @@ class Metric:
 def ours() -> list[Metric]:
     """Return all metrics of our collectors."""
     registry = _Registry()
-    for maker in _makers():
-        given: dict[str, Any] = {"model_name": "m", "registry": registry}
-        parameters = inspect.signature(maker).parameters
-        if "sources" in parameters:
-            kind = get_args(parameters["sources"].annotation)[0]
-            given["sources"] = kind(**dict.fromkeys((field.name for field in fields(kind)), _zero))
-        if "reads" in parameters:
-            given["reads"] = defaultdict(lambda: _zero)
-        maker(**given)
+    AccessMetrics("m", registry)
+    QualityMetrics("m", defaultdict(lambda: _zero), registry)
+    RolloutMetrics("m", defaultdict(lambda: _zero), registry)
+    ServingMetrics("m", registry=registry)
+    WeightMetrics("m", registry)
     return [metric for collector in registry.made for metric in _described(collector)]
 
 
@@ -62,13 +59,6 @@ class _Registry(CollectorRegistry):
 
 def _zero(*_: object) -> Any:
     return 0.0
-
-
-def _makers() -> Iterator[Any]:
-    for name in metrics.__all__:
-        made = getattr(metrics, name)
-        if inspect.isclass(made) and "registry" in inspect.signature(made).parameters:
-            yield made
 
 
 def _described(collector: Any) -> Iterator[Metric]:

@@ -4,8 +4,6 @@ import json
 from itertools import combinations
 from typing import Any
 
-import yaml
-
 from tests.deploy.names import DEPLOY
 from tests.deploy.queries import texts
 
@@ -48,18 +46,3 @@ def test_counters_are_shown_as_rates() -> None:
     for text in texts(DASHBOARD, "expr"):
         for piece in text.split("_total{")[:-1]:
             assert "rate(" in piece or "increase(" in piece or "darts_candidates" in text, text
-
-
-def test_grafana_finds_its_source_and_the_dashboard() -> None:
-    [source] = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    [provider] = yaml.safe_load((GRAFANA / "provisioning/dashboards/darts.yaml").read_text())["providers"]
-    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]
-    mounted = dict(volume.split(":")[:2] for volume in service["volumes"])
-    assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    assert mounted["./grafana/dashboards"] == provider["options"]["path"]
-    assert (
-        service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-        == f"{provider['options']['path']}/darts.json"
-    )
-    assert source["type"] == "prometheus"
-    assert source["url"] == "http://prometheus:9090"

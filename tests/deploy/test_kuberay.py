@@ -19,15 +19,8 @@ from tests.deploy.test_kubernetes import NEWEST, OLDEST, objects, one, pod, serv
 
 FOLDER = DEPLOY / "kuberay"
 Manifest = tuple[dict[str, Any], dict[str, Any]]
-OF_VLLM = {
-    "--host",
-    "--port",
-    "--max-model-len",
-    "--shutdown-timeout",
-    "--distributed-executor-backend",
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-}
+OF_VLLM = {"--host", "--port", "--max-model-len", "--shutdown-timeout", "--distributed-executor-backend"}
+OF_VLLM |= {"--tensor-parallel-size", "--pipeline-parallel-size"}
 
 
 def read(file: str) -> Manifest:
@@ -70,8 +63,8 @@ def test_there_are_no_other_manifests() -> None:
 @each_job
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_pods_and_service_are_valid_for_kubernetes(version: str, manifest: Manifest) -> None:
-    for spec in pods(manifest):
-        made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
+    for group in groups(manifest):
+        made = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
         kubernetes_validate.validate(made, version, strict=True)
     kubernetes_validate.validate(manifest[1], version, strict=True)
 

@@ -1,5 +1,6 @@
 """The manifests, against the schemas of Kubernetes and against each other."""
 
+from functools import cache
 from typing import Any
 
 import kubernetes_validate
@@ -17,6 +18,7 @@ OF_OPERATORS = ("monitoring.coreos.com/", "kustomize.config.k8s.io/")
 """A custom resource, for which Kubernetes has no schema."""
 
 
+@cache
 def objects() -> list[dict[str, Any]]:
     files = sorted(FOLDER.glob("*.yaml"))
     return [document for file in files for document in yaml.safe_load_all(file.read_text())]

@@ -1,19 +1,19 @@
 import math
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics.quality import METRICS, PREDICTIONS, QualityMetrics, QualitySources
+from darts_server.metrics.quality import METRICS, PREDICTIONS, QualityMetrics
 from darts_server.types import PruningStatus
 
 
 def create(status: PruningStatus = PruningStatus.COLD) -> tuple[QualityMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
 
-    def metric(prediction: str, name: str) -> float | None:
-        return 0.5 if (prediction, name) == ("score", "auc") else None
-
-    sources = QualitySources(lambda: status, metric, lambda: 0.25)
-    return QualityMetrics("tiny", sources, registry), registry
+    reads: dict[str, Any] = {f"darts_quality_{name}": lambda _: None for name in METRICS}
+    reads["darts_quality_auc"] = lambda prediction: 0.5 if prediction == "score" else None
+    reads |= {"darts_quality_loss": lambda: 0.25, "darts_quality_status": lambda each: each is status}
+    return QualityMetrics("tiny", reads, registry), registry
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics import AccessMetrics, RolloutMetrics, WeightMetrics
-from darts_server.metrics.rollouts import GAUGES
+from darts_server.metrics.collectors import AccessMetrics, WeightMetrics
+from darts_server.metrics.rollouts import GAUGES, RolloutMetrics
 from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,

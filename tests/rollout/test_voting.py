@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.observers import VoteObserver
 from darts_server.policy.pruning.calibration import CalibrationStatus
 from darts_server.policy.voting import Extractor, create_extractor
 from darts_server.rollout import voting
@@ -56,7 +55,7 @@ class Voter:
     script: Script | None = None
 
 
-class Election(VoteObserver, Texts):
+class Election(Texts):
     """Runs votes in which candidate i is the i-th voter. The renderer recognises voters by their different lengths."""
 
     def __init__(self, *voters: Voter, documents: Documents | None = None) -> None:
@@ -92,7 +91,9 @@ class Election(VoteObserver, Texts):
         return self
 
     def _runner(self) -> VoteRunner[str, list[int]]:
-        return VoteRunner(self.harness.rollouts, self, self.confidence, self, AtOnce(), lambda: self.harness.engine.now)
+        return VoteRunner(
+            self.harness.rollouts, self, self.confidence, self.vote_ended, AtOnce(), lambda: self.harness.engine.now
+        )
 
     async def run(self, vote: VoteRequest) -> VoteResult:
         waiting = asyncio.create_task(self.votes.run(vote))

@@ -3,12 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
-from darts_server.serving.admission import (
-    Admission,
-    Bounds,
-    Caller,
-    caller,
-)
+from darts_server.serving.admission import Admission, Bounds, Caller, caller
 
 CAPACITY = 10
 
@@ -65,7 +60,7 @@ def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
         caller.set(Caller())
         with pytest.raises(Overloaded, match=r"19 candidates wait .* with 2 more .* 20 \(--max-queued") as error:
             admission.admit(2)
-        assert error.value.retry_after > 0
+        assert error.value.retry_after
         with admission.admit(1):
             caller.set(Caller())
             with pytest.raises(Overloaded):

@@ -6,12 +6,6 @@ import pytest
 from darts_server.engine.scripted import settle
 from darts_server.serving.gate import Gate
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 pytestmark = pytest.mark.anyio
 
 

@@ -12,11 +12,6 @@ from darts_server.serving.loop_lag import watch_loop
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def hold_the_loop(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:

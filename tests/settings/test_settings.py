@@ -43,6 +43,9 @@ def test_defaults_are_valid_together() -> None:
         ({"group_size": "8", "max_group_size": "4"}, ["at most max_group_size = 4"]),
         ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
         ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
+        ({"keep_ratio": "0.95"}, ["keep_ratio must be from min_survival"]),
+        ({"keep_ratio": "0.2", "min_survival": "0.3"}, ["keep_ratio must be from min_survival"]),
+        ({"soft_rewards": "true", "reward_threshold": "0.5"}, ["soft_rewards and reward_threshold exclude each other"]),
     ],
 )
 def test_an_invalid_flag_is_reported_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:
@@ -97,11 +100,9 @@ def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monk
         ({"group_size": True}, "group_size", "valid integer, got True"),
         ({"policy": "darts", "redundancy": 3}, "redundancy", "must be at most max_redundancy = 2.0, got 3"),
         ({"max_group_size": 4, "group_size": 8}, "max_group_size", "max_group_size = 4"),
-        (
-            {"state_dir": "/tmp"},
-            "state_dir",
-            "cannot change while the server runs; settings that can",
-        ),
+        ({"state_dir": "/tmp"}, "state_dir", "cannot change while the server runs; settings that can"),
+        ({"keep_ratio": 0.95}, "keep_ratio", "keep_ratio: must be from"),
+        ({"detect_at": [64]}, "detect_at", "detect_at: cannot change while the server runs"),
         ({"redundncy": 2}, "redundncy", "unknown setting; settings that can change are policy"),
     ],
 )
@@ -166,19 +167,6 @@ def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path
     for wrong in ("0", "", "a,b", "128,,512", "1.5"):
         with pytest.raises(InvalidSetting, match=r"--detect-at = .*: must be positive whole numbers.*Default: 512"):
             load({"detect_at": wrong}, None)
-
-
-def test_pruning_settings_are_checked_together() -> None:
-    for wrong in ({"keep_ratio": "0.95"}, {"keep_ratio": "0.2", "min_survival": "0.3"}):
-        with pytest.raises(InvalidSetting, match="keep_ratio must be from min_survival"):
-            load(wrong, None)
-    with pytest.raises(InvalidSetting, match="soft_rewards and reward_threshold exclude each other"):
-        load({"soft_rewards": "true", "reward_threshold": "0.5"}, None)
-    with pytest.raises(InvalidRequest, match="keep_ratio: must be from"):
-        apply_patch(load({}, None), {"keep_ratio": 0.95})
-    with pytest.raises(InvalidRequest, match="detect_at: cannot change while the server runs"):
-        apply_patch(load({}, None), {"detect_at": [64]})
-    assert apply_patch(load({"detect_at": "64"}, None), {"refill": True}).detect_at == (64,)
 
 
 def test_dialects_are_known_names_once_each(config: Path) -> None:

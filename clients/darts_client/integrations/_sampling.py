@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import FiniteFloat
 
 from .._async_transport import AsyncTransport
-from .._completions import NEUTRAL, first_model, parse_models
+from .._completions import NEUTRAL, ChoiceLogprobs, first_model, parse_models
 from .._errors import ProtocolError
 from .._models import WireModel, parse_response
 from .._requests import TransportOptions
@@ -25,10 +24,6 @@ SAMPLING = frozenset(NEUTRAL) | {
 """vLLM's names of what a trainer may set. The server ignores names that it does not know."""
 
 
-class _Logprobs(WireModel):
-    token_logprobs: tuple[FiniteFloat, ...]
-
-
 class Sampled(WireModel):
     """An answer. `finish_reason`: `stop`, `length`, or `abort` for the tokens so far of an aborted request.
 
@@ -38,7 +33,7 @@ class Sampled(WireModel):
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    logprobs: _Logprobs | None = None
+    logprobs: ChoiceLogprobs | None = None
     prompt_tokens: int = 0
 
     @property
