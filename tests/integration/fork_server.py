@@ -132,8 +132,8 @@ def serve(listener: socket.socket) -> NoReturn:
     sys.argv = arguments = wait_until_forked(listener)
     if arguments[0] == CODE[0]:
         exec(arguments[-1], {"__name__": "__main__"})
-    else:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        os._exit(0)  # nothing is left to do, but Triton would list in public what it has not freed
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     sys.exit()
 
 
