@@ -15,10 +15,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.integration.fork_server import ForkServer
+from tests.integration.fork_server import FORKS, ForkServer
 
-FORKS = "DARTS_TESTS_FORKS"
-"""Environment variable with the address of the fork server."""
 FORK_SERVER = pytest.StashKey[ForkServer]()
 
 SLOW_MACHINES = [HealthCheck.too_slow]

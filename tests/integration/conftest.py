@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 
 from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
-from tests.conftest import FORKS
 from tests.integration.fleets import fleet
-from tests.integration.fork_server import EAGER, Forks, Serve, can_fork
+from tests.integration.fork_server import EAGER, FORKS, Forks, Serve, can_fork
 
 ENVIRONMENT["DARTS_POLICY"] = "uniform"  # most tests are of shaped groups; those of the default name it
 

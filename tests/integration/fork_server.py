@@ -1,11 +1,12 @@
-"""Starts servers by forking a process that has imported vLLM already.
+"""Starts servers, and the workers of a test run, by forking a process that has imported vLLM already.
 
 A server has three processes, and each spends some seven seconds of a core on importing vLLM: two thirds of the cost of
 a start. A fork has everything imported. Servers whose processes, signals or exit code a test looks at are started as
 users start them, by ``darts_server.demo.server.launch``.
 
-There is one such process for a test run, whatever number of workers it has. It imports vLLM when the first of them
-needs a server.
+There is one such process for a test run, whatever number of workers it has. It imports vLLM at the first request.
+Run as a program with ``-u -c CODE`` this module is a Python whose process is a fork: ``scripts/test`` has
+pytest-xdist start its workers with it.
 """
 
 import gc
@@ -31,6 +32,9 @@ ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
 Serve = Callable[..., AbstractContextManager[Server]]
 """Has the parameters of `darts_server.demo.server.serving`."""
+FORKS = "DARTS_TESTS_FORKS"
+"""Environment variable with the address of the fork server."""
+CODE = ["-u", "-c"]
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """vLLM's sampler compiles its three operations at the first sampled token, which takes longer than most tests."""
 
@@ -70,10 +74,15 @@ class Forks:
 
     def launch(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
         """Run ``python -m`` with these arguments in a fork."""
+        with open(os.devnull) as nothing, log.open("wb") as output:
+            return self.fork(arguments, dict(env) | EAGER, [nothing.fileno(), output.fileno(), output.fileno()])
+
+    def fork(self, arguments: Sequence[str], env: Mapping[str, str], streams: Sequence[int]) -> "ForkedProcess":
+        """Run ``python -m`` with these arguments, or ``python`` with ``-u -c CODE``, and standard streams in a fork."""
         ours, theirs = socket.socketpair()
-        with theirs, log.open("wb") as output:
-            request = json.dumps([list(arguments), dict(env) | EAGER]).encode()
-            socket.send_fds(self._requests, [request], [output.fileno(), theirs.fileno()])
+        with theirs:
+            request = json.dumps([list(arguments), dict(env)]).encode()
+            socket.send_fds(self._requests, [request], [theirs.fileno(), *streams])
         return ForkedProcess(ours)
 
     def close(self) -> None:
@@ -119,28 +128,44 @@ def can_fork() -> bool:
     return not torch.cuda.is_available()
 
 
-def main(listener: socket.socket) -> NoReturn:
-    arguments = wait_until_forked(listener)
-    sys.argv = list(arguments)
+def serve(listener: socket.socket) -> NoReturn:
+    sys.argv = arguments = wait_until_forked(listener)
+    if arguments[0] == CODE[0]:
+        exec(arguments[-1], {"__name__": "__main__"})
+        os._exit(0)  # nothing is left to do, but Triton would list in public what it has not freed
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     sys.exit()
 
 
-def import_engine() -> None:
-    """Import whatever a server and its engine's processes import, and make vLLM fork the engine's processes too."""
+def import_vllm() -> None:
+    """Import whatever of vLLM a server and its engine's processes import."""
     import vllm.entrypoints.openai.api_server
     import vllm.envs
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker
+    import vllm.v1.worker.cpu_worker  # noqa: F401  # loaded before the forks
+
+    os.register_at_fork(after_in_child=forget_signals)
+    prepare_to_fork()
+
+
+def import_server() -> None:
+    """Import the rest of a server, which workers of a test run have not imported when they begin to measure coverage.
+
+    Make vLLM fork the engine's processes too.
+    """
+    import vllm.envs
 
     import darts_server.app
     import darts_server.vllm.server
     import darts_server.vllm.worker  # noqa: F401  # loaded before the forks
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
-    os.register_at_fork(after_in_child=forget_signals)
+    prepare_to_fork()
+
+
+def prepare_to_fork() -> None:
     assert threading.active_count() == 1, "a lock that another thread holds would stay locked in every fork"
     gc.freeze()  # collections in the forks would otherwise copy all memory that they share
 
@@ -167,8 +192,6 @@ def wait_until_forked(listener: socket.socket) -> list[str]:
                     wait_for_children()
                     os._exit(0)
                 if key.fileobj is listener:
-                    if "vllm" not in sys.modules:
-                        import_engine()
                     selector.register(listener.accept()[0], selectors.EVENT_READ)
                 elif (arguments := fork_at_request(key.fileobj, selector)) is not None:
                     return arguments
@@ -176,19 +199,22 @@ def wait_until_forked(listener: socket.socket) -> list[str]:
 
 def fork_at_request(requests: Any, selector: selectors.BaseSelector) -> list[str] | None:
     """Read a request and fork; return its arguments in the fork, and ``None`` in the process that goes on."""
-    request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+    request, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
     if not request:
         selector.unregister(requests)
         requests.close()
         return None
-    output, status = descriptors
+    arguments, env = json.loads(request)
+    if "vllm" not in sys.modules:
+        import_vllm()
+    if arguments[0] != CODE[0] and "darts_server.app" not in sys.modules:
+        import_server()
     if os.fork() == 0:
         for key in list(selector.get_map().values()):
             if key.fileobj is not sys.stdin:
                 key.fileobj.close()  # type: ignore[union-attr]  # sockets all
-        report_exit_code(status)
-        arguments, env = json.loads(request)
-        become_server(output, env)
+        report_exit_code(descriptors[0])
+        become(descriptors[1:], env)
         return list(arguments)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -214,16 +240,16 @@ def report_exit_code(status: int) -> None:
     os._exit(0)
 
 
-def become_server(output: int, env: Mapping[str, str]) -> None:
+def become(streams: Sequence[int], env: Mapping[str, str]) -> None:
     os.setpgid(0, 0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(output, stream.fileno())
-    os.close(output)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     os.environ.clear()
     os.environ.update(env)
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1:3] == CODE:
+        sys.exit(Forks(os.environ[FORKS]).fork(sys.argv[1:], os.environ, (0, 1, 2)).wait())
+    serve(socket.socket(fileno=int(sys.argv[1])))

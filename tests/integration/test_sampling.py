@@ -67,10 +67,10 @@ def test_our_routes_and_the_client_ignore_the_models_generation_config(processed
         assert (client.vote(PROMPT, n=2, pattern="#([0-9])", max_tokens=9).sampling or {})["top_k"] == 0
 
 
-def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(processed: Server) -> None:
-    answer = rollouts(processed, top_k=1, temperature=0.5, logprobs=True)
+def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(server: Server) -> None:
+    answer = rollouts(server, top_k=1, temperature=0.5, logprobs=True)
     for trajectory in answer.json()["groups"][0]["trajectories"]:
         assert trajectory["logprobs"] == [0.0] * trajectory["length"]
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "logprobs": 0}
-    [choice] = httpx.post(f"{processed.url}/v1/completions", json=body, timeout=240).json()["choices"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "logprobs": 0, "top_k": 1}
+    [choice] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()["choices"]
     assert set(choice["logprobs"]["token_logprobs"]) == {0.0}, "also on vLLM's routes"

@@ -1,6 +1,6 @@
 """Requests of strangers to a server without keys, signals that must not end it, and its sudden end.
 
-One server, started as users start it: its processes are looked at. The last test kills it.
+One server, at night also one that is started as users start it: its processes are looked at. The last test kills it.
 """
 
 import os
@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.demo.server import DARTS, Launch, Server, launch, serving
 from tests.integration.fork_server import EAGER
 
 pytestmark = pytest.mark.engine
@@ -22,12 +22,14 @@ COMPLETION = {"model": "tiny", "prompt": "7a-5b*4>", "n": 2, "max_tokens": 5}
 SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
+def server(
+    forks: Launch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """TRL's way: without keys, with vLLM's development routes. And as behind a proxy: any is believed."""
     environment = EAGER | {"VLLM_SERVER_DEV_MODE": "1", "FORWARDED_ALLOW_IPS": "*"}
-    log = tmp_path_factory.mktemp("strangers") / "log"
-    with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment) as running:
+    log, start = tmp_path_factory.mktemp("strangers") / "log", forks if request.param == "forked" else launch
+    with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment, launch=start) as running:
         yield running
 
 
