@@ -60,11 +60,8 @@ class Kept(Generic[K, V]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0
+        self.size = 0
         self._of: dict[str, OrderedDict[K, V]] = {}
-
-    def __len__(self) -> int:
-        return self._size
 
     def of(self, caller: str) -> Mapping[K, V]:
         """Return a caller's entries, the oldest first."""
@@ -73,10 +70,10 @@ class Kept(Generic[K, V]):
     def put(self, caller: str, key: K, value: V) -> K | None:
         """Add or renew an entry; returns the key of the one that is dropped for it, if any."""
         own = self._of.setdefault(caller, OrderedDict())
-        self._size += key not in own
+        self.size += key not in own
         own[key] = value
         own.move_to_end(key)
-        if self._size <= self._limit:
+        if self.size <= self._limit:
             return None
         largest = max(self._of, key=lambda each: len(self._of[each]))
         oldest = next(iter(self._of[largest]))
@@ -87,7 +84,7 @@ class Kept(Generic[K, V]):
         """Remove an entry and return it; ``None`` without one."""
         if key not in self.of(caller):
             return None
-        self._size -= 1
+        self.size -= 1
         value = self._of[caller].pop(key)
         if not self._of[caller]:
             del self._of[caller]
@@ -117,10 +114,7 @@ class TokenIndex:
         self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)  # known hashes, by their highest bits
         self._mixed = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)  # these hashes, combined by XOR
         self._rng = np.random.default_rng()
-        self._weights = self._draw_weights(FIRST_WEIGHTS)
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self._weights: Hashes = np.empty(0, dtype=np.uint64)  # random and odd, by position
 
     def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
         """Return the hashes of all prefixes of a sequence, from its first token to all of it.
@@ -129,7 +123,9 @@ class TokenIndex:
         """
         end = length + len(tokens)
         while end > len(self._weights):
-            self._weights = np.concatenate([self._weights, self._draw_weights(len(self._weights))])
+            count = max(FIRST_WEIGHTS, len(self._weights))
+            more = self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
+            self._weights = np.concatenate([self._weights, more])
         try:
             packed = array("Q", tokens)  # "q" takes three times as long
         except OverflowError:  # what stands for an image may be negative
@@ -167,9 +163,6 @@ class TokenIndex:
         bucket = key >> (64 - BUCKET_BITS)
         self._counts[bucket] = int(self._counts[bucket]) + change
         self._mixed[bucket] ^= np.uint64(key)
-
-    def _draw_weights(self, count: int) -> Hashes:
-        return self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
 
 
 @dataclass(slots=True)
@@ -274,8 +267,7 @@ class Turns:
         now = self._clock()
         if turn.session is not None:
             session = self._find_session(turn.caller, turn.session) or _Session(prompt_hash, now)
-            session.used_at, session.rank = now, turn.rank
-            session.answers += 1
+            session.used_at, session.rank, session.answers = now, turn.rank, session.answers + 1
             if session.answers == SUSPICIOUS_ANSWERS:
                 logger.warning(
                     "session %r had %d answers; its requests are not put into groups, but for those with its first "
@@ -294,8 +286,7 @@ class Turns:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
             restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
-            restarts.aborted_at = now
-            restarts.count += 1
+            restarts.aborted_at, restarts.count = now, restarts.count + 1
             self._restarts.put(turn.caller, prompt_hash, restarts)
 
     def forget_session(self, caller: str, name: str) -> bool:

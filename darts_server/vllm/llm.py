@@ -212,14 +212,12 @@ class ShapingLLM(ControlledLLM):
         assert rollouts is not None
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         seed = request.tail_seed
-        spec = GroupSpec.of_plan(
-            plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER
-        )
+        spec = GroupSpec(plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER)
         async with self.gate.enter():
             aborts = rollouts.aborts
             allocation = await rollouts.allocator.allocate(plan, prompt_key, request.tokens)
             allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-            run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+            run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
                 run.abort()
             try:

@@ -172,8 +172,8 @@ class Server:
             async with self.rollouts.gate.enter():
                 allocation = await self.rollouts.allocator.allocate(plan, prompt)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-                spec = GroupSpec.of_plan(plan, prompt, f"group {number}")
-                run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+                spec = GroupSpec(plan, prompt, f"group {number}")
+                run = self.rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:
                     assert len([each async for each in run.trajectories()]) == plan.size
                 finally:

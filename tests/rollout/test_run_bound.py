@@ -18,7 +18,7 @@ from tests.rollout.helpers import Harness, collect
 from tests.rollout.test_run_cut import started
 
 pytestmark = pytest.mark.anyio
-CAP = 2000
+CAP = 1000
 SIZE = 8
 GROUPS = [f"p{i}" for i in range(16)]
 RULE = Deadline(exploration=0.0)
@@ -109,9 +109,8 @@ def runaways(harness: Harness, name: str) -> list[int]:
     return [i for i in range(16) if harness.script(name, i).finish_reason is FinishReason.LENGTH]
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_an_explored_cohort_runs_past_the_bound_and_records_it(seed: int) -> None:
-    harness = with_runaways(seed)
+async def test_an_explored_cohort_runs_past_the_bound_and_records_it() -> None:
+    harness = with_runaways(0)
     harness.rollouts.allocator.deadlines.should_explore = lambda rule, policy, groups: True  # type: ignore[method-assign]  # always
     runs = await harness.start_cohort(SIZE, "darts_cut", GROUPS)
     harness.engine.now = 0

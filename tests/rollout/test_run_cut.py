@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.policy.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
@@ -27,7 +27,7 @@ CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
     context = GroupContext(engine, recorder.events, None, StartQueue(), lambda: engine.now)
-    spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
+    spec = GroupSpec(Plan("cut", UNSHAPED, 1), "prompt", "g", tail_seed=(SEED,))
     return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None)
 
 
@@ -123,13 +123,7 @@ class DeafCandidate(ScriptedCandidate):
 class Deaf(ScriptedEngine):
     """It does nothing about a stop, and dies at step 20."""
 
-    async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
-    ) -> ScriptedCandidate:
-        started = await super().start(request, index, probe, order)
-        deaf = DeafCandidate(started.request, started.index, started.script, started.started_at)
-        self.started[self.started.index(started)] = deaf
-        return deaf
+    candidate_type = DeafCandidate
 
     async def step(self) -> None:
         await super().step()

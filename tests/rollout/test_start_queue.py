@@ -172,8 +172,8 @@ async def test_stragglers_that_go_on_start_first() -> None:
     carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
     runs = []
     for text, parts in (("50", []), ("90", [carried, carried])):
-        spec = GroupSpec.of_plan(plan, text, text, text, (1,))
-        runs.append(harness.rollouts.start(spec, plan, Allocation(SIZE), carried=parts))
+        spec = GroupSpec(plan, text, text, text, (1,))
+        runs.append(harness.rollouts.start(spec, Allocation(SIZE), carried=parts))
     waiting = [asyncio.create_task(collect(run)) for run in runs]
     await settle()
     await harness.engine.run()
@@ -185,8 +185,8 @@ async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_to
     harness = new_harness({"90": 90}, slots=8)
     plan = harness.plan(SIZE, "two")
     carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
-    spec = GroupSpec.of_plan(plan, "90", "90", "90", (1,))
-    run = harness.rollouts.start(spec, plan, Allocation(SIZE), carried=[carried, CarriedCandidate()])
+    spec = GroupSpec(plan, "90", "90", "90", (1,))
+    run = harness.rollouts.start(spec, Allocation(SIZE), carried=[carried, CarriedCandidate()])
     waiting = asyncio.create_task(collect(run))
     await settle()
     for candidate in harness.engine.running:

@@ -159,7 +159,7 @@ def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any
         "group_id": spec.group_id,
         "began": group.started_at,
         "prompt_key": spec.prompt_key,
-        "policy": spec.policy,
+        "policy": spec.policy if isinstance(spec, GroupRecord) else spec.plan.policy,
         "size": group.size,
         "started": len(group.candidates),
     }

