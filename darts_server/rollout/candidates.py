@@ -347,7 +347,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._ticket.mark_started(1)
                     self._return_unstarted(candidate)
                     return
-                request, number, order = candidate.request, candidate.number, self._order.of(resumed)
+                request, number, order = candidate.request, candidate.number, self._order(resumed)
                 try:
                     if resumed:
                         running = await self._engine.resume(request, number, carried.prefix, order)

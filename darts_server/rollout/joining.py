@@ -136,17 +136,21 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Abort the request with that id, if it waits."""
-        for groups in self.groups.values():
-            for group in groups:
-                group.abort(request_id)
+        """Answer the request with that id, if it waits, with what its own candidate has generated so far.
+
+        Its seat stays in the draw.
+        """
+        for group in [group for groups in self.groups.values() for group in groups]:
+            for seat in [] if group.run.has_ended else group.seats:
+                if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
+                    seat.aborted = True
+                    group.run.runner.abort_request(seat.request, seat.caller)
 
     def drain(self) -> None:
         """Close all groups with the requests that have arrived, and from now on every group with its first one."""
         self.draining = True
-        for groups in self.groups.values():
-            for group in groups:
-                group.closed.set()
+        for group in [group for groups in self.groups.values() for group in groups]:
+            group.closed.set()
 
     def _find_seat(
         self, request: JoinRequest[RequestT]
@@ -191,7 +195,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._joiner = joiner
         self._first = first
         self._timeout = timeout
-        self._seats: list[_Seat[RequestT, OutputT]] = []
+        self.seats: list[_Seat[RequestT, OutputT]] = []
         self._ended = False
         self.closed = asyncio.Event()
         """Whether no further request may join."""
@@ -200,22 +204,22 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
         )
         self._ticket = first.ticket.split(0)
-        self._run = joiner.collect(spec, self.closed.set, self._ticket)
+        self.run = joiner.collect(spec, self.closed.set, self._ticket)
         if first.name is not None:
-            self._run.request_ids += (first.name,)
+            self.run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
-        self._seats.append(seat)
-        self._run.request_ids += (request.request_id,)
+        self.seats.append(seat)
+        self.run.request_ids += (request.request_id,)
         self._ticket.merge(request.ticket)
-        self._run.add_candidate(request.request)
+        self.run.add_candidate(request.request)
         if self._timer is not None:
             self._timer.cancel()
-        if len(self._seats) == self._first.plan.size:
+        if len(self.seats) == self._first.plan.size:
             self.closed.set()
         else:
             self._timer = loop.call_later(self._timeout, self.closed.set)
@@ -223,27 +227,19 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
         """Give the seat of a disconnected caller to a late one, while the group runs."""
-        for seat in self._seats:
-            if seat.caller is None and not seat.answered and not self._run.has_ended:
+        for seat in self.seats:
+            if seat.caller is None and not seat.answered and not self.run.has_ended:
                 seat.request_id = request.request_id
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.request_ids += (request.request_id,)
+                self.run.request_ids += (request.request_id,)
                 return seat
         return None
 
-    def abort(self, request_id: str) -> None:
-        """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
-        for seat in self._seats:
-            caller = seat.caller
-            if seat.request_id == request_id and caller is not None and not caller.done() and not self._run.has_ended:
-                seat.aborted = True
-                self._run.runner.abort_request(seat.request, caller)
-
     def stop_if_unattended(self) -> None:
         """Stop everything once no caller waits any more."""
-        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self._seats):
+        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
 
@@ -251,22 +247,21 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     async def _answer_callers(self) -> None:
         """Open the group once its callers are there, and answer a random one with each trajectory."""
-        first, run, joiner, rng = self._first, self._run, self._joiner, random.Random()
+        first, run, joiner, rng = self._first, self.run, self._joiner, random.Random()
         try:
             await self.closed.wait()
             if not run.has_ended:
-                full = len(self._seats) == first.plan.size
-                plan = first.plan if full else first.plan.shrunk(len(self._seats))
-                allocation, max_candidates = Allocation(plan.size), 0
+                full = len(self.seats) == first.plan.size
+                plan = first.plan if full else first.plan.shrunk(len(self.seats))
+                allocation = Allocation(plan.size)
                 if not joiner.draining:
                     joiner.report_sealed(full=full, planned=first.plan.size)
                     allocation = await joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                    max_candidates = plan.shaping.max_candidates(plan.size)
-                run.open(allocation.rule(plan), allocation, max_candidates)
+                run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
             async for trajectory in run.trajectories():
-                free = [seat for seat in self._seats if seat.output is None]
+                free = [seat for seat in self.seats if seat.output is None]
                 candidate = run.runner.candidates[trajectory.index]
                 if candidate.aborted:  # it goes to the caller that it was started for
                     own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
@@ -274,11 +269,11 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                     others = [seat for seat in free if not any(seat.request is request for request in owners)]
                     free = own[:1] or others or free
                 rng.choice(free).give(trajectory.output)
-            for seat in self._seats:
+            for seat in self.seats:
                 if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
                     seat.give(run.engine.aborted_output(seat.request))
         except Exception as error:
-            for seat in self._seats:
+            for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
                     seat.caller.set_exception(error)
         finally:
@@ -295,4 +290,4 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         groups[key].remove(self)
         if not groups[key]:
             del groups[key]
-        self._run.cancel()
+        self.run.cancel()

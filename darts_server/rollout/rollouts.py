@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -20,7 +20,7 @@ from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.rollout.start_queue import NO_ORDER, StartingOrder, StartQueue
+from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
@@ -99,7 +99,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poll_seconds = intervals.poll
         self._polling: asyncio.Task[None] | None = None  # while there are groups
-        self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
+        self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
+        """Running groups, the oldest first: a set that keeps its order."""
         self.aborts = 0
         """How often everything was aborted."""
         self._suspended = False
@@ -186,7 +187,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         def ended(run: GroupRun[RequestT, OutputT]) -> None:
             self._group_ended.set()
-            del self._runs[run]
+            del self.runs[run]
             self.gate.leave()
             held.release()
             on_end()
@@ -200,7 +201,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             raise
         earlier_pass_rate = None if stats is None else stats.pass_rate
         run = GroupRun(self._context, spec, held, ended, carried, order, earlier_pass_rate)
-        self._runs[run] = None
+        self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")
         if self._suspended:
@@ -209,29 +210,25 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     async def _poll(self) -> None:
         """Poll all groups for their progress; no timer runs while there is none."""
-        while self._runs:
+        while self.runs:
             await asyncio.sleep(self._poll_seconds)
-            for run in list(self._runs):
+            for run in list(self.runs):
                 run.poll()
         self._polling = None
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the place of a request that comes now among others, on an engine that has priorities."""
         if not self.engine.has_priorities:
-            return NO_ORDER
+            return lambda _: 0.0
         mean = None if prompt_key is None else self.statistics.prompts.mean(prompt_key)
         # A new prompt is expected to be as long as the data set's mean.
-        return StartingOrder(self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0)
+        since, expected = self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0
+        return lambda tokens: since - TOKEN_SECONDS * max(expected, tokens)
 
     @property
     def running(self) -> int:
         """Number of running groups."""
-        return len(self._runs)
-
-    @property
-    def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
-        """Running groups, the newest first."""
-        return reversed(self._runs)
+        return len(self.runs)
 
     def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
         """Learn the lengths of a request that the engine has served by itself, as those of a group.
@@ -251,18 +248,18 @@ class Rollouts(Generic[RequestT, OutputT]):
     def abort(self, group_id: str) -> None:
         """Abort all groups, or the single request, with that id, if they run: see `GroupRun.abort`."""
         self.joiner.abort(group_id)
-        for run in [run for run in self._runs if run.spec.group_id == group_id]:  # callers choose ids, which may recur
+        for run in [run for run in self.runs if run.spec.group_id == group_id]:  # callers choose ids, which may recur
             run.abort()
 
     def abort_all(self, reason: str) -> None:
         """Abort all running groups, see `GroupRun.abort`. ``reason``: for callers that get an error."""
         self.aborts += 1
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
         """End all running groups; their callers get the error."""
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.fail(error)
 
     async def suspend(self) -> None:
@@ -271,18 +268,18 @@ class Rollouts(Generic[RequestT, OutputT]):
         Groups that begin before `resume` start no candidates either.
         """
         self._suspended = True
-        unfinished = [run for run in list(self._runs) if not run.suspend()]
+        unfinished = [run for run in list(self.runs) if not run.suspend()]
         while any(not run.has_ended for run in unfinished):
             self._group_ended.clear()
             await self._group_ended.wait()
 
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.runner.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""
         self._suspended = False
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.resume()

@@ -27,11 +27,11 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
-from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
+from darts_server.records import GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
-from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
+from darts_server.rollout.start_queue import StartingOrder
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import DiscardReason, Outcome
 
@@ -68,7 +68,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         ticket: Ticket,
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         carried: Sequence[CarriedCandidate[OutputT]] = (),
-        order: StartingOrder = NO_ORDER,
+        order: StartingOrder = lambda _: 0.0,
         earlier_pass_rate: float | None = None,
     ) -> None:
         self.spec = spec
@@ -89,6 +89,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             survival = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
         rng = np.random.default_rng(spec.tail_seed)
         self._group = Group(rng=rng, deliver_early=spec.early, survival_rng=survival)
+        self.candidates: Sequence[Candidate] = self._group.candidates
+        """All that were started so far, by index, in their present state."""
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
@@ -99,7 +101,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
-        self._deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()  # not taken by the caller yet
+        self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
+        """What its caller has not taken yet: indices of candidates, and an error."""
         self._delivered: set[int] = set()  # taken or not
 
     # --- driving the group --------------------------------------------------
@@ -140,7 +143,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         count = 0
         try:
             while count != self._selected:
-                index = await self._deliveries.get()
+                index = await self.deliveries.get()
                 if isinstance(index, Exception):
                     raise index
                 count += 1
@@ -265,10 +268,10 @@ class GroupRun(Generic[RequestT, OutputT]):
                 for candidate in undelivered:
                     candidate.aborted = True
                 self.cancel(error, DiscardReason.ABORTED)
-                self._deliveries.put_nowait(error)
+                self.deliveries.put_nowait(error)
             case OnAbort.CARRY:
                 self.stop_to_carry(error)
-                self._deliveries.put_nowait(error)
+                self.deliveries.put_nowait(error)
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
         """Return what the candidates of a group have generated that was aborted, with those that it had delivered.
@@ -289,7 +292,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def fail(self, error: Exception) -> None:
         """End the group from outside; its caller gets the error."""
         self.cancel(error)
-        self._deliveries.put_nowait(error)
+        self.deliveries.put_nowait(error)
 
     # --- observing the group ------------------------------------------------
 
@@ -299,23 +302,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         return self._group.outcome is not None
 
     @property
-    def has_deliveries(self) -> bool:
-        """Whether its caller has not taken everything that was delivered."""
-        return not self._deliveries.empty()
-
-    @property
-    def candidates(self) -> Sequence[Candidate]:
-        """All candidates started so far, by index, in their present state."""
-        return self._group.candidates
-
-    @property
     def size(self) -> int | None:
         """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.size if self._group.is_open else None
-
-    def candidate_record(self, index: int) -> CandidateRecord:
-        """The present state of a candidate."""
-        return self.runner.candidates[index].record(self.runner.count_tokens(index))
 
     @property
     def generated_tokens(self) -> int:
@@ -342,7 +331,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Deliver a candidate to the caller; harmless if it was delivered before."""
         if index not in self._delivered:
             self._delivered.add(index)
-            self._deliveries.put_nowait(index)
+            self.deliveries.put_nowait(index)
 
     def _take_back_minimum(self) -> None:
         """Take back the minimum that was reported to the cohort: new candidates may be short."""
@@ -377,7 +366,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                         self._deliver(index)
                 case GiveUp(error=error):
                     self._close(error)
-                    self._deliveries.put_nowait(error)
+                    self.deliveries.put_nowait(error)
 
     def _close(self, error: Exception | None = None) -> None:
         """Record and report the group's end, once."""

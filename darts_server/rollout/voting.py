@@ -328,7 +328,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
                 # Others that have finished already count, whether they are needed or not.
-                if run.has_ended or run.has_deliveries or len(collected) % interval:
+                if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
                     run.finish_early()

@@ -191,7 +191,7 @@ class ShapingLLM(ControlledLLM):
         options = on_rank(self, request.options, turn.rank)
         turn.rank = rank_of(options)
         if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
-            order = self.rollouts.starting_order(None).of()
+            order = self.rollouts.starting_order(None)(0)
             options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         outputs = super().generate(request.prompt, request.params, request.request_id, **options)
         with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import GroupAborted, InvalidRequest, Overloaded, QuotaReached, ServerStopping
+from darts_server.exceptions import GroupAborted, InvalidRequest, QuotaReached, ServerStopping
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
@@ -136,20 +136,6 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
         run.cancel()
     await settle()
     assert harness.rollouts.redundancy_scale() == 1
-
-
-async def test_a_batch_is_refused_while_the_queue_is_too_long_and_starts_nothing() -> None:
-    harness = Harness(script)
-    waiting = 0
-    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8 + STARTED))
-    waiting = 9
-    with pytest.raises(Overloaded, match=f"9 candidates wait .* with {STARTED} more"):
-        await submit(harness, batch_request(*PROMPTS))
-    waiting = 8
-    await submit(harness, batch_request(*PROMPTS))
-    with pytest.raises(Overloaded):
-        await submit(harness, batch_request("20"))
-    assert not harness.engine.started
 
 
 async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:

@@ -12,7 +12,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartingOrder, StartQueue
+from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartQueue
 from tests.rollout.helpers import Documents, Harness, collect
 from tests.rollout.joining.joining import SteppedLoop
 
@@ -195,9 +195,3 @@ async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_to
     assert sorted(candidate.generated for candidate in harness.engine.running) == [0, 80]
     await harness.engine.run()
     assert sorted(trajectory.index for trajectory in await waiting) == [2, 3]
-
-
-def test_the_order_is_that_of_when_a_request_must_start_to_end_with_the_others() -> None:
-    assert StartingOrder(10.0, 100.0).of() == pytest.approx(10 - 100 * TOKEN_SECONDS)
-    assert StartingOrder(10.0, 100.0).of(40) == StartingOrder(10.0, 100.0).of()
-    assert StartingOrder(10.0, 100.0).of(400) == pytest.approx(10 - 400 * TOKEN_SECONDS)

@@ -275,15 +275,6 @@ def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_
     assert found == [(len(each), Known(is_answer=False, rank=sequences[each])) for each in begun]
 
 
-def test_each_caller_has_its_own_sequences_also_if_they_are_the_same() -> None:
-    index = TokenIndex(100)
-    for rank, caller in enumerate("abc"):
-        add(index, [3, 4], [5], rank, caller)
-    for rank, caller in enumerate("abc"):
-        assert known_prefixes(index, [3, 4, 5, 6], caller) == [(3, Known(is_answer=False, rank=rank))]
-    assert not known_prefixes(index, [3, 4, 5, 6], "d")
-
-
 def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
     index = TokenIndex(100)
     key = hash_of(index, [3, 4])

@@ -9,7 +9,6 @@ from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
-from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -86,26 +85,6 @@ class SigningEngine(ScriptedEngine):
         return signed(request, 0, 0)
 
 
-class RecordedRollouts(Rollouts[str, list[int]]):
-    """Record the groups that were started, and give them reproducible tail seeds."""
-
-    def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
-        super().__init__(engine, *args, **more)
-        self.runs: dict[str, GroupRun[str, list[int]]] = {}
-        self._tail_seed = tail_seed
-
-    def collect(
-        self,
-        spec: GroupSpec[str],
-        on_end: Callable[[], None] = lambda: None,
-        ticket: Ticket | None = None,
-        carried: Sequence[CarriedCandidate[list[int]]] = (),
-    ) -> GroupRun[str, list[int]]:
-        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket, carried)
-        self.runs[spec.group_id] = run
-        return run
-
-
 @dataclass
 class Caller:
     """One request for one trajectory."""
@@ -147,15 +126,23 @@ class JoiningHarness:
         self.store = Documents()
         self.callers: list[Caller] = []
         self._others = asyncio.all_tasks()
-        self.rollouts = RecordedRollouts(
+        self.runs: dict[str, GroupRun[str, list[int]]] = {}
+        """All groups that were started."""
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
-            tail_seed,
             Planner({"shaped": shaping}, "shaped", Limits(64)),
             Statistics(self.store, self.engine.capacity),
             Intervals(poll=0, allocation=window, join=wait, join_named=NAMED_WAIT),
             clock=lambda: self.engine.now,
         )
         self.recorder = Recorder(self.rollouts.observers)
+
+        def collect(spec: GroupSpec[str], on_end: Callable[[], None], ticket: Ticket) -> GroupRun[str, list[int]]:
+            spec = replace(spec, tail_seed=(tail_seed, len(self.runs)))  # reproducible
+            run = self.runs[spec.group_id] = self.rollouts.collect(spec, on_end, ticket)
+            return run
+
+        self.rollouts.joiner.collect = collect
 
     def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """Send a caller's request. ``name``: its name for the group."""
@@ -197,7 +184,7 @@ class JoiningHarness:
 
     def fates(self, group_id: str) -> dict[int, Fate]:
         """How every candidate of a group would end if it were not stopped."""
-        run = self.rollouts.runs[group_id]
+        run = self.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
             script = self.script(*self.origin(group_id, candidate.index))
@@ -206,14 +193,14 @@ class JoiningHarness:
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        candidate = self.rollouts.runs[group_id].runner.candidates[index]
+        candidate = self.runs[group_id].runner.candidates[index]
         return candidate.request, candidate.number
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""
         groups = [g for groups in self.rollouts.joiner.groups.values() for g in groups]
         [group] = [g for g in groups if g.group_id == group_id]
-        return group._seats
+        return group.seats
 
     async def assert_empty(self) -> None:
         """Check that nothing runs and no group or task is left."""
