@@ -305,8 +305,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             caller.set_result(self._engine.aborted_output(request))
             return
         candidate.aborting.append(caller)
-        if len(candidate.aborting) > 1:  # it is on its way
-            return
         if candidate.state.index in self.running:
             self._stop_on_engine(candidate)
         else:  # it waits for its turn to start

@@ -64,9 +64,8 @@ class Limits:
 
     def joins(self, kind: TurnKind) -> bool:
         """Whether a single request is joined to a group. One that is not sampled to be trained on never waits."""
-        if kind in (TurnKind.GREEDY, TurnKind.SCORING):
-            return False
-        return kind is TurnKind.OPENING or self.joins_later_turns
+        is_sampled = kind not in (TurnKind.GREEDY, TurnKind.SCORING)
+        return kind is TurnKind.OPENING or (self.joins_later_turns and is_sampled)
 
 
 class Planner:

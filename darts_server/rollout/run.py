@@ -123,9 +123,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if (cohort := allocation.cohort) is not None:
             self._cohort = self.runner.cohort = cohort
             cohort.running += len(self.runner.running)
-            self._need_place = place_of_need(
-                rule.completion_place, allocation.candidates, cohort.record.mean_candidates
-            )
+            place, mean = rule.completion_place, cohort.record.mean_candidates
+            self._need_place = place_of_need(place, allocation.candidates, mean)
             cohort.join(self, self.set_deadline)
         if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
@@ -278,15 +277,13 @@ class GroupRun(Generic[RequestT, OutputT]):
 
         Without those that failed: their errors are of no concern to the others.
         """
-        candidates = enumerate(self.runner.candidates)
-        waiting = {i: asyncio.shield(c.output) for i, c in candidates if c.aborted or i in self._delivered}
-        outputs = await asyncio.gather(*waiting.values(), return_exceptions=True)
         found: dict[int, OutputT] = {}
-        for index, output in zip(waiting, outputs, strict=True):
-            if isinstance(output, BaseException):
-                logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, output)
-            else:
-                found[index] = output
+        for index, candidate in enumerate(self.runner.candidates):
+            if candidate.aborted or index in self._delivered:
+                try:
+                    found[index] = await asyncio.shield(candidate.output)
+                except Exception as error:
+                    logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, error)
         return found
 
     def fail(self, error: Exception) -> None:

@@ -342,8 +342,7 @@ def find_answer(extract: Extractor, text: str) -> str | None:
     Raises:
         InvalidRequest: the pattern took too long.
     """
-    deadline = time.thread_time() + SEARCH_SECONDS
-    answer = None
+    deadline, answer = time.thread_time() + SEARCH_SECONDS, None
     for found in extract(text[-TEXT_CHARS:]):
         answer = found
         if time.thread_time() > deadline:

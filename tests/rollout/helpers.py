@@ -179,10 +179,15 @@ class Harness:
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
         """Run a group to its end."""
-        waiting = asyncio.create_task(collect(run))
+        [trajectories] = await self.groups([run])
+        return trajectories
+
+    async def groups(self, runs: Sequence[GroupRun[str, list[int]]]) -> list[list[Trajectory[list[int]]]]:
+        """Run groups to their ends."""
+        waiting = [asyncio.create_task(collect(run)) for run in runs]
         await settle()
         await self.engine.run()
-        return await waiting
+        return [await task for task in waiting]
 
 
 def new_allocator(

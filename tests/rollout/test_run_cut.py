@@ -14,7 +14,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
 from darts_server.serving.admission import Admission, Ticket
-from darts_server.types import FinishReason, SelectedAs
+from darts_server.types import SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio
@@ -53,18 +53,6 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
     return tail
 
 
-async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> None:
-    got, recorder, engine = await play(CUT_RUNNING, limit=7)
-    [record] = recorder.records
-    tail = the_tail(record)
-    assert tail.cut
-    assert tail.tokens == 7
-    assert tail.finish_reason is FinishReason.LENGTH
-    assert got[tail.index] == list(range(7))
-    assert engine.running == []
-    assert engine.now >= 7
-
-
 async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
@@ -81,13 +69,6 @@ async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> 
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2
-
-
-async def test_a_group_whose_m_th_shortest_is_longer_than_the_limit_is_cut_at_that_length() -> None:
-    got, recorder, _ = await play(CUT_RUNNING | {4: Script(11)}, limit=7)
-    [record] = recorder.records
-    assert (the_tail(record).index, the_tail(record).tokens) == (3, 11)
-    assert got[3] == list(range(11))
 
 
 async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:

@@ -119,10 +119,8 @@ def new_harness(means: Mapping[str, float], slots: int, *, has_priorities: bool 
 
 async def run_all(harness: Harness, texts: list[str], policy: str = "two") -> dict[str, list[tuple[int, int]]]:
     """Run groups that come in this order; return index and length of their trajectories."""
-    waiting = {text: asyncio.create_task(collect(harness.run(SIZE, policy, group_id=text))) for text in texts}
-    await settle()
-    await harness.engine.run()
-    return {text: [(t.index, len(t.output)) for t in await task] for text, task in waiting.items()}
+    groups = await harness.groups([harness.run(SIZE, policy, group_id=text) for text in texts])
+    return {text: [(t.index, len(t.output)) for t in group] for text, group in zip(texts, groups, strict=True)}
 
 
 def started(harness: Harness) -> list[str]:
@@ -174,10 +172,7 @@ async def test_stragglers_that_go_on_start_first() -> None:
     for text, parts in (("50", []), ("90", [carried, carried])):
         spec = GroupSpec(plan, text, text, text, (1,))
         runs.append(harness.rollouts.start(spec, Allocation(SIZE), carried=parts))
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    await harness.engine.run()
-    await asyncio.gather(*waiting)
+    await harness.groups(runs)
     assert started(harness) == ["90", "90", "50", "50"]
 
 

@@ -187,18 +187,6 @@ async def test_a_caller_beyond_the_size_starts_a_new_group() -> None:
     assert len({c.result for c in callers}) == 8
 
 
-async def test_an_answered_seat_is_not_vacant() -> None:
-    harness = by_caller(3, 10, 11, 12, 50)
-    callers = await harness.send_all()
-    await harness.steps(4)
-    assert sum(c.task.done() for c in callers) == 1
-    late = harness.send("c4")
-    await settle()
-    assert late.group_id == "group-c4"
-    await harness.advance_clock()
-    await finish(harness, [*callers, late])
-
-
 async def test_a_late_caller_gets_no_seat_in_a_group_that_has_ended() -> None:
     # The group has its record already, without the late request, though a cut trajectory is still to be delivered.
     for _ in range(8):
