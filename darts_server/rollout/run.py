@@ -97,7 +97,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._cohort: Cohort | None = None  # one that was allocated alone has none
         self._need_place = 1  # see `place_of_need`
         self._tokens_needed: int | None = None  # as reported to the cohort
-        self._beyond: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
+        self._reported_limit: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
@@ -168,7 +168,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._take_back_minimum()
+            self._withdraw_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -198,7 +198,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                         self._act(decisions)
             if (
                 self._cohort is not None
-                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._beyond)
+                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._reported_limit)
                 and self._tokens_needed is None
                 and not self._group.is_paused
             ):
@@ -206,7 +206,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 generated = {index: engine.tokens() or 0 for index, engine in self.runner.running.items()}
                 minimum = self._group.standings.nth_shortest_minimum(self._need_place, generated)
                 if minimum is None or minimum > limit:
-                    self._beyond = limit
+                    self._reported_limit = limit
                     self._cohort.report_minimum(self, minimum)
             if events := self.runner.poll():
                 self._feed(*events)
@@ -330,10 +330,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._delivered.add(index)
             self.deliveries.put_nowait(index)
 
-    def _take_back_minimum(self) -> None:
-        """Take back the minimum that was reported to the cohort: new candidates may be short."""
-        if self._cohort is not None and self._beyond is not None and self._tokens_needed is None:
-            self._beyond = None
+    def _withdraw_minimum(self) -> None:
+        """Withdraw the minimum that was reported to the cohort: new candidates may be short."""
+        if self._cohort is not None and self._reported_limit is not None and self._tokens_needed is None:
+            self._reported_limit = None
             self._cohort.report_minimum(self, 0)
 
     def _act(self, decisions: list[Decision]) -> None:
@@ -347,7 +347,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._take_back_minimum()
+                    self._withdraw_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
