@@ -334,7 +334,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Start a candidate in its turn, wait for its result, and report both."""
         index, state, carried = candidate.state.index, candidate.state, candidate.carried
-        resumed = carried.tokens
+        resumed = len(carried.prefix.token_ids)
         try:
             if carried.result is not None or carried.saved_end is not None:
                 self._finish_carried(candidate)
@@ -386,7 +386,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            self._answer_aborting(candidate)  # it failed, or was stopped before it reached the engine
+            if candidate.aborting:  # it failed, or was stopped before it reached the engine
+                self._answer_aborting(candidate)
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
@@ -445,7 +446,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
+        if candidate.aborting:
+            self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""

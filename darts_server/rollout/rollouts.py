@@ -120,7 +120,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
-        self.check_scorable(plan)
+        if plan.shaping.pruning is not None:
+            self.check_scorable(plan)
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)

@@ -117,7 +117,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
         ``max_candidates``: pruned candidates are replaced until so many were started.
         """
-        if self.has_ended:  # it failed while its requests were being collected
+        if self._group.outcome is not None:  # it failed while its requests were being collected
             allocation.drop()
             return
         if (cohort := allocation.cohort) is not None:
@@ -168,7 +168,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._withdraw_minimum()
+            if self._reported_limit is not None:
+                self._withdraw_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -332,7 +333,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _withdraw_minimum(self) -> None:
         """Withdraw the minimum that was reported to the cohort: new candidates may be short."""
-        if self._cohort is not None and self._reported_limit is not None and self._tokens_needed is None:
+        if self._cohort is not None and self._tokens_needed is None:
             self._reported_limit = None
             self._cohort.report_minimum(self, 0)
 
@@ -347,7 +348,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._withdraw_minimum()
+                    if self._reported_limit is not None:
+                        self._withdraw_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:

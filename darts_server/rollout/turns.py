@@ -192,10 +192,6 @@ class Turn:
     stable_hash: int | None = field(default=None, repr=False)
     """Of those that its later turns begin with."""
 
-    @property
-    def stable_length(self) -> int:
-        return len(self.token_ids) if self.stable_tokens is None else self.stable_tokens
-
 
 @dataclass(slots=True)
 class _Session:
@@ -253,8 +249,9 @@ class Turns:
                 return TurnKind.TOKENS
         if opens:
             return TurnKind.OPENING
+        stable_tokens = turn.stable_tokens or 0  # never `None`: see `_prefix_hashes`
         for length, known in self._sequences.known_prefixes(turn.caller, hashes):
-            if known.is_answer or (length < turn.stable_length and not turn.names_group):
+            if known.is_answer or (length < stable_tokens and not turn.names_group):
                 turn.rank = known.rank
                 return TurnKind.TOKENS if known.is_answer else TurnKind.PROMPT
         return TurnKind.OPENING
@@ -300,8 +297,10 @@ class Turns:
         """
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
+        if turn.stable_tokens is None:
+            turn.stable_tokens = len(turn.token_ids)
         # Every prompt may begin with the same single token, so that one says nothing.
-        stable = hashes[: turn.stable_length] if turn.stable_length > 1 else hashes[:0]
+        stable = hashes[: turn.stable_tokens] if turn.stable_tokens > 1 else hashes[:0]
         turn.stable_hash = int(stable[-1]) if len(stable) else None
         return hashes, turn.prompt_hash
 
