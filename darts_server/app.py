@@ -192,7 +192,7 @@ def make_rooms(
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
-        rollouts.group_rewarded(record, correct)
+        rollouts.allocator.deadlines.learn_rewards(record, correct)
         pruner.record_rewarded_group()
 
     on_reward = [confidence.learn_reward, pruner.learn_reward]

@@ -286,7 +286,7 @@ class Stack:
 
     def _rewarded(self, record: GroupRecord, right: Mapping[int, bool], zero_variance: bool) -> None:
         self.metrics.group_rewarded(zero_variance)
-        self.rollouts.group_rewarded(record, right)
+        self.rollouts.allocator.deadlines.learn_rewards(record, right)
         self.pruner.record_rewarded_group()
 
 
@@ -354,8 +354,8 @@ class Callers:
             async with rollouts.gate.enter():
                 allocation = await rollouts.allocator.allocate(plan, key)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-                spec = GroupSpec.of_plan(plan, request, group_id, key, early=early)
-                run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+                spec = GroupSpec(plan, request, group_id, key, early=early)
+                run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
                 finally:

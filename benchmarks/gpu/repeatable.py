@@ -7,7 +7,6 @@ from vllm.outputs import RequestOutput
 
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
-from darts_server.rollout.plan import Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
@@ -23,10 +22,9 @@ class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
     def start(
         self,
         spec: GroupSpec[PromptRequest],
-        plan: Plan,
         allocation: Allocation,
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[RequestOutput]] = (),
     ) -> GroupRun[PromptRequest, RequestOutput]:
         spec = replace(spec, tail_seed=self.tail_seed(spec.group_id))
-        return super().start(spec, plan, allocation, ticket, carried)
+        return super().start(spec, allocation, ticket, carried)

@@ -94,14 +94,12 @@ class RunningCandidate(Protocol[OutputT]):
 
         Cheap, and never blocks: a timer polls all running candidates with it.
         """
-        ...
 
     def tokens_from(self, start: int) -> TokenSlice | None:
         """Return the tokens generated from position ``start`` on, ``None`` once the candidate has finished.
 
         They are a prefix of its final output. Cheap, and never blocks.
         """
-        ...
 
     def stop(self) -> int:
         """Abort the candidate and return the number of tokens that it has generated; harmless if it has finished.
@@ -109,7 +107,6 @@ class RunningCandidate(Protocol[OutputT]):
         Called at most once. Returns before the engine has aborted it; :meth:`result` then returns the output up to the
         abort.
         """
-        ...
 
     async def result(self) -> CandidateResult[OutputT]:
         """Wait until the candidate has finished or was aborted.
@@ -117,7 +114,6 @@ class RunningCandidate(Protocol[OutputT]):
         Raises:
             CandidateFailed, EngineRefused, EngineDead
         """
-        ...
 
 
 class Engine(Protocol[RequestT_contra, OutputT]):
@@ -126,37 +122,30 @@ class Engine(Protocol[RequestT_contra, OutputT]):
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token will be generated with."""
-        ...
 
     @property
     def capacity(self) -> int | None:
         """Maximum number of candidates that run at once, ``None`` if unlimited. More than that wait in its queue."""
-        ...
 
     @property
     def kv_tokens(self) -> int | None:
         """Tokens for which its KV caches have room; ``None`` if unknown."""
-        ...
 
     @property
     def engines(self) -> int:
         """How many engines are behind this port. Each has an equal part of both, and a batch of its own."""
-        ...
 
     @property
     def unfinished(self) -> int:
         """Number of requests that are running or queued, those of other clients included."""
-        ...
 
     @property
     def has_priorities(self) -> bool:
         """Whether candidates that wait start by their ``order``, and not as they came."""
-        ...
 
     @property
     def probe_width(self) -> int | None:
         """Width of the hidden states that it reports to a `Probe`; ``None`` if it cannot report any."""
-        ...
 
     async def start(
         self, request: RequestT_contra, index: int, probe: Probe | None = None, order: float = 0.0
@@ -169,7 +158,6 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
-        ...
 
     def check_resumable(self, request: RequestT_contra) -> None:
         """Check that `resume` continues candidates of this request as if they had not been stopped.
@@ -177,7 +165,6 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         Raises:
             InvalidRequest: names the sampling parameter that depends on more than the tokens so far.
         """
-        ...
 
     async def resume(
         self, request: RequestT_contra, index: int, prefix: TokenSlice, order: float = 0.0
@@ -191,29 +178,23 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
-        ...
 
     def truncate(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
-        ...
 
     def aborted_output(self, request: RequestT_contra, prefix: TokenSlice = NOTHING) -> OutputT:
         """Return the output of a candidate that was aborted before it started, or went on from ``prefix``."""
-        ...
 
     def finished_output(
         self, request: RequestT_contra, tokens: TokenSlice, finish_reason: FinishReason, text: str
     ) -> OutputT:
         """Return the output of a candidate that finished with these tokens and this text on another engine."""
-        ...
 
     def tokens_from(self, output: OutputT, start: int) -> TokenSlice:
         """Return the tokens of an output from position ``start`` on."""
-        ...
 
     def token_ids(self, request: RequestT_contra, output: OutputT) -> tuple[Sequence[int], Sequence[int]]:
         """Return the token ids of the prompt and of the completion: the engine's own lists, not copies."""
-        ...
 
 
 class PromptRenderer(Protocol[RequestT, OutputT_contra]):
@@ -226,7 +207,6 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
             InvalidRequest: names the parameter; also if log-probs were requested that the engine does not compute from
                 the distribution that it would sample from.
         """
-        ...
 
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
@@ -236,20 +216,15 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         Raises:
             InvalidRequest: names the field of ``prompt`` or ``sampling``.
         """
-        ...
 
     def prompt_key(self, request: RequestT) -> str:
         """Return the key for the prompt's statistics, for callers that give none."""
-        ...
 
     def tokens(self, request: RequestT) -> RequestTokens:
         """Return how many tokens the request takes, as far as that is known before it runs."""
-        ...
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
         """Return the seed for sampling the group's tail; ``None`` for a random one."""
-        ...
 
     async def to_sample(self, output: OutputT_contra) -> Sample:
         """Convert a trajectory's output to a `Sample`; a long one in several turns of the event loop."""
-        ...

@@ -58,7 +58,8 @@ class ScriptedCandidate:
     order: float = 0.0
     has_slot: bool = True
     stopped: bool = False
-    _states: list[tuple[int, HiddenState]] = field(default_factory=list)
+    states: list[tuple[int, HiddenState]] = field(default_factory=list)
+    """Those that its probe has not got, each with the step in which it gets it."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
     @property
@@ -69,20 +70,19 @@ class ScriptedCandidate:
         return self.generated if self.is_running else None
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        return slice_from(list(range(self.generated)), start) if self.is_running else None
+        return slice_from(self.output(), start) if self.is_running else None
 
     def stop(self) -> int:
         assert not self.stopped, f"candidate {self.index} of {self.request!r} was stopped twice"
         self.stopped = True
-        loop, turns = asyncio.get_running_loop(), self.stop_lag
 
         def wait(turns: int) -> None:
             if turns:
-                loop.call_soon(wait, turns - 1)
+                asyncio.get_running_loop().call_soon(wait, turns - 1)
             else:
                 self._finish(None)
 
-        wait(turns)
+        wait(self.stop_lag)
         return self.generated
 
     async def result(self) -> CandidateResult[list[int]]:
@@ -93,23 +93,15 @@ class ScriptedCandidate:
         if not self.is_running or not self.has_slot or now <= self.started_at + self.script.delay:
             return
         self.generated += 1
-        self._take_state(now)
+        if self.probe is not None and self.generated in self.probe.detect_at and self.script.hidden is not None:
+            vector = np.asarray(self.script.hidden(self.generated), dtype=np.float32)
+            self.states.append((now + self.script.lag, HiddenState(self.generated, vector)))
         if self.generated < self.script.length:
             return
         if self.script.error is not None:
             self.fail(self.script.error)
         else:
             self._finish(None if self.script.aborted else self.script.finish_reason)
-
-    def report_states(self, now: int) -> None:
-        """Pass the states that are due to the probe, also those of a candidate that has finished."""
-        while self.probe is not None and self._states and self._states[0][0] <= now:
-            self.probe.on_state(self._states.pop(0)[1])
-
-    def _take_state(self, now: int) -> None:
-        if self.probe is not None and self.generated in self.probe.detect_at and self.script.hidden is not None:
-            vector = np.asarray(self.script.hidden(self.generated), dtype=np.float32)
-            self._states.append((now + self.script.lag, HiddenState(self.generated, vector)))
 
     def fail(self, error: Exception) -> None:
         if self.is_running:
@@ -121,13 +113,18 @@ class ScriptedCandidate:
         self.generated = min(self.generated, tokens)
         self._finish(None)
 
+    def output(self) -> list[int]:
+        return list(range(self.generated))
+
     def _finish(self, reason: FinishReason | None) -> None:
         if self.is_running:
-            self._result.set_result(CandidateResult(self.generated, reason, list(range(self.generated))))
+            self._result.set_result(CandidateResult(self.generated, reason, self.output()))
 
 
 class ScriptedEngine:
     """Implements :class:`darts_server.engine.port.Engine` for requests that are strings."""
+
+    candidate_type = ScriptedCandidate
 
     def __init__(self, script: Callable[[str, int], Script]) -> None:
         self.now = 0
@@ -162,9 +159,10 @@ class ScriptedEngine:
             raise EngineDead("the scripted engine was killed")
         if self.start_error is not None:
             raise self.start_error
-        script = self._script(request, index)
-        candidate = ScriptedCandidate(request, index, script, self.now, probe=probe, stop_lag=self.stop_lag)
-        candidate.order, candidate.has_slot = order, self.slots is None
+        script, has_slot = self._script(request, index), self.slots is None
+        candidate = self.candidate_type(
+            request, index, script, self.now, probe=probe, stop_lag=self.stop_lag, order=order, has_slot=has_slot
+        )
         self.started.append(candidate)
         return candidate
 
@@ -193,21 +191,19 @@ class ScriptedEngine:
 
     async def step(self) -> None:
         """Run one decode step of all running candidates, then let the waiting tasks react."""
-        self._give_slots()
-        self.now += 1
-        for candidate in self.running:
-            candidate.step(self.now)
-        for candidate in self.started:
-            candidate.report_states(self.now)
-        await settle()
-
-    def _give_slots(self) -> None:
         waiting = [candidate for candidate in self.running if not candidate.has_slot]
         if self.has_priorities:
             waiting.sort(key=lambda candidate: candidate.order)
         free = 0 if self.slots is None else self.slots - len(self.running) + len(waiting)
         for candidate in waiting[:free]:
             candidate.has_slot, candidate.started_at = True, self.now
+        self.now += 1
+        for candidate in self.running:
+            candidate.step(self.now)
+        for candidate in self.started:  # also of those that have finished
+            while candidate.probe is not None and candidate.states and candidate.states[0][0] <= self.now:
+                candidate.probe.on_state(candidate.states.pop(0)[1])
+        await settle()
 
     async def run(self, steps: int = 10_000) -> None:
         """Step until nothing runs.

@@ -25,7 +25,7 @@ from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
 from darts_server.serving.admission import Ticket
-from darts_server.types import FinishReason
+from darts_server.types import GONE, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """``None`` until it has ended, and in groups that are not carried over."""
     aborted: bool = False
     """Whether its caller gets it as it was when the group was aborted."""
-    aborting: asyncio.Future[OutputT | None] | None = None
-    """What it has generated, for those who have aborted its request alone."""
+    aborting: list[asyncio.Future[OutputT]] = field(default_factory=list)
+    """Callers that have aborted its request alone: they get what it has generated."""
     engine_stop: int | None = None
     """Tokens when it was stopped on the engine; ``None`` if it was not."""
     started_at: float | None = None
@@ -146,16 +146,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     Each has a task that starts it and waits for its result. What happens to one that the group has discarded is
     recorded, and is no event any more.
 
-    Args:
-        context: the engine, and where candidates wait for their turn to start.
-        spec: what they are started with, and what is kept of them.
-        owner: of the group.
-        group: the group's state machine, which decides; here it is only read.
-        ticket: counts those as the engine's that have reached it or could not be started.
-        on_events: called with what happened.
-        on_bug: called with an error that is none of the engine's.
-        carried: what the first candidates have generated already.
-        order: of its candidates among those of others that wait.
+    ``owner``, ``ticket``, ``carried``, ``order``: see `GroupRun`. ``group``: decides; here it is only read.
+    ``on_events``: called with what happened. ``on_bug``: called with an error that is none of the engine's.
     """
 
     def __init__(
@@ -176,41 +168,33 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.finish_times: list[float] = []
         """Of those that were neither stopped nor aborted, since the group's last restart."""
         self.scorer: GroupScorer | None = None
-        if spec.pruning is not None:
+        if (pruning := spec.plan.shaping.pruning) is not None:
             assert context.scorer is not None
-            self.scorer = GroupScorer(context.scorer, (owner, spec.group_id), spec.pruning, self.running, on_events)
+            self.scorer = GroupScorer(context.scorer, (owner, spec.group_id), pruning, self.running, on_events)
         self._engine, self._starts, self._clock = context.engine, context.starts, context.clock
         self._group, self._ticket, self._order = group, ticket, order
         self._on_events, self._on_bug = on_events, on_bug
         self.cohort: Cohort | None = None
         """Counts them while they run, unless the group was allocated alone."""
         self._request = spec.request
-        self._own_requests: deque[RequestT] = deque()  # of the candidates that start next, instead of the shared one
-        self.carried = carried
-        """What its first candidates go on from; empty after a restart."""
-        self._left_behind: list[CarriedCandidate[OutputT]] = []  # what lost candidates went on from, for others
+        self.own_requests: deque[RequestT] = deque()
+        """Of the candidates that start next, instead of the shared one."""
+        self.carried = list(reversed(carried))
+        """What the next candidates go on from, the last one first: what its first ones do, and what lost ones did."""
         self._keeps_results = spec.on_abort is OnAbort.CARRY
         self._cuts: dict[int, int] = {}  # tokens that are kept of those that were cut before they had an output
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- all candidates -----------------------------------------------------
 
-    def add_request(self, request: RequestT) -> None:
-        """Start the next candidate with a request of its own."""
-        self._own_requests.append(request)
-
     def start(self, indices: Iterable[int]) -> None:
         """Start candidates, each in its turn."""
         loop = asyncio.get_running_loop()
         for index in indices:
-            carried: CarriedCandidate[OutputT] = NEW
-            if self._left_behind:
-                carried = self._left_behind.pop()
-            elif index < len(self.carried):
-                carried = self.carried[index]
+            carried = self.carried.pop() if self.carried else NEW
             assert index == len(self.candidates), "decisions to start are carried out in their order"
-            has_own = bool(self._own_requests)
-            request = self._own_requests.popleft() if has_own else self._request
+            has_own = bool(self.own_requests)
+            request = self.own_requests.popleft() if has_own else self._request
             number, state = 0 if has_own else index, self._group.candidates[index]
             candidate = CandidateRun(state, request, has_own, number, carried, loop.create_future())
             self.candidates.append(candidate)
@@ -235,12 +219,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def suspend(self) -> None:
         """Keep the requests of the candidates for others, before the group is restarted without these."""
-        alive = (c for c in self.candidates if c.state.alive)
-        self._own_requests = deque(c.request for c in alive if c.has_own_request)
+        self.own_requests.extend(c.request for c in self.candidates if c.state.alive and c.has_own_request)
         self.finish_times.clear()
         # Also if none has started yet: what it goes on from may be too old for the new weights.
-        self._left_behind.clear()
-        self.carried = ()
+        self.carried.clear()
         for candidate in self.candidates:
             candidate.carried = NEW
 
@@ -270,21 +252,23 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         generated = None if running is None else running.tokens_from(start)
         return generated if generated is None or generated.logprobs_requested else replace(generated, logprobs=None)
 
-    async def wait_for_results(self) -> None:
-        """Wait until the engine has returned all outputs, which have the tokens up to where they were stopped."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    async def collect_carried(self) -> list[CarriedCandidate[OutputT]]:
+        """Return what the candidates of a group have generated that was stopped to be carried over.
 
-    def carry(self, index: int) -> CarriedCandidate[OutputT]:
-        """Return what a stopped candidate has generated."""
-        candidate = self.candidates[index]
-        if (result := candidate.result) is None:  # it has not reached the engine
-            return candidate.carried
-        return CarriedCandidate(
-            compact(self._engine.tokens_from(result.output, 0)),
-            candidate.version_spans(result.tokens),
-            None if result.finish_reason is None else result,
-        )
+        Without those that failed, and those from before a restart.
+        """
+        if self._tasks:  # the engine returns tokens up to where they were stopped
+            await asyncio.wait(self._tasks)
+        found: list[CarriedCandidate[OutputT]] = []
+        for candidate in self.candidates[self._group.restarted_from :]:
+            if candidate.state.reason in GONE:
+                continue
+            carried, result = candidate.carried, candidate.result
+            if result is not None:  # it has reached the engine
+                tokens, spans = self._engine.tokens_from(result.output, 0), candidate.version_spans(result.tokens)
+                carried = CarriedCandidate(compact(tokens), spans, None if result.finish_reason is None else result)
+            found.append(carried)
+        return found
 
     # --- stopping one candidate ---------------------------------------------
 
@@ -310,26 +294,30 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.output = asyncio.get_running_loop().create_future()
             candidate.output.set_result(output)
 
-    def abort_request(self, request: RequestT) -> asyncio.Future[OutputT | None]:
-        """Stop the candidate that runs for one of the group's requests, and return what it has generated.
+    def abort_request(self, request: RequestT, caller: asyncio.Future[OutputT]) -> None:
+        """Stop the candidate that runs for one of the group's requests, and give its caller what it has generated.
 
-        The group goes on without it. ``None`` if it does not run any more, or ends otherwise: then it may be another
-        caller's. All that abort the same candidate share the future: do not cancel it.
+        The group goes on without it. If it does not run any more, or ends otherwise, its caller gets an output without
+        tokens: those that it has may be another caller's.
         """
-        output: asyncio.Future[OutputT | None] = asyncio.get_running_loop().create_future()
         candidate = next((c for c in reversed(self.candidates) if c.state.running and c.request is request), None)
         if candidate is None:
-            output.set_result(None)
-            return output
-        if candidate.aborting is not None:
-            return candidate.aborting
-        candidate.aborting = output
+            caller.set_result(self._engine.aborted_output(request))
+            return
+        candidate.aborting.append(caller)
         if candidate.state.index in self.running:
             self._stop_on_engine(candidate)
         else:  # it waits for its turn to start
             self._on_events(Lost(candidate.state.index, by_caller=True))
-            _set_once(output, self._engine.aborted_output(request))
-        return output
+            self._answer_aborting(candidate)
+
+    def _answer_aborting(
+        self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT] | None = None
+    ) -> None:
+        for caller in candidate.aborting:
+            if not caller.done():
+                output = self._engine.aborted_output(candidate.request) if result is None else result.output
+                caller.set_result(output)
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
         """Stop a running candidate on the engine, and return its tokens.
@@ -357,7 +345,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._ticket.mark_started(1)
                     self._return_unstarted(candidate)
                     return
-                request, number, order = candidate.request, candidate.number, self._order.of(resumed)
+                request, number, order = candidate.request, candidate.number, self._order(resumed)
                 try:
                     if resumed:
                         running = await self._engine.resume(request, number, carried.prefix, order)
@@ -398,8 +386,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            if candidate.aborting is not None:  # it failed, or was stopped before it reached the engine
-                _set_once(candidate.aborting, None)
+            if candidate.aborting:  # it failed, or was stopped before it reached the engine
+                self._answer_aborting(candidate)
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
@@ -451,15 +439,15 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             if result.finish_reason is not None:
                 candidate.output.set_result(result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
-            elif candidate.aborting is not None:
+            elif candidate.aborting:
                 candidate.stopped_tokens, candidate.ended_at = result.tokens, self._clock()
                 self._on_events(Lost(index, by_caller=True))
             else:
                 if candidate.carried is not NEW:
-                    self._left_behind.append(candidate.carried)
+                    self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        if candidate.aborting is not None:
-            _set_once(candidate.aborting, None if has_finished or index in self._cuts else result.output)
+        if candidate.aborting:
+            self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
@@ -473,8 +461,3 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if not candidate.output.done():
             candidate.output.set_exception(error)
             candidate.output.exception()  # marks it as retrieved: the caller may be gone
-
-
-def _set_once(future: asyncio.Future[OutputT | None], output: OutputT | None) -> None:
-    if not future.done():
-        future.set_result(output)

@@ -18,7 +18,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Generic
 
 from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
@@ -34,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 64
 """Groups of which the log says how many were sealed short."""
-OFTEN, SELDOM = 0.25, 0.1
-"""Shares of these from which it is said, and below which it may be said once more."""
+OFTEN = 0.25
+"""Share of these from which it does, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,12 @@ class _Seat(Generic[RequestT, OutputT]):
     answered: bool = False
     aborted: bool = False
 
+    def give(self, output: OutputT) -> None:
+        """Give it its trajectory, and its caller too if one waits."""
+        self.output = output
+        if self.caller is not None and not self.caller.done() and not self.aborted:
+            self.caller.set_result(output)
+
 
 class GroupJoiner(Generic[RequestT, OutputT]):
     """Find a group for each single request.
@@ -79,7 +84,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         collect: creates a group to which candidates are added one by one before it is opened: with its spec, what is
             called when it has ended, and the ticket that holds its candidates until then.
         allocator: of the extra candidates.
-        pass_rate: returns the pass rate of a prompt by the rewards until now.
         observer: what happens to groups is reported here.
         timeout: seconds without a further request of the group after which it is closed short.
         named_timeout: the same for a group that has a name. In a pool of trajectories a request of it may come only
@@ -91,18 +95,18 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self,
         collect: Callable[[GroupSpec[RequestT], Callable[[], None], Ticket], GroupRun[RequestT, OutputT]],
         allocator: Allocator,
-        pass_rate: Callable[[str], float | None],
         observer: GroupEvents,
         timeout: float,
         named_timeout: float,
     ) -> None:
-        self.collect, self.allocator, self.pass_rate = collect, allocator, pass_rate
+        self.collect, self.allocator = collect, allocator
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
         self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         """Those that run, by join key."""
-        self._draining = False
+        self.draining = False
+        """Whether the server stops: no group waits for further requests, or starts extra candidates."""
         self._sealed_short: deque[bool] = deque(maxlen=WINDOW)  # of the newest groups
         self._short_is_logged = False
 
@@ -132,22 +136,26 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Abort the request with that id, if it waits."""
-        for groups in self.groups.values():
-            for group in groups:
-                group.abort(request_id)
+        """Answer the request with that id, if it waits, with what its own candidate has generated so far.
+
+        Its seat stays in the draw.
+        """
+        for group in [group for groups in self.groups.values() for group in groups]:
+            for seat in [] if group.run.has_ended else group.seats:
+                if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
+                    seat.aborted = True
+                    group.run.runner.abort_request(seat.request, seat.caller)
 
     def drain(self) -> None:
         """Close all groups with the requests that have arrived, and from now on every group with its first one."""
-        self._draining = True
-        for groups in self.groups.values():
-            for group in groups:
-                group.close_short()
+        self.draining = True
+        for group in [group for groups in self.groups.values() for group in groups]:
+            group.closed.set()
 
     def _find_seat(
         self, request: JoinRequest[RequestT]
     ) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[RequestT, OutputT]]:
-        groups = self.groups.setdefault(request.join_key, [])
+        groups = self.groups.get(request.join_key, [])
         for group in groups:
             if not group.closed.is_set():
                 return group, group.add(request)
@@ -155,18 +163,19 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             if (vacant := group.take_vacant(request)) is not None:
                 return group, vacant
         group = _JoinedGroup(self, request, self._timeout if request.name is None else self._named_timeout)
-        groups.append(group)
+        self.groups.setdefault(request.join_key, []).append(group)
         seat = group.add(request)
-        if self._draining:
-            group.close_short()
+        if self.draining:
+            group.closed.set()
         return group, seat
 
     def report_sealed(self, *, full: bool, planned: int) -> None:
         """Report a group that takes no more requests, and log once when many are sealed with fewer than planned."""
         self._observer.group_sealed(full)
         self._sealed_short.append(not full)
-        count = sum(self._sealed_short)
-        if len(self._sealed_short) == WINDOW and count >= OFTEN * WINDOW and not self._short_is_logged:
+        if self._short_is_logged or len(self._sealed_short) < WINDOW:
+            return
+        if (count := sum(self._sealed_short)) >= OFTEN * WINDOW:
             self._short_is_logged = True
             logger.warning(
                 "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
@@ -176,8 +185,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
                 WINDOW,
                 planned,
             )
-        elif count < SELDOM * WINDOW:
-            self._short_is_logged = False
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
@@ -188,74 +195,51 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._joiner = joiner
         self._first = first
         self._timeout = timeout
-        self._seats: list[_Seat[RequestT, OutputT]] = []
+        self.seats: list[_Seat[RequestT, OutputT]] = []
         self._ended = False
-        self._start_extras = True
         self.closed = asyncio.Event()
         """Whether no further request may join."""
         self._timer: asyncio.TimerHandle | None = None
-        self._rng = random.Random()
-        spec = GroupSpec.of_plan(
+        spec = GroupSpec(
             first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
         )
         self._ticket = first.ticket.split(0)
-        self._run = joiner.collect(spec, self.closed.set, self._ticket)
+        self.run = joiner.collect(spec, self.closed.set, self._ticket)
         if first.name is not None:
-            self._run.request_ids += (first.name,)
+            self.run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         """Add a seat for one more request, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
-        self._seats.append(seat)
-        self._run.request_ids += (request.request_id,)
+        self.seats.append(seat)
+        self.run.request_ids += (request.request_id,)
         self._ticket.merge(request.ticket)
-        self._run.add_candidate(request.request)
+        self.run.add_candidate(request.request)
         if self._timer is not None:
             self._timer.cancel()
-        if len(self._seats) == self._first.plan.size:
+        if len(self.seats) == self._first.plan.size:
             self.closed.set()
         else:
             self._timer = loop.call_later(self._timeout, self.closed.set)
         return seat
 
-    def close_short(self) -> None:
-        """Wait for no further request, and start no extra candidates. Harmless if the group is closed already."""
-        self._start_extras = self.closed.is_set()
-        self.closed.set()
-
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
         """Give the seat of a disconnected caller to a late one, while the group runs."""
-        for seat in self._seats:
-            if seat.caller is None and not seat.answered and not self._run.has_ended:
+        for seat in self.seats:
+            if seat.caller is None and not seat.answered and not self.run.has_ended:
                 seat.request_id = request.request_id
                 seat.caller = asyncio.get_running_loop().create_future()
                 if seat.output is not None:
                     seat.caller.set_result(seat.output)
-                self._run.request_ids += (request.request_id,)
+                self.run.request_ids += (request.request_id,)
                 return seat
         return None
 
-    def abort(self, request_id: str) -> None:
-        """Answer the caller with what its own candidate has generated so far. Its seat stays in the draw."""
-        for seat in self._seats:
-            caller = seat.caller
-            if seat.request_id == request_id and caller is not None and not caller.done() and not self._run.has_ended:
-                seat.aborted = True
-                aborting = self._run.runner.abort_request(seat.request)
-                aborting.add_done_callback(partial(self._answer_aborted, seat.request, caller))
-
-    def _answer_aborted(
-        self, request: RequestT, caller: asyncio.Future[OutputT], aborting: asyncio.Future[OutputT | None]
-    ) -> None:
-        if not caller.done():
-            output = aborting.result()  # `None` if the candidate has ended otherwise
-            caller.set_result(self._run.aborted_output(request) if output is None else output)
-
     def stop_if_unattended(self) -> None:
         """Stop everything once no caller waits any more."""
-        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self._seats):
+        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
 
@@ -263,28 +247,33 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     async def _answer_callers(self) -> None:
         """Open the group once its callers are there, and answer a random one with each trajectory."""
+        first, run, joiner, rng = self._first, self.run, self._joiner, random.Random()
         try:
             await self.closed.wait()
-            first, size = self._first, len(self._seats)
-            if not self._run.has_ended:
-                full = size == first.plan.size
-                plan = first.plan if full else first.plan.shrunk(size)
-                allocation, max_candidates = Allocation(plan.size), 0
-                pass_rate = self._joiner.pass_rate(first.prompt_key)
-                if self._start_extras:
-                    self._joiner.report_sealed(full=full, planned=first.plan.size)
-                    allocation = await self._joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
-                    if not self._run.has_ended:
+            if not run.has_ended:
+                full = len(self.seats) == first.plan.size
+                plan = first.plan if full else first.plan.shrunk(len(self.seats))
+                allocation = Allocation(plan.size)
+                if not joiner.draining:
+                    joiner.report_sealed(full=full, planned=first.plan.size)
+                    allocation = await joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
+                    if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                    max_candidates = plan.shaping.max_candidates(plan.size)
-                self._run.open(allocation.rule(plan), allocation, max_candidates, pass_rate)
-            async for trajectory in self._run.trajectories():
-                _answer(self._draw_seat(trajectory.index), trajectory.output)
-            for seat in self._seats:
+                run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
+            async for trajectory in run.trajectories():
+                free = [seat for seat in self.seats if seat.output is None]
+                candidate = run.runner.candidates[trajectory.index]
+                if candidate.aborted:  # it goes to the caller that it was started for
+                    own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
+                    owners = [c.request for c in run.runner.candidates if c.aborted or c.aborting]
+                    others = [seat for seat in free if not any(seat.request is request for request in owners)]
+                    free = own[:1] or others or free
+                rng.choice(free).give(trajectory.output)
+            for seat in self.seats:
                 if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
-                    _answer(seat, self._run.aborted_output(seat.request))
+                    seat.give(run.engine.aborted_output(seat.request))
         except Exception as error:
-            for seat in self._seats:
+            for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
                     seat.caller.set_exception(error)
         finally:
@@ -301,23 +290,4 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         groups[key].remove(self)
         if not groups[key]:
             del groups[key]
-        self._run.cancel()
-
-    def _draw_seat(self, index: int) -> _Seat[RequestT, OutputT]:
-        """Draw a seat for a candidate; one that was aborted goes to the caller that it was started for."""
-        free = [seat for seat in self._seats if seat.output is None]
-        candidates = self._run.runner.candidates
-        if (candidate := candidates[index]).aborted:
-            for seat in free:
-                if seat.request is candidate.request and candidate.has_own_request:
-                    return seat
-            owners = [c.request for c in candidates if c.aborted or c.aborting is not None]
-            free = [seat for seat in free if not any(seat.request is request for request in owners)] or free
-        return self._rng.choice(free)
-
-
-def _answer(seat: _Seat[RequestT, OutputT], output: OutputT) -> None:
-    """Give a seat its trajectory, and its caller too if one waits."""
-    seat.output = output
-    if seat.caller is not None and not seat.caller.done() and not seat.aborted:
-        seat.caller.set_result(output)
+        self.run.cancel()

@@ -1,7 +1,7 @@
 """Plan how a request is served, before anything starts."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
@@ -26,11 +26,6 @@ class Plan:
     size: int
     single: bool = False
     auto: Auto | None = None
-
-    @property
-    def uses_cohort(self) -> bool:
-        """Whether groups that come together are allocated together."""
-        return self.auto is not None or self.shaping.uses_cohort
 
     def shrunk(self, size: int) -> "Plan":
         """Adapt the plan to a group that got fewer requests than planned.
@@ -69,9 +64,8 @@ class Limits:
 
     def joins(self, kind: TurnKind) -> bool:
         """Whether a single request is joined to a group. One that is not sampled to be trained on never waits."""
-        if kind in (TurnKind.GREEDY, TurnKind.SCORING):
-            return False
-        return kind is TurnKind.OPENING or self.joins_later_turns
+        is_sampled = kind not in (TurnKind.GREEDY, TurnKind.SCORING)
+        return kind is TurnKind.OPENING or (self.joins_later_turns and is_sampled)
 
 
 class Planner:
@@ -99,28 +93,30 @@ class Planner:
             if (remedy := value_remedy("policy", name)) is not None:
                 raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
-        self._check_size("n", n)
+        limits, field, size = self.limits, "n", n
         named = options.group_id is not None or options.group_size is not None
         if n > 1 and named:
             raise InvalidRequest("n", f"must be 1 for a request that joins a group, got {n}; leave out the group, or n")
-        size = n
         if n <= 1:
-            group_size = self.limits.group_size if options.group_size is None else options.group_size
+            group_size = limits.group_size if options.group_size is None else options.group_size
             if group_size is None and named:
                 raise InvalidRequest(
                     "group size",
                     f"is unknown for group {options.group_id!r}; add size=INT to X-Darts-Group "
                     f"(darts_group_size in vllm_xargs), or start the server with --group-size",
                 )
-            size = group_size or 1
-            self._check_size("group size", size)
+            field, size = "group size", group_size or 1
+        if size > limits.max_group_size:
+            raise InvalidRequest(
+                field, f"at most {limits.max_group_size}, got {size}; lower it, or raise --max-group-size"
+            )
         idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
         if name == OFF or idle or size <= 1:
             return None
-        if self.limits.group_size not in (None, size):
+        if limits.group_size not in (None, size):
             raise InvalidRequest(
-                "n" if n > 1 else "group size",
-                f"this server shapes groups of {self.limits.group_size} (--group-size), got {size}; "
+                field,
+                f"this server shapes groups of {limits.group_size} (--group-size), got {size}; "
                 f"ask for that many, or use policy 'off'",
             )
         shaping = self._policies[name]
@@ -131,13 +127,6 @@ class Planner:
         """The shaping of a policy; ``None`` for ``off`` and for unknown names."""
         return self._policies.get(policy)
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> list[str]:
         """Names that a request may use."""
-        yield OFF
-        yield from (name for name in self._policies if name != OFF)
-
-    def _check_size(self, field: str, size: int) -> None:
-        if size > self.limits.max_group_size:
-            raise InvalidRequest(
-                field, f"at most {self.limits.max_group_size}, got {size}; lower it, or raise --max-group-size"
-            )
+        return [OFF, *(name for name in self._policies if name != OFF)]

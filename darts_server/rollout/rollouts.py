@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -20,7 +20,7 @@ from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
-from darts_server.rollout.start_queue import NO_ORDER, StartingOrder, StartQueue
+from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
@@ -91,16 +91,16 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
-            self.collect, self.allocator, self.pass_rate, self.observers, intervals.join, intervals.join_named
+            self.collect, self.allocator, self.observers, intervals.join, intervals.join_named
         )
-        self._engine = engine
+        self.engine = engine
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self._poll_seconds = intervals.poll
         self._polling: asyncio.Task[None] | None = None  # while there are groups
-        self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
-        self._by_id: dict[str, list[GroupRun[RequestT, OutputT]]] = {}  # callers choose ids: groups may share one
+        self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
+        """Running groups, the oldest first: a set that keeps its order."""
         self.aborts = 0
         """How often everything was aborted."""
         self._suspended = False
@@ -120,7 +120,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
-        self.check_scorable(plan)
+        if plan.shaping.pruning is not None:
+            self.check_scorable(plan)
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
@@ -133,35 +134,18 @@ class Rollouts(Generic[RequestT, OutputT]):
         Raises:
             InvalidRequest: the policy prunes by quality, and nothing can be scored here.
         """
-        if not plan.shaping.prunes or self.can_score:
-            return
-        if self._scorer is None:
-            raise InvalidRequest(
-                "policy", f"{plan.policy!r} prunes by quality, which this server cannot score; use another policy"
-            )
-        raise InvalidRequest(
-            "policy",
-            f"{plan.policy!r} prunes by hidden states, which this engine does not report; use another policy, or start "
-            f"the server with --quality logprob",
-        )
-
-    def check_resumable(self, request: RequestT) -> None:
-        """
-        Raises:
-            InvalidRequest: candidates of this request cannot go on from what they had generated when they were stopped.
-        """
-        self._engine.check_resumable(request)
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that the next token will be generated with."""
-        return self._engine.weight_version
+        if plan.shaping.prunes and not self.can_score:
+            why = "hidden states, which this engine does not report; use another policy, or start the server with "
+            why += "--quality logprob"
+            if self._scorer is None:
+                why = "quality, which this server cannot score; use another policy"
+            raise InvalidRequest("policy", f"{plan.policy!r} prunes by {why}")
 
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
         scorer = self._scorer
-        return scorer is not None and (not scorer.uses_hidden_states or self._engine.probe_width is not None)
+        return scorer is not None and (not scorer.uses_hidden_states or self.engine.probe_width is not None)
 
     def usual_candidates(self, plan: Plan) -> int:
         """How many candidates a group gets now, before anything is known of its prompt."""
@@ -176,7 +160,6 @@ class Rollouts(Generic[RequestT, OutputT]):
     def start(
         self,
         spec: GroupSpec[RequestT],
-        plan: Plan,
         allocation: Allocation,
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
@@ -186,9 +169,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
         ``carried``: what its candidates have generated already, by index.
         """
-        pass_rate = self.pass_rate(spec.prompt_key)
-        run = self.collect(spec, ticket=ticket, carried=carried)
-        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size), pass_rate)
+        plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
+        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
         return run
 
     def collect(
@@ -206,24 +188,21 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         def ended(run: GroupRun[RequestT, OutputT]) -> None:
             self._group_ended.set()
-            del self._runs[run]
-            same = self._by_id[spec.group_id]
-            same.remove(run)
-            if not same:
-                del self._by_id[spec.group_id]
+            del self.runs[run]
             self.gate.leave()
             held.release()
             on_end()
 
         try:
+            order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards
+            stats = None if spec.prompt_key is None else rewards.of_prompt(spec.prompt_key)
             self.gate.let_in()
         except BaseException:
             held.release()
             raise
-        order = self.starting_order(spec.prompt_key)
-        run = GroupRun(self._context, spec, held, ended, carried, order)
-        self._runs[run] = None
-        self._by_id.setdefault(spec.group_id, []).append(run)
+        earlier_pass_rate = None if stats is None else stats.pass_rate
+        run = GroupRun(self._context, spec, held, ended, carried, order, earlier_pass_rate)
+        self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")
         if self._suspended:
@@ -232,50 +211,32 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     async def _poll(self) -> None:
         """Poll all groups for their progress; no timer runs while there is none."""
-        while self._runs:
+        while self.runs:
             await asyncio.sleep(self._poll_seconds)
-            for run in list(self._runs):
+            for run in list(self.runs):
                 run.poll()
         self._polling = None
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the place of a request that comes now among others, on an engine that has priorities."""
-        if not self._engine.has_priorities:
-            return NO_ORDER
+        if not self.engine.has_priorities:
+            return lambda _: 0.0
         mean = None if prompt_key is None else self.statistics.prompts.mean(prompt_key)
         # A new prompt is expected to be as long as the data set's mean.
-        return StartingOrder(self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0)
-
-    def pass_rate(self, prompt_key: str | None) -> float | None:
-        """Return the pass rate of a prompt by the rewards until now: none of a group that only starts."""
-        stats = None if prompt_key is None else self.statistics.rewards.of_prompt(prompt_key)
-        return None if stats is None else stats.pass_rate
+        since, expected = self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0
+        return lambda tokens: since - TOKEN_SECONDS * max(expected, tokens)
 
     @property
     def running(self) -> int:
         """Number of running groups."""
-        return len(self._runs)
-
-    def first_version(self, group_id: str) -> int | None:
-        """Return the oldest weight version of the candidates of running groups with that id; ``None`` without any."""
-        versions = (run.first_version for run in self._by_id.get(group_id, ()))
-        return min((version for version in versions if version is not None), default=None)
-
-    @property
-    def newest(self) -> Iterator[GroupRun[RequestT, OutputT]]:
-        """Running groups, the newest first."""
-        return reversed(self._runs)
-
-    def group_rewarded(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn what deadlines cost from the rewards of a group, by candidate index."""
-        self.allocator.deadlines.learn_rewards(record, correct)
+        return len(self.runs)
 
     def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
         """Learn the lengths of a request that the engine has served by itself, as those of a group.
 
         ``ends``: tokens of each trajectory, and how it ended.
         """
-        now, version = self._context.clock(), self.weight_version
+        now, version = self._context.clock(), self.engine.weight_version
         candidates = [
             CandidateRecord(i, tokens, reason, SelectedAs.SHORT, None, False, now, now, version, version)
             for i, (tokens, reason) in enumerate(ends)
@@ -288,18 +249,18 @@ class Rollouts(Generic[RequestT, OutputT]):
     def abort(self, group_id: str) -> None:
         """Abort all groups, or the single request, with that id, if they run: see `GroupRun.abort`."""
         self.joiner.abort(group_id)
-        for run in list(self._by_id.get(group_id, ())):
+        for run in [run for run in self.runs if run.spec.group_id == group_id]:  # callers choose ids, which may recur
             run.abort()
 
     def abort_all(self, reason: str) -> None:
         """Abort all running groups, see `GroupRun.abort`. ``reason``: for callers that get an error."""
         self.aborts += 1
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
         """End all running groups; their callers get the error."""
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.fail(error)
 
     async def suspend(self) -> None:
@@ -308,18 +269,18 @@ class Rollouts(Generic[RequestT, OutputT]):
         Groups that begin before `resume` start no candidates either.
         """
         self._suspended = True
-        unfinished = [run for run in list(self._runs) if not run.suspend()]
+        unfinished = [run for run in list(self.runs) if not run.suspend()]
         while any(not run.has_ended for run in unfinished):
             self._group_ended.clear()
             await self._group_ended.wait()
 
     def weights_change(self) -> None:
         """Record what running candidates have generated so far, before the paused model gets other weights."""
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.runner.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""
         self._suspended = False
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.resume()

@@ -27,13 +27,13 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
-from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
+from darts_server.records import GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
-from darts_server.rollout.start_queue import NO_ORDER, StartingOrder
+from darts_server.rollout.start_queue import StartingOrder
 from darts_server.serving.admission import Ticket, caller
-from darts_server.types import GONE, DiscardReason, Outcome
+from darts_server.types import DiscardReason, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     ``on_end`` is called once when the group has ended, with any outcome. ``ticket``: holds its candidates. ``carried``:
     what its first candidates have generated already, by index. ``order``: of its candidates among those of others that
-    wait.
+    wait. ``earlier_pass_rate``: see `GroupRecord.earlier_pass_rate`.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         ticket: Ticket,
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         carried: Sequence[CarriedCandidate[OutputT]] = (),
-        order: StartingOrder = NO_ORDER,
+        order: StartingOrder = lambda _: 0.0,
+        earlier_pass_rate: float | None = None,
     ) -> None:
         self.spec = spec
         self.started_at = context.clock()
@@ -79,56 +80,51 @@ class GroupRun(Generic[RequestT, OutputT]):
         """The group's record; ``None`` until it has ended."""
         self.interrupted: DartsError | None = None
         """Why it was ended from outside; ``None`` if it was not, or if its caller had all of it by then."""
-        self._engine, self._observer, self._clock = context.engine, context.observer, context.clock
+        self.engine = context.engine
+        self._observer, self._clock = context.observer, context.clock
         self._on_end = on_end
         self._is_closed = False
         survival = None
-        if spec.pruning is not None:
+        if spec.plan.shaping.prunes:
             survival = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
         rng = np.random.default_rng(spec.tail_seed)
         self._group = Group(rng=rng, deliver_early=spec.early, survival_rng=survival)
+        self.candidates: Sequence[Candidate] = self._group.candidates
+        """All that were started so far, by index, in their present state."""
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
         self._cohort: Cohort | None = None  # one that was allocated alone has none
         self._need_place = 1  # see `place_of_need`
         self._tokens_needed: int | None = None  # as reported to the cohort
-        self._beyond: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
+        self._reported_limit: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
-        self._earlier_pass_rate: float | None = None
+        self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
-        self._deliveries: asyncio.Queue[int | BaseException] = asyncio.Queue()  # not taken by the caller yet
+        self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
+        """What its caller has not taken yet: indices of candidates, and an error."""
         self._delivered: set[int] = set()  # taken or not
 
     # --- driving the group --------------------------------------------------
 
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
-        self.runner.add_request(request)
+        self.runner.own_requests.append(request)
         self._act(self._group.add_candidate())
 
-    def open(
-        self,
-        rule: SelectionRule,
-        allocation: Allocation,
-        max_candidates: int = 0,
-        earlier_pass_rate: float | None = None,
-    ) -> None:
+    def open(self, rule: SelectionRule, allocation: Allocation, max_candidates: int = 0) -> None:
         """Start the missing candidates of the allocation; ``rule`` selects among all of them.
 
-        ``max_candidates``: pruned candidates are replaced until so many were started. ``earlier_pass_rate``: see
-        `GroupRecord.earlier_pass_rate`.
+        ``max_candidates``: pruned candidates are replaced until so many were started.
         """
-        if self.has_ended:  # it failed while its requests were being collected
+        if self._group.outcome is not None:  # it failed while its requests were being collected
             allocation.drop()
             return
-        self._earlier_pass_rate = earlier_pass_rate
         if (cohort := allocation.cohort) is not None:
             self._cohort = self.runner.cohort = cohort
             cohort.running += len(self.runner.running)
-            self._need_place = place_of_need(
-                rule.completion_place, allocation.candidates, cohort.record.mean_candidates
-            )
+            place, mean = rule.completion_place, cohort.record.mean_candidates
+            self._need_place = place_of_need(place, allocation.candidates, mean)
             cohort.join(self, self.set_deadline)
         if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
@@ -146,15 +142,15 @@ class GroupRun(Generic[RequestT, OutputT]):
         count = 0
         try:
             while count != self._selected:
-                index = await self._deliveries.get()
-                if isinstance(index, BaseException):
+                index = await self.deliveries.get()
+                if isinstance(index, Exception):
                     raise index
                 count += 1
                 candidate = self.runner.candidates[index]
                 # A caller that is cancelled here must not cancel the future, which the candidate's task still sets.
                 output = await asyncio.shield(candidate.output)
                 if not candidate.aborted:
-                    spec, token_ids = self.spec, self._engine.token_ids(candidate.request, output)
+                    spec, token_ids = self.spec, self.engine.token_ids(candidate.request, output)
                     self._observer.trajectory_returned(
                         TrajectoryRecord(
                             spec.group_id, spec.prompt_key, self.started_at, index, *token_ids, owner=self.owner
@@ -172,8 +168,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            if self._beyond is not None:
-                self._take_back_minimum()
+            if self._reported_limit is not None:
+                self._withdraw_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -187,11 +183,23 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         try:
-            if self._reducible is not None:
-                self._give_up_extra(self._reducible)
+            if (allocation := self._reducible) is not None:
+                # Give up extra candidates that the engine has no room for, until the first token of the group. Those
+                # that were given up do not count: they have no tokens any more.
+                engines = [engine for i, engine in self.runner.running.items() if self.candidates[i].running]
+                if any(engine.tokens() != 0 for engine in engines):
+                    self._reducible = None
+                else:
+                    assert allocation.share is not None
+                    kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
+                    if decisions := self._group.reduce(kept):
+                        if self._cohort is not None:
+                            place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
+                            self._need_place = place_of_need(place, kept, mean)
+                        self._act(decisions)
             if (
                 self._cohort is not None
-                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._beyond)
+                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._reported_limit)
                 and self._tokens_needed is None
                 and not self._group.is_paused
             ):
@@ -199,7 +207,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 generated = {index: engine.tokens() or 0 for index, engine in self.runner.running.items()}
                 minimum = self._group.standings.nth_shortest_minimum(self._need_place, generated)
                 if minimum is None or minimum > limit:
-                    self._beyond = limit
+                    self._reported_limit = limit
                     self._cohort.report_minimum(self, minimum)
             if events := self.runner.poll():
                 self._feed(*events)
@@ -220,22 +228,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
-        """End the group, so that another run goes on with what `carried` returns.
+        """End the group, so that another run goes on with what `CandidateRunner.collect_carried` returns.
 
         It must not have ended: it was counted. ``error``: why, for its record, if it was ended from outside.
         """
         assert not self.has_ended
         self._act(self._group.carry())
         self._close(error)
-
-    async def carried(self) -> list[CarriedCandidate[OutputT]]:
-        """Return what the candidates of a group have generated that was stopped to be carried over.
-
-        Without those that failed, and those from before a restart.
-        """
-        await self.runner.wait_for_results()
-        candidates = self._group.candidates[self._group.restarted_from :]
-        return [self.runner.carry(c.index) for c in candidates if c.reason not in GONE]
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
         """End the group from outside, see `interrupt`."""
@@ -269,35 +268,29 @@ class GroupRun(Generic[RequestT, OutputT]):
                 for candidate in undelivered:
                     candidate.aborted = True
                 self.cancel(error, DiscardReason.ABORTED)
-                self._deliveries.put_nowait(error)
+                self.deliveries.put_nowait(error)
             case OnAbort.CARRY:
                 self.stop_to_carry(error)
-                self._deliveries.put_nowait(error)
+                self.deliveries.put_nowait(error)
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
         """Return what the candidates of a group have generated that was aborted, with those that it had delivered.
 
         Without those that failed: their errors are of no concern to the others.
         """
-        candidates = enumerate(self.runner.candidates)
-        waiting = {i: asyncio.shield(c.output) for i, c in candidates if c.aborted or i in self._delivered}
-        outputs = await asyncio.gather(*waiting.values(), return_exceptions=True)
         found: dict[int, OutputT] = {}
-        for index, output in zip(waiting, outputs, strict=True):
-            if isinstance(output, BaseException):
-                logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, output)
-            else:
-                found[index] = output
+        for index, candidate in enumerate(self.runner.candidates):
+            if candidate.aborted or index in self._delivered:
+                try:
+                    found[index] = await asyncio.shield(candidate.output)
+                except Exception as error:
+                    logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, error)
         return found
 
-    def aborted_output(self, request: RequestT) -> OutputT:
-        """Return the output of a request that was aborted before anything was generated for it."""
-        return self._engine.aborted_output(request)
-
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """End the group from outside; its caller gets the error."""
-        self.cancel(error if isinstance(error, Exception) else None)
-        self._deliveries.put_nowait(error)
+        self.cancel(error)
+        self.deliveries.put_nowait(error)
 
     # --- observing the group ------------------------------------------------
 
@@ -307,29 +300,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         return self._group.outcome is not None
 
     @property
-    def first_version(self) -> int | None:
-        """The oldest weight version of its candidates since the last restart; ``None`` if none has started."""
-        versions = (candidate.version_start for candidate in self.runner.candidates[self._group.restarted_from :])
-        return min((version for version in versions if version is not None), default=None)
-
-    @property
-    def has_deliveries(self) -> bool:
-        """Whether its caller has not taken everything that was delivered."""
-        return not self._deliveries.empty()
-
-    @property
-    def candidates(self) -> Sequence[Candidate]:
-        """All candidates started so far, by index, in their present state."""
-        return self._group.candidates
-
-    @property
     def size(self) -> int | None:
         """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.size if self._group.is_open else None
-
-    def candidate_record(self, index: int) -> CandidateRecord:
-        """The present state of a candidate."""
-        return self.runner.candidates[index].record(self.runner.count_tokens(index))
 
     @property
     def generated_tokens(self) -> int:
@@ -352,31 +325,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         logger.error("group %s failed%s", self.spec.group_id, f" on {events}" if events else "", exc_info=error)
         self.fail(error)
 
-    def _give_up_extra(self, allocation: Allocation) -> None:
-        """Give up extra candidates that the engine has no room for, until the first token of the group."""
-        # Those that were given up do not count: they have no tokens any more.
-        running = (engine.tokens() for index, engine in self.runner.running.items() if self.candidates[index].running)
-        if any(tokens != 0 for tokens in running):
-            self._reducible = None
-            return
-        assert allocation.share is not None
-        kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
-        if decisions := self._group.reduce(kept):
-            if self._cohort is not None:
-                place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
-                self._need_place = place_of_need(place, kept, mean)
-            self._act(decisions)
-
     def _deliver(self, index: int) -> None:
         """Deliver a candidate to the caller; harmless if it was delivered before."""
         if index not in self._delivered:
             self._delivered.add(index)
-            self._deliveries.put_nowait(index)
+            self.deliveries.put_nowait(index)
 
-    def _take_back_minimum(self) -> None:
-        """Take back the minimum that was reported to the cohort: new candidates may be short."""
+    def _withdraw_minimum(self) -> None:
+        """Withdraw the minimum that was reported to the cohort: new candidates may be short."""
         if self._cohort is not None and self._tokens_needed is None:
-            self._beyond = None
+            self._reported_limit = None
             self._cohort.report_minimum(self, 0)
 
     def _act(self, decisions: list[Decision]) -> None:
@@ -390,8 +348,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    if self._beyond is not None:
-                        self._take_back_minimum()
+                    if self._reported_limit is not None:
+                        self._withdraw_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -407,15 +365,52 @@ class GroupRun(Generic[RequestT, OutputT]):
                         self._deliver(index)
                 case GiveUp(error=error):
                     self._close(error)
-                    self._deliveries.put_nowait(error)
+                    self.deliveries.put_nowait(error)
 
     def _close(self, error: Exception | None = None) -> None:
         """Record and report the group's end, once."""
-        if not self.has_ended or self._is_closed:
+        group, spec, now, cohort = self._group, self.spec, self._clock(), self._cohort
+        if group.outcome is None or self._is_closed:
             return
         self._is_closed = True
         try:
-            self.record = self._make_record(error)
+            explored, rule = cohort is not None and cohort.record.explored, None if cohort is None else cohort.rule
+            deadline, bound = group.deadline, group.bound
+            if cohort is not None and explored:  # what they would have been
+                deadline = cohort.deadline.tokens
+                bound = None if rule is None or deadline is None else rule.bound_of(deadline)
+            weights = selection_weights(group)
+            tail_wait, finish_times = None, self.runner.finish_times
+            if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
+                tail_wait = now - finish_times[group.rule.num_shortest - 1]
+            self.record = GroupRecord(
+                group_id=spec.group_id,
+                prompt_key=spec.prompt_key,
+                policy=spec.plan.policy,
+                size=group.size if group.is_open else len(group.candidates),
+                outcome=group.outcome,
+                # What happens to stopped candidates from now on does not change their records.
+                candidates=tuple([c.record(weight=weights.get(c.state.index)) for c in self.runner.candidates]),
+                started_at=self.started_at,
+                ended_at=now,
+                tail_wait=tail_wait,
+                error=None if error is None else str(error),
+                cohort_deadline=deadline,
+                max_lost=None if rule is None else rule.max_lost,
+                bound=bound,
+                stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
+                completion_length=group.completion_length if group.is_open else None,
+                num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
+                sampled_from=sampled_from(group),
+                tail_share=tail_share(group),
+                earlier_pass_rate=self._earlier_pass_rate,
+                explored=explored,
+                tokens_needed=self._tokens_needed,
+                request_ids=self.request_ids,
+                chosen=None if cohort is None else cohort.record.chosen,
+                restarted_from=group.restarted_from,
+                owner=self.owner,
+            )
             self._observer.group_ended(self.record)
         finally:  # an observer that fails must not make others wait
             if self.runner.scorer is not None:
@@ -423,45 +418,3 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._on_end(self)
             if self._cohort is not None:
                 self._cohort.end_group(self, self.record)
-
-    def _make_record(self, error: Exception | None) -> GroupRecord:
-        group, spec, now, cohort = self._group, self.spec, self._clock(), self._cohort
-        assert group.outcome is not None
-        explored = cohort is not None and cohort.record.explored
-        rule = None if cohort is None else cohort.rule
-        deadline, bound = group.deadline, group.bound
-        if cohort is not None and explored:  # what they would have been
-            deadline = cohort.deadline.tokens
-            bound = None if rule is None or deadline is None else rule.bound_of(deadline)
-        weights = selection_weights(group)
-        tail_wait, finish_times = None, self.runner.finish_times
-        if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
-            tail_wait = now - finish_times[group.rule.num_shortest - 1]
-        return GroupRecord(
-            group_id=spec.group_id,
-            prompt_key=spec.prompt_key,
-            policy=spec.policy,
-            size=group.size if group.is_open else len(group.candidates),
-            outcome=group.outcome,
-            # What happens to stopped candidates from now on does not change their records.
-            candidates=tuple(c.record(weight=weights.get(c.state.index)) for c in self.runner.candidates),
-            started_at=self.started_at,
-            ended_at=now,
-            tail_wait=tail_wait,
-            error=None if error is None else str(error),
-            cohort_deadline=deadline,
-            max_lost=None if rule is None else rule.max_lost,
-            bound=bound,
-            stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
-            completion_length=group.completion_length if group.is_open else None,
-            num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
-            sampled_from=sampled_from(group),
-            tail_share=tail_share(group),
-            earlier_pass_rate=self._earlier_pass_rate,
-            explored=explored,
-            tokens_needed=self._tokens_needed,
-            request_ids=self.request_ids,
-            chosen=None if cohort is None else cohort.record.chosen,
-            restarted_from=group.restarted_from,
-            owner=self.owner,
-        )

@@ -1,13 +1,12 @@
 """What a group is run with: its own description, and what all groups of a server share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic
 
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.observers import GroupEvents
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.start_queue import StartQueue
@@ -23,56 +22,30 @@ class OnAbort(Enum):
     RETURN = auto()
     """All candidates that are not discarded, as they are. The caller must not take them for a group."""
     CARRY = auto()
-    """What `GroupRun.carried` returns, for another run that goes on with it."""
+    """What `CandidateRunner.collect_carried` returns, for another run that goes on with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)  # several fields are plain strings
+@dataclass(frozen=True, slots=True)
 class GroupSpec(Generic[RequestT]):
     """Describe a group before anything of it is started.
 
     Args:
+        plan: its policy. Its candidates are scored if the policy's shaping has a pruning.
         request: what its candidates are started with.
         group_id: names the group in records, logs and answers.
-        policy: name of its policy, for the record.
         prompt_key: under which its lengths are recorded; ``None`` to record none.
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
-        pruning: how candidates are pruned; ``None`` to prune and to score none.
         on_abort: what its caller gets if it is aborted.
     """
 
+    plan: Plan
     request: RequestT
     group_id: str
-    policy: str
     prompt_key: str | None = None
     tail_seed: Sequence[int] | None = None
-    early: bool = False
-    pruning: Pruning | None = None
-    on_abort: OnAbort = OnAbort.FAIL
-
-    @classmethod
-    def of_plan(
-        cls,
-        plan: Plan,
-        request: RequestT,
-        group_id: str,
-        prompt_key: str | None = None,
-        tail_seed: Sequence[int] | None = None,
-        *,
-        early: bool = False,
-        on_abort: OnAbort = OnAbort.FAIL,
-    ) -> "GroupSpec[RequestT]":
-        """Describe a group as its plan wants it."""
-        return cls(
-            request=request,
-            group_id=group_id,
-            policy=plan.policy,
-            prompt_key=prompt_key,
-            tail_seed=tail_seed,
-            early=early,
-            pruning=plan.shaping.pruning,
-            on_abort=on_abort,
-        )
+    early: bool = field(default=False, kw_only=True)
+    on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

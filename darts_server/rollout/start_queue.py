@@ -8,7 +8,7 @@ and not before others, however long it is.
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
 TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
@@ -69,19 +69,6 @@ class StartQueue:
                 return
 
 
-@dataclass(frozen=True, slots=True)
-class StartingOrder:
-    """The order of a group's candidates among others. ``since``: when it came, in seconds. ``expected``: tokens."""
-
-    since: float = 0.0
-    expected: float = 0.0
-
-    def of(self, tokens: int = 0) -> float:
-        """Return the place of a candidate that has generated so many tokens already: the lowest start first.
-
-        One that has become longer than was expected is a straggler, and will not be shorter.
-        """
-        return self.since - TOKEN_SECONDS * max(self.expected, tokens)
-
-
-NO_ORDER = StartingOrder()
+StartingOrder = Callable[[int], float]
+"""Returns the place of a candidate of one group among others, by the tokens that it has generated already: the lowest
+start first. One that has become longer than was expected is a straggler, and will not be shorter."""

@@ -60,11 +60,8 @@ class Kept(Generic[K, V]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0
+        self.size = 0
         self._of: dict[str, OrderedDict[K, V]] = {}
-
-    def __len__(self) -> int:
-        return self._size
 
     def of(self, caller: str) -> Mapping[K, V]:
         """Return a caller's entries, the oldest first."""
@@ -73,10 +70,10 @@ class Kept(Generic[K, V]):
     def put(self, caller: str, key: K, value: V) -> K | None:
         """Add or renew an entry; returns the key of the one that is dropped for it, if any."""
         own = self._of.setdefault(caller, OrderedDict())
-        self._size += key not in own
+        self.size += key not in own
         own[key] = value
         own.move_to_end(key)
-        if self._size <= self._limit:
+        if self.size <= self._limit:
             return None
         largest = max(self._of, key=lambda each: len(self._of[each]))
         oldest = next(iter(self._of[largest]))
@@ -87,7 +84,7 @@ class Kept(Generic[K, V]):
         """Remove an entry and return it; ``None`` without one."""
         if key not in self.of(caller):
             return None
-        self._size -= 1
+        self.size -= 1
         value = self._of[caller].pop(key)
         if not self._of[caller]:
             del self._of[caller]
@@ -117,10 +114,7 @@ class TokenIndex:
         self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)  # known hashes, by their highest bits
         self._mixed = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)  # these hashes, combined by XOR
         self._rng = np.random.default_rng()
-        self._weights = self._draw_weights(FIRST_WEIGHTS)
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self._weights: Hashes = np.empty(0, dtype=np.uint64)  # random and odd, by position
 
     def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
         """Return the hashes of all prefixes of a sequence, from its first token to all of it.
@@ -129,7 +123,9 @@ class TokenIndex:
         """
         end = length + len(tokens)
         while end > len(self._weights):
-            self._weights = np.concatenate([self._weights, self._draw_weights(len(self._weights))])
+            count = max(FIRST_WEIGHTS, len(self._weights))
+            more = self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
+            self._weights = np.concatenate([self._weights, more])
         try:
             packed = array("Q", tokens)  # "q" takes three times as long
         except OverflowError:  # what stands for an image may be negative
@@ -168,9 +164,6 @@ class TokenIndex:
         self._counts[bucket] = int(self._counts[bucket]) + change
         self._mixed[bucket] ^= np.uint64(key)
 
-    def _draw_weights(self, count: int) -> Hashes:
-        return self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
-
 
 @dataclass(slots=True)
 class Turn:
@@ -198,10 +191,6 @@ class Turn:
     """Of ``token_ids``, when it was needed once."""
     stable_hash: int | None = field(default=None, repr=False)
     """Of those that its later turns begin with."""
-
-    @property
-    def stable_length(self) -> int:
-        return len(self.token_ids) if self.stable_tokens is None else self.stable_tokens
 
 
 @dataclass(slots=True)
@@ -260,8 +249,9 @@ class Turns:
                 return TurnKind.TOKENS
         if opens:
             return TurnKind.OPENING
+        stable_tokens = turn.stable_tokens or 0  # never `None`: see `_prefix_hashes`
         for length, known in self._sequences.known_prefixes(turn.caller, hashes):
-            if known.is_answer or (length < turn.stable_length and not turn.names_group):
+            if known.is_answer or (length < stable_tokens and not turn.names_group):
                 turn.rank = known.rank
                 return TurnKind.TOKENS if known.is_answer else TurnKind.PROMPT
         return TurnKind.OPENING
@@ -274,8 +264,7 @@ class Turns:
         now = self._clock()
         if turn.session is not None:
             session = self._find_session(turn.caller, turn.session) or _Session(prompt_hash, now)
-            session.used_at, session.rank = now, turn.rank
-            session.answers += 1
+            session.used_at, session.rank, session.answers = now, turn.rank, session.answers + 1
             if session.answers == SUSPICIOUS_ANSWERS:
                 logger.warning(
                     "session %r had %d answers; its requests are not put into groups, but for those with its first "
@@ -294,8 +283,7 @@ class Turns:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
             restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
-            restarts.aborted_at = now
-            restarts.count += 1
+            restarts.aborted_at, restarts.count = now, restarts.count + 1
             self._restarts.put(turn.caller, prompt_hash, restarts)
 
     def forget_session(self, caller: str, name: str) -> bool:
@@ -309,8 +297,10 @@ class Turns:
         """
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
+        if turn.stable_tokens is None:
+            turn.stable_tokens = len(turn.token_ids)
         # Every prompt may begin with the same single token, so that one says nothing.
-        stable = hashes[: turn.stable_length] if turn.stable_length > 1 else hashes[:0]
+        stable = hashes[: turn.stable_tokens] if turn.stable_tokens > 1 else hashes[:0]
         turn.stable_hash = int(stable[-1]) if len(stable) else None
         return hashes, turn.prompt_hash
 

@@ -34,6 +34,7 @@ from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
+from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, logprob_score
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
@@ -73,20 +74,13 @@ class Confidence:
     ) -> None:
         self._kept = kept
         blobs = BlobStore(documents, BLOB_KIND)
-        self._points: dict[str, DetectionPoint] = {
+        self.points: Mapping[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }
+        """Calibration of each kind of score."""
         self._scores: OrderedDict[GroupKey, Mapping[int, Mapping[str, float]]] = OrderedDict()
-        self._save_soon = Debounce(SAVE_SECONDS, self._save)
+        self._save_soon = Debounce(SAVE_SECONDS, lambda: self._load(save=True))
         self._load()
-
-    def status(self, kind: str) -> CalibrationStatus:
-        """``READY``, or the reason why `probability` returns the prior for each score."""
-        return self._points[kind].calibrator.status
-
-    def probability(self, kind: str, score: float) -> float:
-        """Return the probability that a trajectory with this score is correct."""
-        return self._points[kind].calibrator.probability(score)
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
@@ -98,24 +92,18 @@ class Confidence:
     def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
         """Learn whether a trajectory is correct from its first reward; its value does not count."""
         for kind, score in self._scores.get(group, {}).get(index, {}).items():
-            self._points[kind].add(Label(score, float(correct)))
+            self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 
-    def _load(self) -> None:
-        """Load what a restore has put into the store, and at first what was saved."""
+    def _load(self, *, save: bool = False) -> None:
+        """Load what a restore has put into the store, and at first what was saved; then save what else was learned."""
         try:
-            for point in self._points.values():
+            for point in self.points.values():
                 point.reload()
-        except StateError as error:
-            logger.warning("the saved calibration of votes cannot be read: %s", error)
-
-    def _save(self) -> None:
-        self._load()
-        try:
-            for point in self._points.values():
+            for point in self.points.values() if save else ():
                 point.save()
         except StateError as error:
-            logger.warning("the calibration of votes was not saved: %s", error)
+            logger.warning("the calibration of votes cannot be read or saved: %s", error)
 
 
 def logprob_scores(sample: Sample) -> dict[str, float]:
@@ -170,23 +158,13 @@ class Ballot:
 
 
 class BallotBox(Generic[RequestT, OutputT]):
-    """Collects and counts the ballots of one vote.
-
-    ``calibration``: status of the calibration of the vote's scores; ``None`` if weights use scores as they are.
-    """
+    """Collects and counts the ballots of one vote. ``calibrate``: returns what a score means for a vote's weight."""
 
     def __init__(
-        self,
-        vote: VoteRequest,
-        run: GroupRun[RequestT, OutputT],
-        confidence: Confidence,
-        calibration: CalibrationStatus | None,
+        self, vote: VoteRequest, run: GroupRun[RequestT, OutputT], calibrate: Callable[[float], float]
     ) -> None:
         self.ballots: list[Ballot] = []
-        self._vote = vote
-        self._run = run
-        self._confidence = confidence
-        self._calibration = calibration
+        self._vote, self._run, self._calibrate = vote, run, calibrate
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
@@ -207,34 +185,25 @@ class BallotBox(Generic[RequestT, OutputT]):
 
     def _split_votes(self) -> tuple[list[Vote], list[Vote]]:
         """Return the votes of the ballots that have an answer: those with a score, and those still without."""
-        votes, unscored = [], []
+        kind, votes, unscored = self._vote.score, [], []
         for ballot in self.ballots:
             if ballot.answer is None:
                 continue
             if ballot.vote is None:
-                ballot.vote = self._score(ballot, ballot.answer)
-            if ballot.vote is None:
-                unscored.append(Vote(ballot.index, ballot.answer))
-            else:
-                votes.append(ballot.vote)
+                score: float | None = DEFAULT_SCORE
+                if self._vote.weights != "majority" and kind is not None:
+                    if self._vote.uses_logprobs:
+                        score = logprob_scores(ballot.sample).get(kind)
+                    else:  # it may come after the candidate's end
+                        score = self._run.candidates[ballot.index].quality
+                    ballot.score = score
+                    score = None if score is None else self._calibrate(score)
+                if score is None:
+                    unscored.append(Vote(ballot.index, ballot.answer))
+                    continue
+                ballot.vote = Vote(ballot.index, ballot.answer, score)
+            votes.append(ballot.vote)
         return votes, unscored
-
-    def _score(self, ballot: Ballot, answer: str) -> Vote | None:
-        """Score a ballot, for the caller and for the weight of its vote; ``None`` while it has no score."""
-        vote = self._vote
-        if vote.weights == "majority" or vote.score is None:
-            return Vote(ballot.index, answer, DEFAULT_SCORE)
-        if vote.uses_logprobs:
-            score = logprob_scores(ballot.sample).get(vote.score)
-        else:
-            score = self._run.candidates[ballot.index].quality
-        if score is None:
-            return None
-        ballot.score = weighed = score
-        if self._calibration is not None:
-            is_ready = self._calibration is CalibrationStatus.READY
-            weighed = self._confidence.probability(vote.score, score) if is_ready else DEFAULT_SCORE
-        return Vote(ballot.index, answer, weighed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +245,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
         searches: Executor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rollouts = rollouts
-        self._renderer = renderer
-        self._confidence = confidence
-        self._vote_ended = vote_ended
-        self._searches = searches
-        self._clock = clock
+        self._rollouts, self._renderer, self._confidence = rollouts, renderer, confidence
+        self._vote_ended, self._searches, self._clock = vote_ended, searches, clock
 
     async def run(self, vote: VoteRequest) -> VoteResult:
         """Sample and count until the answer is certain, then stop the rest. Cancellation stops all candidates.
@@ -303,22 +268,25 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 if error.field in ("text", "token_ids"):
                     raise InvalidRequest("prompt", error.message) from error
                 raise
-            needs_calibration = vote.weights == "log_odds" and vote.uses_logprobs
-            calibration = self._confidence.status(vote.score) if vote.score and needs_calibration else None
+            calibration = None
+            if vote.weights == "log_odds" and vote.uses_logprobs and vote.score is not None:
+                point = self._confidence.points[vote.score]
+                calibration = point.calibrator.status
+
+            def calibrate(score: float) -> float:
+                if calibration is None:
+                    return score
+                return point.calibrator.probability(score) if calibration is CalibrationStatus.READY else DEFAULT_SCORE
+
             started_at = self._clock()
             async with self._rollouts.gate.enter():
-                spec = GroupSpec(
-                    request=request,
-                    group_id=vote_id,
-                    policy=POLICY,
-                    prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
-                    tail_seed=self._renderer.tail_seed(request),
-                    early=True,
-                    pruning=Pruning() if vote.uses_quality else None,  # scored; as all are needed, none is pruned
-                )
+                # Scored by quality, if its votes are weighted by it; as all candidates are needed, none is pruned.
+                scored = replace(UNSHAPED, pruning=Pruning()) if vote.uses_quality else UNSHAPED
+                key, seed = vote.prompt.key or self._renderer.prompt_key(request), self._renderer.tail_seed(request)
+                spec = GroupSpec(Plan(POLICY, scored, vote.n), request, vote_id, key, seed, early=True)
                 run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))
                 run.open(InOrder(vote.n), Allocation(vote.n))
-                box = BallotBox(vote, run, self._confidence, calibration)
+                box = BallotBox(vote, run, calibrate)
                 early = await self._collect(run, extract, box)
         assert run.record is not None
         tally, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)
@@ -359,7 +327,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
                 # Others that have finished already count, whether they are needed or not.
-                if run.has_ended or run.has_deliveries or len(collected) % interval:
+                if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
                     run.finish_early()
@@ -373,8 +341,7 @@ def find_answer(extract: Extractor, text: str) -> str | None:
     Raises:
         InvalidRequest: the pattern took too long.
     """
-    deadline = time.thread_time() + SEARCH_SECONDS
-    answer = None
+    deadline, answer = time.thread_time() + SEARCH_SECONDS, None
     for found in extract(text[-TEXT_CHARS:]):
         answer = found
         if time.thread_time() > deadline:

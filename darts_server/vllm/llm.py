@@ -191,7 +191,7 @@ class ShapingLLM(ControlledLLM):
         options = on_rank(self, request.options, turn.rank)
         turn.rank = rank_of(options)
         if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
-            order = self.rollouts.starting_order(None).of()
+            order = self.rollouts.starting_order(None)(0)
             options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         outputs = super().generate(request.prompt, request.params, request.request_id, **options)
         with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
@@ -212,14 +212,12 @@ class ShapingLLM(ControlledLLM):
         assert rollouts is not None
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         seed = request.tail_seed
-        spec = GroupSpec.of_plan(
-            plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER
-        )
+        spec = GroupSpec(plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER)
         async with self.gate.enter():
             aborts = rollouts.aborts
             allocation = await rollouts.allocator.allocate(plan, prompt_key, request.tokens)
             allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-            run = rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+            run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort
                 run.abort()
             try:

@@ -17,7 +17,7 @@ from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.plan import Limits, Plan, Planner
+from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
 from darts_server.rollout.pruning.group_scorer import CandidateScorer
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
@@ -151,21 +151,21 @@ class Harness:
     ) -> GroupRun[str, list[int]]:
         """Start a group under a policy that is allocated alone."""
         plan = self.plan(size, policy)
-        spec = GroupSpec.of_plan(plan, group_id, group_id, group_id, (tail_seed,), early=early)
-        return self.rollouts.start(spec, plan, Allocation(plan.shaping.candidates(size)))
+        spec = GroupSpec(plan, group_id, group_id, group_id, (tail_seed,), early=early)
+        return self.rollouts.start(spec, Allocation(plan.shaping.candidates(size)))
 
     async def start_cohort(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
         """Start groups that are allocated together. Each tail seed is the group's index."""
         plan = self.plan(size, policy)
         allocations = await asyncio.gather(*(self.rollouts.allocator.allocate(plan, name) for name in group_ids))
         return [
-            self.rollouts.start(GroupSpec.of_plan(plan, name, name, name, (place,)), plan, allocation)
+            self.rollouts.start(GroupSpec(plan, name, name, name, (place,)), allocation)
             for place, (name, allocation) in enumerate(zip(group_ids, allocations, strict=True))
         ]
 
     def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
         """Create a group that is not open yet."""
-        spec = GroupSpec(request=request, group_id=request, policy=policy, tail_seed=tail_seed, early=True)
+        spec = GroupSpec(Plan(policy, UNSHAPED, 1), request, request, tail_seed=tail_seed, early=True)
         return self.rollouts.collect(spec)
 
     def plan(self, size: int, policy: str) -> Plan:
@@ -179,10 +179,15 @@ class Harness:
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
         """Run a group to its end."""
-        waiting = asyncio.create_task(collect(run))
+        [trajectories] = await self.groups([run])
+        return trajectories
+
+    async def groups(self, runs: Sequence[GroupRun[str, list[int]]]) -> list[list[Trajectory[list[int]]]]:
+        """Run groups to their ends."""
+        waiting = [asyncio.create_task(collect(run)) for run in runs]
         await settle()
         await self.engine.run()
-        return await waiting
+        return [await task for task in waiting]
 
 
 def new_allocator(

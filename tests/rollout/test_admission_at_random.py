@@ -12,7 +12,7 @@ from unittest.mock import Mock
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from darts_server.engine.port import Probe, RequestTokens
+from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
@@ -27,7 +27,7 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
-from tests.rollout.helpers import AtOnce, Documents
+from tests.rollout.helpers import AtOnce, Documents, Texts
 
 CAPACITY, MAX_WAITING, SHARE = 6, 30, 16
 KEYS = ("one", "other", None)
@@ -58,14 +58,11 @@ class CountingEngine(ScriptedEngine):
         return candidate
 
 
-class Texts:
+class SlowTexts(Texts):
     """Render prompts, which takes a while."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-
-    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        return sampling
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
         await turns(self._rng.randint(0, 4))
@@ -75,9 +72,6 @@ class Texts:
 
     def prompt_key(self, request: str) -> str:
         return request
-
-    def tokens(self, request: str) -> RequestTokens:
-        return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
@@ -127,7 +121,7 @@ class Server:
             Intervals(poll=0, allocation=0, join=0.001),
             admission=self.admission,
         )
-        texts = Texts(rng)
+        texts = SlowTexts(rng)
         self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner, interval=0)
         self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), Mock(), AtOnce())
         self._rng = rng
@@ -172,8 +166,8 @@ class Server:
             async with self.rollouts.gate.enter():
                 allocation = await self.rollouts.allocator.allocate(plan, prompt)
                 allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
-                spec = GroupSpec.of_plan(plan, prompt, f"group {number}")
-                run = self.rollouts.start(spec, plan, allocation, ticket.split(allocation.candidates))
+                spec = GroupSpec(plan, prompt, f"group {number}")
+                run = self.rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:
                     assert len([each async for each in run.trajectories()]) == plan.size
                 finally:

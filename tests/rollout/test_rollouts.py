@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import GroupAborted, InvalidRequest, Overloaded, QuotaReached, ServerStopping
+from darts_server.exceptions import GroupAborted, InvalidRequest, QuotaReached, ServerStopping
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
@@ -80,27 +80,6 @@ async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
             await task
 
 
-async def test_groups_with_one_id_are_all_restarted_and_record_their_versions() -> None:
-    harness = Harness(lengths(5))
-    waiting = [asyncio.create_task(collect(harness.run(2))) for _ in range(2)]
-    await settle()
-    await harness.rollouts.suspend()
-    assert harness.engine.running == []
-    harness.rollouts.resume()
-    await settle()
-    await harness.engine.step()
-    assert harness.rollouts.running == 2
-    assert harness.rollouts.first_version("g") == 0
-    harness.rollouts.weights_change()
-    harness.engine.weight_version = 1
-    await harness.engine.run()
-    assert [len(await task) for task in waiting] == [2, 2]
-    for record in harness.recorder.records:
-        assert [c.version_spans for c in record.candidates if c.selected_as] == [((0, 1), (1, 4))] * 2
-    assert harness.rollouts.running == 0
-    assert harness.rollouts.first_version("g") is None
-
-
 # --- while more candidates wait than the engine runs at once -------------------------
 
 
@@ -128,7 +107,7 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
     for number in range(5):
         plan = harness.plan(4, "uniform")
         grant = await harness.rollouts.allocator.allocate(plan, "p")
-        runs.append(harness.rollouts.start(GroupSpec.of_plan(plan, "p", str(number)), plan, grant))
+        runs.append(harness.rollouts.start(GroupSpec(plan, "p", str(number)), grant))
         await settle()
         candidates.append(grant.candidates)
     # Waiting before each: 0, 4, 12, 17, 21; the scale falls from 1 at 4 to 0 at 16.
@@ -138,20 +117,6 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
         run.cancel()
     await settle()
     assert harness.rollouts.redundancy_scale() == 1
-
-
-async def test_a_batch_is_refused_while_the_queue_is_too_long_and_starts_nothing() -> None:
-    harness = Harness(script)
-    waiting = 0
-    harness.rollouts.admission = Admission(lambda: CAPACITY + waiting, CAPACITY, Bounds(max_waiting=8 + STARTED))
-    waiting = 9
-    with pytest.raises(Overloaded, match=f"9 candidates wait .* with {STARTED} more"):
-        await submit(harness, batch_request(*PROMPTS))
-    waiting = 8
-    await submit(harness, batch_request(*PROMPTS))
-    with pytest.raises(Overloaded):
-        await submit(harness, batch_request("20"))
-    assert not harness.engine.started
 
 
 async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
@@ -188,27 +153,6 @@ async def test_a_group_is_inside_the_gate_until_it_has_ended_with_any_outcome() 
         assert harness.rollouts.gate.inside == 1
         getattr(run, end)()
         assert harness.rollouts.gate.inside == 0
-
-
-async def test_all_groups_of_a_batch_wait_for_a_closed_gate_together() -> None:
-    harness = Harness(script)
-    first = await submit(harness, batch_request("20", "30"))
-    await settle()
-    harness.rollouts.gate.close()
-    second = await submit(harness, batch_request("10"))
-    emptied = asyncio.create_task(harness.rollouts.gate.wait_until_empty())
-    await settle()
-    assert {candidate.request for candidate in harness.engine.started} == {"20", "30"}
-    assert not emptied.done()
-    await harness.engine.run()
-    await first.wait()
-    await settle()
-    assert emptied.done()
-    assert second.end is None
-    harness.rollouts.gate.open()
-    await settle()
-    await harness.engine.run()
-    assert [len(result.samples) for result in (await second.wait()).results] == [SIZE]
 
 
 async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothing() -> None:
@@ -339,34 +283,9 @@ async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
     assert not any(run.has_ended for run in runs)
     harness.engine.weight_version += 1
     harness.rollouts.resume()
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    await harness.engine.run()
-    assert [len(await each) for each in waiting] == [2, 2]
+    assert [len(group) for group in await harness.groups(runs)] == [2, 2]
     for name in "ab":
         assert {c.weight_version_start for c in harness.record(name).selected} == {1}
-
-
-async def test_suspending_waits_for_groups_that_have_delivered_trajectories() -> None:
-    harness = Harness(lengths(2, 6, 9))
-    early, late = harness.run(2, early=True, group_id="early"), harness.run(2, group_id="late")
-    waiting = [asyncio.create_task(collect(run)) for run in (early, late)]
-    await settle()
-    for _ in range(3):
-        await harness.engine.step()
-    restart = asyncio.create_task(harness.rollouts.suspend())
-    await settle()
-    assert not restart.done()
-    assert {candidate.request for candidate in harness.engine.running} == {"early"}
-    await harness.engine.run()
-    await restart
-    assert {c.weight_version_end for c in harness.record("early").selected} == {0}
-    harness.engine.weight_version = 1
-    harness.rollouts.resume()
-    await settle()
-    await harness.engine.run()
-    assert [len(await each) for each in waiting] == [2, 2]
-    assert {c.weight_version_start for c in harness.record("late").selected} == {1}
 
 
 async def test_a_caller_that_leaves_a_suspended_group_leaves_nothing_running() -> None:

@@ -107,18 +107,6 @@ async def test_a_cancelled_caller_leaves_nothing_running_and_keeps_its_trajector
     assert {c.reason for c in record.candidates if c.selected_as is None} == {DiscardReason.CANCELLED}
 
 
-async def test_a_caller_that_stops_iterating_leaves_nothing_running() -> None:
-    harness = Harness(lengths(1, 50))
-    trajectories = harness.run(4, early=True).trajectories()
-    first = asyncio.ensure_future(anext(trajectories))
-    await settle()
-    for _ in range(3):
-        await harness.engine.step()
-    assert (await first).index == 0
-    await trajectories.aclose()
-    assert harness.engine.running == []
-
-
 async def test_candidates_that_are_being_started_when_cancelled_are_stopped_after_their_start() -> None:
     harness = Harness(lengths(50))
     waiting = asyncio.create_task(collect(harness.run(4)))

@@ -25,8 +25,8 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 def start(harness: Harness, size: int, policy: str = "shortest", *, early: bool = False) -> GroupRun[str, list[int]]:
     plan = harness.plan(size, policy)
-    spec = GroupSpec.of_plan(plan, "p", "g", "p", (7,), early=early, on_abort=OnAbort.ANSWER)
-    return harness.rollouts.start(spec, plan, Allocation(plan.shaping.candidates(size)))
+    spec = GroupSpec(plan, "p", "g", "p", (7,), early=early, on_abort=OnAbort.ANSWER)
+    return harness.rollouts.start(spec, Allocation(plan.shaping.candidates(size)))
 
 
 async def test_the_callers_get_the_tokens_so_far_of_the_candidates_that_were_started_first() -> None:

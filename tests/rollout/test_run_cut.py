@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.policy.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
 from darts_server.serving.admission import Admission, Ticket
-from darts_server.types import FinishReason, SelectedAs
+from darts_server.types import SelectedAs
 from tests.rollout.helpers import Recorder, collect
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
 
 def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
     context = GroupContext(engine, recorder.events, None, StartQueue(), lambda: engine.now)
-    spec = GroupSpec(request="prompt", group_id="g", policy="cut", tail_seed=(SEED,))
+    spec = GroupSpec(Plan("cut", UNSHAPED, 1), "prompt", "g", tail_seed=(SEED,))
     return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None)
 
 
@@ -53,18 +53,6 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
     return tail
 
 
-async def test_the_tail_is_cut_at_the_limit_and_has_finish_reason_length() -> None:
-    got, recorder, engine = await play(CUT_RUNNING, limit=7)
-    [record] = recorder.records
-    tail = the_tail(record)
-    assert tail.cut
-    assert tail.tokens == 7
-    assert tail.finish_reason is FinishReason.LENGTH
-    assert got[tail.index] == list(range(7))
-    assert engine.running == []
-    assert engine.now >= 7
-
-
 async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
@@ -81,13 +69,6 @@ async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> 
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2
-
-
-async def test_a_group_whose_m_th_shortest_is_longer_than_the_limit_is_cut_at_that_length() -> None:
-    got, recorder, _ = await play(CUT_RUNNING | {4: Script(11)}, limit=7)
-    [record] = recorder.records
-    assert (the_tail(record).index, the_tail(record).tokens) == (3, 11)
-    assert got[3] == list(range(11))
 
 
 async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:
@@ -123,13 +104,7 @@ class DeafCandidate(ScriptedCandidate):
 class Deaf(ScriptedEngine):
     """It does nothing about a stop, and dies at step 20."""
 
-    async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
-    ) -> ScriptedCandidate:
-        started = await super().start(request, index, probe, order)
-        deaf = DeafCandidate(started.request, started.index, started.script, started.started_at)
-        self.started[self.started.index(started)] = deaf
-        return deaf
+    candidate_type = DeafCandidate
 
     async def step(self) -> None:
         await super().step()

@@ -79,10 +79,8 @@ def long_tails(seed: int, delays: int = 0) -> Harness:
 async def play(harness: Harness, policy: str) -> Played:
     runs = dict(zip(GROUPS, await harness.start_cohort(SIZE, policy, GROUPS), strict=True))
     harness.engine.now = 0
-    tasks = [asyncio.create_task(collect(run)) for run in runs.values()]
-    await settle()
-    await harness.engine.run()
-    outputs = {name: {t.index: t.output for t in await task} for name, task in zip(GROUPS, tasks, strict=True)}
+    groups = await harness.groups(list(runs.values()))
+    outputs = {name: {t.index: t.output for t in group} for name, group in zip(GROUPS, groups, strict=True)}
     [batch] = harness.recorder.cohorts
     assert harness.rollouts.running == 0
     return Played(harness, runs, outputs, batch, harness.engine.now)

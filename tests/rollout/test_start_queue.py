@@ -12,7 +12,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartingOrder, StartQueue
+from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartQueue
 from tests.rollout.helpers import Documents, Harness, collect
 from tests.rollout.joining.joining import SteppedLoop
 
@@ -119,10 +119,8 @@ def new_harness(means: Mapping[str, float], slots: int, *, has_priorities: bool 
 
 async def run_all(harness: Harness, texts: list[str], policy: str = "two") -> dict[str, list[tuple[int, int]]]:
     """Run groups that come in this order; return index and length of their trajectories."""
-    waiting = {text: asyncio.create_task(collect(harness.run(SIZE, policy, group_id=text))) for text in texts}
-    await settle()
-    await harness.engine.run()
-    return {text: [(t.index, len(t.output)) for t in await task] for text, task in waiting.items()}
+    groups = await harness.groups([harness.run(SIZE, policy, group_id=text) for text in texts])
+    return {text: [(t.index, len(t.output)) for t in group] for text, group in zip(texts, groups, strict=True)}
 
 
 def started(harness: Harness) -> list[str]:
@@ -172,12 +170,9 @@ async def test_stragglers_that_go_on_start_first() -> None:
     carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
     runs = []
     for text, parts in (("50", []), ("90", [carried, carried])):
-        spec = GroupSpec.of_plan(plan, text, text, text, (1,))
-        runs.append(harness.rollouts.start(spec, plan, Allocation(SIZE), carried=parts))
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    await harness.engine.run()
-    await asyncio.gather(*waiting)
+        spec = GroupSpec(plan, text, text, text, (1,))
+        runs.append(harness.rollouts.start(spec, Allocation(SIZE), carried=parts))
+    await harness.groups(runs)
     assert started(harness) == ["90", "90", "50", "50"]
 
 
@@ -185,8 +180,8 @@ async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_to
     harness = new_harness({"90": 90}, slots=8)
     plan = harness.plan(SIZE, "two")
     carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
-    spec = GroupSpec.of_plan(plan, "90", "90", "90", (1,))
-    run = harness.rollouts.start(spec, plan, Allocation(SIZE), carried=[carried, CarriedCandidate()])
+    spec = GroupSpec(plan, "90", "90", "90", (1,))
+    run = harness.rollouts.start(spec, Allocation(SIZE), carried=[carried, CarriedCandidate()])
     waiting = asyncio.create_task(collect(run))
     await settle()
     for candidate in harness.engine.running:
@@ -195,9 +190,3 @@ async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_to
     assert sorted(candidate.generated for candidate in harness.engine.running) == [0, 80]
     await harness.engine.run()
     assert sorted(trajectory.index for trajectory in await waiting) == [2, 3]
-
-
-def test_the_order_is_that_of_when_a_request_must_start_to_end_with_the_others() -> None:
-    assert StartingOrder(10.0, 100.0).of() == pytest.approx(10 - 100 * TOKEN_SECONDS)
-    assert StartingOrder(10.0, 100.0).of(40) == StartingOrder(10.0, 100.0).of()
-    assert StartingOrder(10.0, 100.0).of(400) == pytest.approx(10 - 400 * TOKEN_SECONDS)

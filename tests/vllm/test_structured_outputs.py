@@ -127,7 +127,7 @@ def test_a_refusal_is_kept_too() -> None:
             check(params(**bad))
         messages.add(str(refused.value))
     assert len(messages) == 1
-    assert len(structured_outputs._verdicts) == 2, "xgrammar's and guidance's"
+    assert structured_outputs._verdicts.size == 2, "xgrammar's and guidance's"
 
 
 def test_choices_that_a_check_converts_are_converted_each_time() -> None:

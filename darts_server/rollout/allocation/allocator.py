@@ -89,7 +89,7 @@ class Allocator:
 
     async def allocate(self, plan: Plan, prompt_key: str, tokens: RequestTokens = UNKNOWN_TOKENS) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
-        if not plan.uses_cohort:
+        if plan.auto is None and not plan.shaping.uses_cohort:
             return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
         name = f"{plan.policy}/{plan.size}"
         if name not in self._waiting:

@@ -143,8 +143,8 @@ async def prepare_batch(
                     f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than "
                     "lengths; use 'restart'",
                 )
-            rollouts.check_resumable(requests[0])  # all have the same sampling parameters
-        terms, version = terms_of(plan, sampling) if resumes else "", rollouts.weight_version
+            rollouts.engine.check_resumable(requests[0])  # all have the same sampling parameters
+        terms, version = terms_of(plan, sampling) if resumes else "", rollouts.engine.weight_version
         resumed = [
             old.group
             if resumes

@@ -204,7 +204,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Call it when the server is about to serve: one that fails to start must leave them for the next one.
         """
         by_owner: dict[str | None, list[CarriedPrompt]] = {}  # all of a caller at once: `put` copies what it has
-        for owner, prompt in [] if self._saved is None else self._saved.take(self._rollouts.weight_version):
+        for owner, prompt in [] if self._saved is None else self._saved.take(self._rollouts.engine.weight_version):
             by_owner.setdefault(owner, []).append(prompt)
         for owner, prompts in by_owner.items():
             self._carried.put(owner, prompts)

@@ -355,13 +355,16 @@ class BatchRun:
         can_carry = self._carry is Carry.RESUME
         tail_seed = self._renderer.tail_seed(group.request)
         resumed = group.resumed
-        if resumed is not None and resumed.staleness(self._rollouts.weight_version) > self._kept.limits.staleness:
+        if (
+            resumed is not None
+            and resumed.staleness(self._rollouts.engine.weight_version) > self._kept.limits.staleness
+        ):
             resumed = None  # the weights changed while it waited
         if resumed is not None:
             tail_seed = resumed.tail_seed
         elif can_carry and tail_seed is None:
             tail_seed = (secrets.randbits(64),)
-        spec = GroupSpec.of_plan(
+        spec = GroupSpec(
             self.plan,
             group.request,
             group_id,
@@ -371,9 +374,7 @@ class BatchRun:
             on_abort=self._on_abort,
         )
         held = self._ticket.split(group.allocation.candidates)
-        return self._rollouts.start(
-            spec, self.plan, group.allocation, held, () if resumed is None else resumed.candidates
-        )
+        return self._rollouts.start(spec, group.allocation, held, () if resumed is None else resumed.candidates)
 
     async def _stop(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> int | None:
         """Stop a group that is not decided, and keep what it has generated; return its number if it had ended."""
@@ -385,7 +386,7 @@ class BatchRun:
 
     async def _keep_generated(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> None:
         """Keep what the candidates of a stopped group have generated, if another one can go on with it."""
-        candidates = await run.carried()
+        candidates = await run.runner.collect_carried()
         # With a seed a candidate's number gives its random numbers, so no other one may get it.
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
         if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed

@@ -77,7 +77,7 @@ class Monitor:
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
         room = self._max_candidates
-        visible = (run for run in self._rollouts.newest if may_see(run.owner))
+        visible = (run for run in reversed(self._rollouts.runs) if may_see(run.owner))
         for place, run in enumerate(visible):
             room -= _shown_candidates(run)
             if place and (place >= self.max_groups or room < 0):
@@ -138,7 +138,9 @@ def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
     for index in range(_shown_candidates(run)):
         kept = old[index] if index < len(old) else {}
         is_final = "stop" in kept and kept["state"] in ("selected", "discarded")
-        candidates.append(kept if is_final else _candidate(run.candidate_record(index)))
+        candidates.append(
+            kept if is_final else _candidate(run.runner.candidates[index].record(run.runner.count_tokens(index)))
+        )
     return _group(run.spec, run, candidates=candidates)
 
 
@@ -159,7 +161,7 @@ def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any
         "group_id": spec.group_id,
         "began": group.started_at,
         "prompt_key": spec.prompt_key,
-        "policy": spec.policy,
+        "policy": spec.policy if isinstance(spec, GroupRecord) else spec.plan.policy,
         "size": group.size,
         "started": len(group.candidates),
     }

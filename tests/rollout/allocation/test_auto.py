@@ -221,7 +221,7 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
     choice = Choice(uniform, "for the test")
     allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
     runs = [
-        made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, allocation)
+        made.rollouts.start(GroupSpec(plan, name, name, name), allocation)
         for name, allocation in zip(names, allocations, strict=True)
     ]
     waiting = [asyncio.create_task(collect(run)) for run in runs]
@@ -351,7 +351,7 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
     assert allocations[0].candidates > SIZE
     before = learned(made)
     runs = [
-        made.rollouts.start(GroupSpec.of_plan(plan, name, name, name), plan, replace(allocation, candidates=SIZE))
+        made.rollouts.start(GroupSpec(plan, name, name, name), replace(allocation, candidates=SIZE))
         for name, allocation in zip(names, allocations, strict=True)
     ]
     await finish(made, runs)
@@ -427,7 +427,6 @@ async def test_it_is_known_by_name_where_it_is_configured() -> None:
     made = harness()
     assert AUTO in made.rollouts.planner.names()
     plan = made.plan(SIZE, AUTO)
-    assert plan.uses_cohort
     assert plan.shrunk(2).auto is plan.auto
     assert plan.shrunk(1).auto is None
     with pytest.raises(InvalidRequest, match="'auto' is unknown"):

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darts_server.engine.port import NOTHING, CandidateResult, Probe, TokenSlice
+from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
-from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
@@ -17,7 +16,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
-from darts_server.types import FinishReason, RequestOptions
+from darts_server.types import RequestOptions
 from tests.policy.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
@@ -57,99 +56,33 @@ class SignedOutput:
         return self.request.partition(":")[0]
 
 
-class SigningCandidate:
-    def __init__(self, candidate: ScriptedCandidate, aborted: asyncio.Event) -> None:
-        self._candidate = candidate
-        self._aborted = aborted
-
-    def tokens(self) -> int | None:
-        return self._candidate.tokens()
-
-    def tokens_from(self, start: int) -> TokenSlice | None:
-        return self._candidate.tokens_from(start)
-
-    def stop(self) -> int:
-        return self._candidate.stop()
-
-    async def result(self) -> CandidateResult[SignedOutput]:
-        result = await self._candidate.result()
-        if result.finish_reason is None:
-            await self._aborted.wait()
-        return CandidateResult(
-            result.tokens,
-            result.finish_reason,
-            SignedOutput(self._candidate.request, self._candidate.index, result.tokens),
-        )
+class SignedTokens(list[int]):
+    origin: tuple[str, int] = ("", 0)
 
 
-class SigningEngine:
-    """The scripted engine with outputs that name their origin.
-
-    ``aborted``: while it is not set, stopped candidates do not end.
-    """
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
-        self.capacity = engine.capacity
-        self.kv_tokens = engine.kv_tokens
-        self.engines = engine.engines
-        self.probe_width = engine.probe_width
-        self.has_priorities = engine.has_priorities
-        self.aborted = asyncio.Event()
-        self.aborted.set()
-
-    @property
-    def weight_version(self) -> int:
-        return self._engine.weight_version
-
-    @property
-    def unfinished(self) -> int:
-        return self._engine.unfinished
-
-    async def start(self, request: str, index: int, probe: Probe | None = None, order: float = 0.0) -> SigningCandidate:
-        return SigningCandidate(await self._engine.start(request, index, probe), self.aborted)
-
-    def check_resumable(self, request: str) -> None:
-        raise NotImplementedError
-
-    async def resume(self, request: str, index: int, prefix: TokenSlice, order: float = 0.0) -> SigningCandidate:
-        raise NotImplementedError
-
-    def truncate(self, request: str, output: SignedOutput, tokens: int) -> SignedOutput:
-        assert output.tokens >= tokens
-        return SignedOutput(output.request, output.index, tokens)
-
-    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> SignedOutput:
-        return SignedOutput(request, 0, 0)
-
-    def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> SignedOutput:
-        raise NotImplementedError
-
-    def tokens_from(self, output: SignedOutput, start: int) -> TokenSlice:
-        return TokenSlice(range(start, output.tokens), None)
-
-    def token_ids(self, request: str, output: SignedOutput) -> tuple[list[int], list[int]]:
-        return list(map(ord, output.request)), [output.index] * output.tokens
+def signed(request: str, index: int, tokens: int) -> SignedTokens:
+    output = SignedTokens(range(tokens))
+    output.origin = request, index
+    return output
 
 
-class RecordedRollouts(Rollouts[str, SignedOutput]):
-    """Record the groups that were started, and give them reproducible tail seeds."""
+class SigningCandidate(ScriptedCandidate):
+    def output(self) -> list[int]:
+        return signed(self.request, self.index, self.generated)
 
-    def __init__(self, engine: SigningEngine, tail_seed: int, *args: Any, **more: Any) -> None:
-        super().__init__(engine, *args, **more)
-        self.runs: dict[str, GroupRun[str, SignedOutput]] = {}
-        self._tail_seed = tail_seed
 
-    def collect(
-        self,
-        spec: GroupSpec[str],
-        on_end: Callable[[], None] = lambda: None,
-        ticket: Ticket | None = None,
-        carried: Sequence[CarriedCandidate[SignedOutput]] = (),
-    ) -> GroupRun[str, SignedOutput]:
-        run = super().collect(replace(spec, tail_seed=(self._tail_seed, len(self.runs))), on_end, ticket, carried)
-        self.runs[spec.group_id] = run
-        return run
+class SigningEngine(ScriptedEngine):
+    """The scripted engine with outputs that name their origin."""
+
+    candidate_type = SigningCandidate
+
+    def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
+        assert isinstance(output, SignedTokens)
+        assert len(output) >= tokens
+        return signed(*output.origin, tokens)
+
+    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> list[int]:
+        return signed(request, 0, 0)
 
 
 @dataclass
@@ -158,7 +91,7 @@ class Caller:
 
     name: str
     prompt: str
-    task: asyncio.Task[SignedOutput] = field(init=False)
+    task: asyncio.Task[list[int]] = field(init=False)
     group_id: str = ""
 
     def disconnect(self) -> None:
@@ -170,7 +103,9 @@ class Caller:
 
     @property
     def result(self) -> SignedOutput:
-        return self.task.result()
+        output = self.task.result()
+        assert isinstance(output, SignedTokens)
+        return SignedOutput(*output.origin, len(output))
 
 
 class JoiningHarness:
@@ -187,20 +122,27 @@ class JoiningHarness:
     ) -> None:
         self.script = script
         self.size = size
-        self.engine = ScriptedEngine(script)
-        self.signing = SigningEngine(self.engine)
+        self.engine = SigningEngine(script)
         self.store = Documents()
         self.callers: list[Caller] = []
         self._others = asyncio.all_tasks()
-        self.rollouts = RecordedRollouts(
-            self.signing,
-            tail_seed,
+        self.runs: dict[str, GroupRun[str, list[int]]] = {}
+        """All groups that were started."""
+        self.rollouts: Rollouts[str, list[int]] = Rollouts(
+            self.engine,
             Planner({"shaped": shaping}, "shaped", Limits(64)),
             Statistics(self.store, self.engine.capacity),
             Intervals(poll=0, allocation=window, join=wait, join_named=NAMED_WAIT),
             clock=lambda: self.engine.now,
         )
         self.recorder = Recorder(self.rollouts.observers)
+
+        def collect(spec: GroupSpec[str], on_end: Callable[[], None], ticket: Ticket) -> GroupRun[str, list[int]]:
+            spec = replace(spec, tail_seed=(tail_seed, len(self.runs)))  # reproducible
+            run = self.runs[spec.group_id] = self.rollouts.collect(spec, on_end, ticket)
+            return run
+
+        self.rollouts.joiner.collect = collect
 
     def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """Send a caller's request. ``name``: its name for the group."""
@@ -242,7 +184,7 @@ class JoiningHarness:
 
     def fates(self, group_id: str) -> dict[int, Fate]:
         """How every candidate of a group would end if it were not stopped."""
-        run = self.rollouts.runs[group_id]
+        run = self.runs[group_id]
         fates = {}
         for candidate in run._group.candidates:
             script = self.script(*self.origin(group_id, candidate.index))
@@ -251,14 +193,14 @@ class JoiningHarness:
 
     def origin(self, group_id: str, index: int) -> tuple[str, int]:
         """Request of a candidate, and its number among that request's."""
-        candidate = self.rollouts.runs[group_id].runner.candidates[index]
+        candidate = self.runs[group_id].runner.candidates[index]
         return candidate.request, candidate.number
 
     def seats(self, group_id: str) -> Sequence[Any]:
         """The seats of a running group."""
         groups = [g for groups in self.rollouts.joiner.groups.values() for g in groups]
         [group] = [g for g in groups if g.group_id == group_id]
-        return group._seats
+        return group.seats
 
     async def assert_empty(self) -> None:
         """Check that nothing runs and no group or task is left."""

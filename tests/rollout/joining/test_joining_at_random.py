@@ -89,7 +89,7 @@ class Crowd:
             self.leaving.setdefault(moment, []).append(caller)
 
     def groups(self) -> Iterator[tuple[str, list[Caller]]]:
-        for group_id in self.harness.rollouts.runs:
+        for group_id in self.harness.runs:
             yield group_id, [c for c in self.harness.callers if c.group_id == group_id]
 
 
@@ -101,7 +101,7 @@ def check_who_got_what(crowd: Crowd) -> None:
     given = Counter((c.result.request, c.result.index) for c in harness.callers if c.is_answered)
     assert not given or max(given.values()) == 1
     records = {record.group_id: record for record in harness.recorder.records}
-    assert records.keys() == set(harness.rollouts.runs)
+    assert records.keys() == set(harness.runs)
     assert len(harness.recorder.records) == len(records)
     for group_id, callers in crowd.groups():
         record = records[group_id]
@@ -119,7 +119,7 @@ def check_the_rule(crowd: Crowd) -> None:
     """Check that the rule would select the same from all started candidates, had none been stopped."""
     harness = crowd.harness
     for record in harness.recorder.records:
-        group = harness.rollouts.runs[record.group_id]._group
+        group = harness.runs[record.group_id]._group
         selected = {c.index for c in record.selected}
         if not group.is_open:
             assert not selected
