@@ -214,7 +214,6 @@ class Network:
     def __init__(self, width: int, settings: HeadSettings, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(settings.seed)
         hidden = settings.hidden
-        self._settings = settings
         self._device = torch.device(device)
         initial = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
@@ -223,7 +222,9 @@ class Network:
             "out_bias": torch.zeros(1),
         }
         self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
-        self._optimiser = self._create_optimiser()
+        self._optimiser = torch.optim.Adam(
+            self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
 
     def fit(self, features: Single, targets: Single, weights: Single) -> float:
         """Make one step on standardised features; return the loss before the step, in nats."""
@@ -249,17 +250,12 @@ class Network:
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
-        """Continue from these arrays, with a new optimiser unless ``moments`` are to be loaded as well."""
-        with torch.no_grad():
-            for name, p in self._parameters.items():
+        """Continue from these arrays; the optimiser begins anew unless ``moments`` are to be loaded as well."""
+        self._optimiser.state.clear()
+        for name, p in self._parameters.items():
+            with torch.no_grad():
                 p.copy_(torch.from_numpy(arrays[name]))
-        self._optimiser = self._create_optimiser()
-        if moments:
-            for name, p in self._parameters.items():
+            if moments:
                 tensors = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
                 # Adam keeps its step counter on the CPU.
                 self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
-
-    def _create_optimiser(self) -> torch.optim.Adam:
-        rates = self._settings
-        return torch.optim.Adam(self._parameters.values(), lr=rates.learning_rate, weight_decay=rates.weight_decay)

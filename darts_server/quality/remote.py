@@ -15,10 +15,9 @@ from multiprocessing import get_context
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.pruning.calibration import Label
 from darts_server.quality import trainer
 from darts_server.quality.snapshot import Snapshot, assemble_feature
-from darts_server.quality.types import Example, HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
+from darts_server.quality.types import Example, HeadSettings, HeadStatus, Score, TrainerReport
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ class RemoteHead:
     Args:
         width: of the model's hidden states.
         settings, device: see `head.Head`.
-        schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
         train: runs in the process, `trainer.train` by default.
         grace: seconds that `close` gives the process.
@@ -55,7 +53,6 @@ class RemoteHead:
         settings: HeadSettings | None = None,
         *,
         device: str = "cpu",
-        schedule: TrainingSchedule | None = None,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
         train: Train | None = None,
         grace: float = GRACE_SECONDS,
@@ -65,8 +62,7 @@ class RemoteHead:
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._schedule = schedule or TrainingSchedule()
-        self._train = train or partial(trainer.train, width, settings, device, self._schedule)
+        self._train = train or partial(trainer.train, width, settings, device)
         self._on_report = on_report
         self._grace = grace
         self._answer_seconds = answer_seconds
@@ -121,12 +117,7 @@ class RemoteHead:
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add a label, see `head.Head.learn`, for the next training.
-
-        Raises:
-            ValueError: ``target`` or ``survival`` is out of range.
-        """
-        Label(0.0, target, survival)  # raises if they are out of range
+        """Add a label, see `head.Head.learn`, for the next training."""
         with self._changed:
             self._unsent.append((hidden, position, target, survival))
             self._changed.notify_all()
@@ -183,26 +174,25 @@ class RemoteHead:
         """
         restores, due = -1, 0.0  # a new process first restores the newest state
 
-        def is_urgent() -> bool:
-            return self._closed or restores != self._restores
+        def is_due(labels: int) -> bool:
+            return self._closed or restores != self._restores or len(self._unsent) >= labels
 
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsent or is_urgent())
+                self._changed.wait_for(lambda: is_due(1))
                 until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: len(self._unsent) >= self._schedule.min_labels or is_urgent(), until_due)
+                self._changed.wait_for(lambda: is_due(self.settings.new_labels), until_due)
                 if self._closed:
                     return
                 # Submitted under the lock: `close` sees the process that this starts, and labels stay unsent if the
                 # last one has died since. Nothing waits here: a thread of the pool sends, however full the pipe is.
                 if restores != self._restores:
-                    answer = pool.submit(self._train, self._state, [])
-                    restores = self._restores
+                    answer, restores = pool.submit(self._train, self._state, []), self._restores
                 else:
                     answer = pool.submit(self._train, None, list(self._unsent))
                     self._unsent.clear()
             report, state = answer.result(self._answer_seconds)
-            due = time.monotonic() + self._schedule.max_delay
+            due = time.monotonic() + self.settings.max_delay
             self._apply(report, state, restores)
 
     def _kill_process(self) -> None:

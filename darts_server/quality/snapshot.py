@@ -136,8 +136,7 @@ class Snapshot:
                 f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, this one has {width} and "
                 f"{hidden}; restore it where the same model is served",
             )
-        network = shapes(width + 1, hidden)
-        scale = {"mean": (width + 1,), "variance": (width + 1,)}
+        network, scale = shapes(width + 1, hidden), dict.fromkeys(("mean", "variance"), (width + 1,))
         if {name: x.shape for name, x in arrays.items()} != network | scale or min(steps, seen) < 0:
             raise StateDamaged("it has arrays of other shapes than its sizes say, or negative numbers")
         weights = {name: arrays[name].astype(np.float32) for name in network}

@@ -40,6 +40,9 @@ class HeadSettings:
     ``half_life``: an example that is so many examples older is sampled half as often. ``min_labels``: examples before
     the first training. ``max_weight``: bound of the inverse propensity weights. ``window``: labels that metrics are
     taken over.
+
+    A training starts with ``new_labels`` labels since the last one, or with any new label once that is ``max_delay``
+    seconds ago. It makes at most ``max_steps`` steps, and starts none after ``max_seconds``.
     """
 
     hidden: int = 256
@@ -52,6 +55,10 @@ class HeadSettings:
     max_weight: float = MAX_WEIGHT
     window: int = WINDOW
     seed: int = 0
+    new_labels: int = 64
+    max_delay: float = 1.0
+    max_steps: int = 50
+    max_seconds: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +67,6 @@ class Score:
 
     value: float
     status: HeadStatus
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSchedule:
-    """When a head is trained, and how long.
-
-    A training starts with ``min_labels`` new labels, or with any new label once the last training is ``max_delay``
-    seconds ago. It makes at most ``max_steps`` steps, and starts none after ``max_seconds``.
-    """
-
-    min_labels: int = 64
-    max_delay: float = 1.0
-    max_steps: int = 50
-    max_seconds: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
