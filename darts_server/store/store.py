@@ -27,9 +27,7 @@ MAX_IN_MEMORY = 2**18
 """Documents of each kind without a folder. A prompt's takes some hundred bytes, and data sets seldom have more."""
 _TABLES = (
     "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
-    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID; "
-    # Earlier versions read this one.
-    "CREATE TABLE restores (generation INTEGER NOT NULL); INSERT INTO restores VALUES (0)"
+    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
 )
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "

@@ -179,13 +179,8 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
     monkeypatch.setattr(remote, "ProcessPoolExecutor", pool)
     reported = threading.Event()
     before = len(os.listdir("/proc/self/fd"))
-    head = RemoteHead(
-        WIDTH,
-        QUICK,
-        train=train,
-        on_report=lambda *_: reported.set(),
-        answer_seconds=0.2 if train is fake_trainers.hang else 60.0,
-    )
+    seconds = 0.2 if train is fake_trainers.hang else 60.0
+    head = RemoteHead(WIDTH, QUICK, train=train, on_report=lambda *_: reported.set(), answer_seconds=seconds)
     head.start()
     wait_until(lambda: head.is_lost, "it is given up")
     head.close()
