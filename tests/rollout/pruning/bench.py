@@ -43,7 +43,7 @@ class LocalHead(RemoteHead):
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         self.trainer.learn(hidden, position, target, survival)
         self._learned += 1
-        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(30) > 0
+        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(20) > 0
         if is_trained or self.report.status is not HeadStatus.READY:
             self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
 
