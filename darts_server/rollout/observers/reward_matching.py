@@ -8,9 +8,7 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from hashlib import blake2b
-from operator import add
 
 from darts_server.identifiers import from_header
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
@@ -163,7 +161,7 @@ class RewardMatcher:
         if group.is_fully_rewarded:
             rewarded.append(_group_stats(group))
         if rewarded:
-            self._learn({group.prompt_key: reduce(add, rewarded)}, [group] if group.is_fully_rewarded else [])
+            self._learn({group.prompt_key: sum(rewarded, RewardStats())}, [group] if group.is_fully_rewarded else [])
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """The rewards that were reported for that group."""
@@ -181,39 +179,35 @@ class RewardMatcher:
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            self._match(rewards[begin : begin + REWARDS_PER_TURN], begin, report)
+            matched, unknown = report.matched, report.unknown
+            stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
+            fully_rewarded: list[ReturnedGroup] = []
+            for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
+                found = self._find(reward)
+                unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
+                for trajectory in unrewarded:
+                    group = trajectory.group
+                    trajectory.reward, trajectory.correct = reward.reward, reward.correct
+                    group.rewarded += 1
+                    for on_reward in self._on_reward:
+                        on_reward(group.key, trajectory.index, reward.reward, reward.correct)
+                    if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
+                        stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
+                    if group.is_fully_rewarded:
+                        stats[group.prompt_key] += _group_stats(group)
+                        fully_rewarded.append(group)
+                if unrewarded:
+                    report.matched += 1
+                elif found:
+                    report.repeated += 1
+                else:
+                    report.unknown += 1
+                    if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
+                        report.unknown_indices.append(place)
+            self._on_report(report.matched - matched, report.unknown - unknown)
+            self._learn(stats, fully_rewarded)
             await asyncio.sleep(0)
         return report
-
-    def _match(self, rewards: Sequence[Reward], begin: int, report: RewardReport) -> None:
-        """Match one chunk, whose first reward is number ``begin`` of the report."""
-        matched, unknown = report.matched, report.unknown
-        stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
-        fully_rewarded: list[ReturnedGroup] = []
-        for place, reward in enumerate(rewards, begin):
-            found = self._find(reward)
-            unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
-            for trajectory in unrewarded:
-                group = trajectory.group
-                trajectory.reward, trajectory.correct = reward.reward, reward.correct
-                group.rewarded += 1
-                for on_reward in self._on_reward:
-                    on_reward(group.key, trajectory.index, reward.reward, reward.correct)
-                if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
-                    stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
-                if group.is_fully_rewarded:
-                    stats[group.prompt_key] += _group_stats(group)
-                    fully_rewarded.append(group)
-            if unrewarded:
-                report.matched += 1
-            elif found:
-                report.repeated += 1
-            else:
-                report.unknown += 1
-                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
-                    report.unknown_indices.append(place)
-        self._on_report(report.matched - matched, report.unknown - unknown)
-        self._learn(stats, fully_rewarded)
 
     def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         """Find the trajectory with that id, or all kept ones with exactly these tokens."""
