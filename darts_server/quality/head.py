@@ -22,7 +22,8 @@ from torch.nn import functional
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 from darts_server.policy.pruning.score_metrics import evaluate
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus, TrainerReport
+from darts_server.quality.types import HeadSettings, TrainerReport
+from darts_server.types import PruningStatus
 
 MAX_LOSS = 20.0
 """Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
@@ -62,17 +63,17 @@ class Head:
         self._loss: float | None = None
 
     @property
-    def status(self) -> HeadStatus:
+    def status(self) -> PruningStatus:
         labels, has_trained = len(self._replay), self._snapshot.steps > 0
         if self._has_diverged:
-            return HeadStatus.DIVERGED
+            return PruningStatus.DIVERGED
         if labels >= self.settings.min_labels:
             if self._replay.is_one_class:
-                return HeadStatus.ONE_CLASS
-            return HeadStatus.READY if has_trained else HeadStatus.UNTRAINED
+                return PruningStatus.ONE_CLASS
+            return PruningStatus.READY if has_trained else PruningStatus.UNTRAINED
         if has_trained:  # it was restored, and its labels are still to come
-            return HeadStatus.READY
-        return HeadStatus.FEW_LABELS if labels else HeadStatus.NO_LABELS
+            return PruningStatus.READY
+        return PruningStatus.FEW_LABELS if labels else PruningStatus.NO_LABELS
 
     @property
     def steps(self) -> int:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from darts_server.quality import trainer
 from darts_server.quality.snapshot import Snapshot, assemble_feature
-from darts_server.quality.types import Example, HeadSettings, HeadStatus, Score, TrainerReport
+from darts_server.quality.types import Example, HeadSettings, Score, TrainerReport
+from darts_server.types import PruningStatus
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ class RemoteHead:
     # --- scoring and learning -----------------------------------------------
 
     @property
-    def status(self) -> HeadStatus:
-        return HeadStatus.TRAINER_LOST if self.is_lost else self.report.status
+    def status(self) -> PruningStatus:
+        return PruningStatus.TRAINER_LOST if self.is_lost else self.report.status
 
     @property
     def report(self) -> TrainerReport:
@@ -111,8 +112,8 @@ class RemoteHead:
         """
         feature = assemble_feature(hidden, position)
         report, snapshot = self._current
-        status = HeadStatus.BAD_FEATURE if feature is None else self.status
-        if feature is None or snapshot is None or status is not HeadStatus.READY:
+        status = None if feature is None else self.status
+        if feature is None or snapshot is None or status is not PruningStatus.READY:
             return Score(report.prior, status)
         return Score(snapshot.score(feature), status)
 
@@ -130,7 +131,7 @@ class RemoteHead:
         """
         snapshot = Snapshot.from_bytes(data, self.width, self.settings.hidden) if data else None
         steps = 0 if snapshot is None else snapshot.steps
-        status = HeadStatus.READY if steps else HeadStatus.NO_LABELS
+        status = PruningStatus.READY if steps else PruningStatus.NO_LABELS
         with self._changed:
             self._restores += 1
             self._state = data

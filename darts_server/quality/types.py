@@ -1,36 +1,17 @@
 """Settings, scores and reports of a head, wherever it is trained. Nothing here imports torch."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import MAX_WEIGHT
 from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
+from darts_server.types import PruningStatus
 
 NO_METRICS = ScoreMetrics(0, None, None, None)
 Example = tuple[NDArray[np.floating], int, float, float]
 """The arguments of `head.Head.learn`."""
-
-
-class HeadStatus(StrEnum):
-    """Whether a score comes from the head, or why it is the prior instead."""
-
-    READY = "ready"
-    NO_LABELS = "no_labels"
-    """No reward was ever reported."""
-    FEW_LABELS = "few_labels"
-    ONE_CLASS = "one_class"
-    """All labels in the replay buffer are equal."""
-    UNTRAINED = "untrained"
-    """There are enough labels, and the first training is still to come."""
-    DIVERGED = "diverged"
-    """The last training diverged and was undone."""
-    BAD_FEATURE = "bad_feature"
-    """This hidden state has values that are not finite."""
-    TRAINER_LOST = "trainer_lost"
-    """The training process died too often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +44,13 @@ class HeadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """``value``: s' in [0, 1]; the prior unless ``status`` is ``READY``."""
+    """``value``: s' in [0, 1]; the prior unless ``status`` is ``READY``.
+
+    ``status``: of the head; ``None`` if what was to be scored has values that are not finite.
+    """
 
     value: float
-    status: HeadStatus
+    status: PruningStatus | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +63,7 @@ class TrainerReport:
     good training, in nats.
     """
 
-    status: HeadStatus = HeadStatus.NO_LABELS
+    status: PruningStatus = PruningStatus.NO_LABELS
     prior: float = 0.5
     metrics: ScoreMetrics = NO_METRICS
     labels: int = 0

@@ -9,7 +9,8 @@ import torch
 from darts_server.policy.pruning.score_metrics import auc
 from darts_server.quality.head import Head, Network, ReplayBuffer
 from darts_server.quality.snapshot import Single, Snapshot, Standardiser
-from darts_server.quality.types import HeadSettings, HeadStatus, Score
+from darts_server.quality.types import HeadSettings, Score
+from darts_server.types import PruningStatus
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, train_step, trained_head
 
 
@@ -27,7 +28,7 @@ def unseen_auc(head: Head, task: SyntheticTask) -> float:
 def test_it_separates_trajectories_that_it_has_not_seen_and_follows_a_policy_that_drifts() -> None:
     """The best possible AUC here is about 0.94."""
     head, old = trained_head(task := SyntheticTask()), Head(WIDTH, QUICK)
-    assert head.status is HeadStatus.READY
+    assert head.status is PruningStatus.READY
     assert unseen_auc(head, task) > 0.85
     old.restore(head.state())
     for _ in range(18):
@@ -95,17 +96,17 @@ def test_soft_targets_are_learned_as_probabilities() -> None:
 def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
-    assert scorer(head).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+    assert scorer(head).score(hidden, 512) == Score(0.5, PruningStatus.NO_LABELS)
     assert head.train(5) == 0
     head.learn(hidden, 512, 1.0)
     score = scorer(head).score(hidden, 512)
     assert score.value == pytest.approx(2 / 3)
-    assert score.status is HeadStatus.FEW_LABELS
+    assert score.status is PruningStatus.FEW_LABELS
     for i in range(QUICK.min_labels):
         head.learn(hidden + i, 512, float(i % 2))
-    assert scorer(head).score(hidden, 512).status is HeadStatus.UNTRAINED
+    assert scorer(head).score(hidden, 512).status is PruningStatus.UNTRAINED
     assert head.train(5) == 5
-    assert scorer(head).score(hidden, 512).status is head.status is HeadStatus.READY
+    assert scorer(head).score(hidden, 512).status is head.status is PruningStatus.READY
     assert head.steps == 5
 
 
@@ -117,23 +118,23 @@ def test_with_labels_of_one_class_the_score_is_the_prior(target: float) -> None:
     assert head.train(5) == 0
     score = scorer(head).score(np.zeros(WIDTH), 512)
     assert score.value == pytest.approx(target, abs=0.01)
-    assert score.status is HeadStatus.ONE_CLASS
+    assert score.status is PruningStatus.ONE_CLASS
 
 
 def test_a_trained_head_returns_the_prior_while_all_labels_in_the_buffer_are_equal() -> None:
     head = trained_head(SyntheticTask(), rounds=1)
     for hidden, _ in SyntheticTask(seed=1).trajectories(QUICK.capacity):
         head.learn(hidden, 512, 1.0)
-    assert scorer(head).score(np.zeros(WIDTH), 512).status is HeadStatus.ONE_CLASS
+    assert scorer(head).score(np.zeros(WIDTH), 512).status is PruningStatus.ONE_CLASS
     train_step(head, SyntheticTask())
-    assert head.status is HeadStatus.READY
+    assert head.status is PruningStatus.READY
 
 
 def test_an_outlier_does_not_cause_a_divergence() -> None:
     head = trained_head(task := SyntheticTask(), rounds=3)
     head.learn(np.full(WIDTH, 1e30), 512, 1.0)
     head.train(30)
-    assert head.status is HeadStatus.READY
+    assert head.status is PruningStatus.READY
     for _ in range(3):
         train_step(head, task)
     assert head.divergences == 0
@@ -146,7 +147,7 @@ def test_a_training_that_diverges_is_undone() -> None:
         head.learn(hidden, 512, target)
     before = head.state()
     assert head.train(50) == 0
-    assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 1, 0)
+    assert (head.status, head.divergences, head.steps) == (PruningStatus.DIVERGED, 1, 0)
     assert head.state() == before
     assert scorer(head).score(np.zeros(WIDTH), 512).value == pytest.approx(0.5, abs=0.2)
     assert head.train(50) == 0
@@ -160,9 +161,9 @@ def test_a_loss_that_explodes_is_a_divergence_and_the_next_training_starts_from_
         head.learn(hidden, 512, target)
     assert head.train(2) == 0
     assert head.train(1) == 1  # kept, so all its weights are finite
-    assert (head.status, head.divergences) == (HeadStatus.READY, 1)
+    assert (head.status, head.divergences) == (PruningStatus.READY, 1)
     assert head.train(1) == 0
-    assert (head.status, head.divergences, head.steps) == (HeadStatus.DIVERGED, 2, 1)
+    assert (head.status, head.divergences, head.steps) == (PruningStatus.DIVERGED, 2, 1)
 
 
 # --- time -------------------------------------------------------
@@ -175,7 +176,7 @@ def test_training_stops_when_its_time_is_up() -> None:
         head.learn(hidden, 512, target)
     assert head.train(100, seconds=3.5) == 3
     assert head.train(100, seconds=0.0) == 0
-    assert head.status is HeadStatus.READY
+    assert head.status is PruningStatus.READY
 
 
 # --- the network ------------------------------------------------------------

@@ -21,7 +21,8 @@ from darts_server.exceptions import StateDamaged
 from darts_server.quality import remote, trainer
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadSettings, HeadStatus, Score, TrainerReport
+from darts_server.quality.types import HeadSettings, Score, TrainerReport
+from darts_server.types import PruningStatus
 from tests.quality import fake_trainers
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
 
@@ -84,7 +85,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directl
     states: list[bytes] = []
     with running_head(on_report=lambda _, state: states.append(state)) as trained:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
-            assert trained.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, HeadStatus.NO_LABELS)
+            assert trained.score(hidden, 512) == scorer(local).score(hidden, 512) == Score(0.5, PruningStatus.NO_LABELS)
         for _ in range(3):
             steps = trained.report.steps
             for hidden, target in task.trajectories(64):
@@ -113,7 +114,7 @@ def test_states_that_are_not_finite_have_no_score() -> None:
     head, hidden = RemoteHead(WIDTH), np.zeros(WIDTH)
     for bad in (math.nan, math.inf, 1e300):
         hidden[2] = bad
-        assert head.score(hidden, 512).status is HeadStatus.BAD_FEATURE
+        assert head.score(hidden, 512).status is None
 
 
 @pytest.mark.nightly
@@ -122,7 +123,7 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
     head = RemoteHead(WIDTH, AFTER_64_LABELS)
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
-        assert head.score(hidden, 512) == Score(scorer(saved).score(hidden, 512).value, HeadStatus.READY)
+        assert head.score(hidden, 512) == Score(scorer(saved).score(hidden, 512).value, PruningStatus.READY)
     head.start()
     try:
         train(head, task, rounds=2)
@@ -132,7 +133,7 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
         train(head, task)
         assert head.report.steps == saved.steps + 30
         head.restore(b"")
-        assert head.status is HeadStatus.NO_LABELS
+        assert head.status is PruningStatus.NO_LABELS
         train(head, task)
         assert head.report.steps == 30
     finally:
@@ -145,7 +146,7 @@ def test_a_state_that_cannot_be_restored_and_a_report_from_before_a_restore_chan
     before = head.report, head.score(np.ones(WIDTH), 512)
     with pytest.raises(StateDamaged):
         head.restore(b"nonsense")
-    head._apply(TrainerReport(HeadStatus.ONE_CLASS), b"", restores=0)
+    head._apply(TrainerReport(PruningStatus.ONE_CLASS), b"", restores=0)
     assert (head.report, head.score(np.ones(WIDTH), 512)) == before
 
 
@@ -156,7 +157,7 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_last_state(caplog: 
         killed = process_of(head)
         os.kill(killed.pid, signal.SIGKILL)
         killed.join()
-        assert head.status is HeadStatus.READY
+        assert head.status is PruningStatus.READY
         train(head, SyntheticTask(seed=1))
         assert process_of(head).pid != killed.pid
         assert head.report.steps == 90
@@ -185,7 +186,7 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
     wait_until(lambda: head.is_lost, "it is given up")
     head.close()
     head.restore(trained_head(SyntheticTask(), rounds=1).state())
-    assert head.score(np.zeros(WIDTH), 512).status is head.status is HeadStatus.TRAINER_LOST
+    assert head.score(np.zeros(WIDTH), 512).status is head.status is PruningStatus.TRAINER_LOST
     head.learn(np.zeros(WIDTH), 512, 1.0)
     assert not reported.is_set()
     assert caplog.text.count("died and is restarted") == 1

@@ -17,7 +17,7 @@ from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import ScoreMetrics, evaluate
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadStatus, Score, TrainerReport
+from darts_server.quality.types import Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.scoring import (
@@ -181,7 +181,7 @@ class Pruner:
             kind, tokens = ScoreKind.LOGPROB if kind.uses_head else kind, len(logprobs)
             point = self._last_point(kind, 0, tokens)
             value = logprob_score(kind, logprobs)
-            score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
+            score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
             hidden, tokens = head_input(kind, probed.vector, logprobs), probed.tokens
             point = self._last_point(kind, hidden.size, tokens)
@@ -190,7 +190,7 @@ class Pruner:
             score = self._head.score(hidden, tokens)
             stored = compact(hidden)
         self._log_status()
-        is_ready, calibration = score.status is HeadStatus.READY, point.calibrator.status
+        is_ready, calibration = score.status is PruningStatus.READY, point.calibrator.status
         trusted, calibrated = score.value if is_ready else None, None
         quality, survival = score.value, 1.0
         if is_ready and calibration is CalibrationStatus.READY:
@@ -198,7 +198,7 @@ class Pruner:
             survival = point.estimator.survival(quality, pruning)
         elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
             quality = point.calibrator.prior
-        usable = score.status is not HeadStatus.BAD_FEATURE
+        usable = score.status is not None
         self._observer.trajectory_scored(usable=usable)
         if usable:
             self._remember(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
@@ -260,7 +260,7 @@ class Pruner:
                 assert self._head is not None
                 if value is None:  # the head may be ready by now
                     score = self._head.score(pending.hidden, pending.tokens)
-                    value = score.value if score.status is HeadStatus.READY else None
+                    value = score.value if score.status is PruningStatus.READY else None
                 self._head.learn(pending.hidden, pending.tokens, target, label.survival)
             if value is not None:
                 learned = Label(value, target, label.survival)
@@ -311,8 +311,8 @@ class Pruner:
             return PruningStatus.UNUSED
         if kind.uses_head and self._width() is None:
             return PruningStatus.PROBE_LOST
-        if head is not None and head.status is not HeadStatus.READY:
-            return PruningStatus(head.status.value)
+        if head is not None and head.status is not PruningStatus.READY:
+            return head.status
         statuses = [point.calibrator.status for (of, _), point in self._points.items() if of is kind]
         if not statuses:
             return PruningStatus.UNUSED

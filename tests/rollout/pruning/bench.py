@@ -13,10 +13,11 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadSettings, HeadStatus
+from darts_server.quality.types import HeadSettings
 from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
+from darts_server.types import PruningStatus
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
@@ -44,7 +45,7 @@ class LocalHead(RemoteHead):
         self.trainer.learn(hidden, position, target, survival)
         self._learned += 1
         is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(20) > 0
-        if is_trained or self.report.status is not HeadStatus.READY:
+        if is_trained or self.report.status is not PruningStatus.READY:
             self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
 
     def restore(self, data: bytes) -> None:

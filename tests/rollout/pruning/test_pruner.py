@@ -10,7 +10,6 @@ from darts_server.engine.port import HiddenState
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.quality.types import HeadStatus
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.pruning.pruner import (
     MISSING_STATE_TOKENS,
@@ -195,9 +194,8 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.status is PruningStatus.COLD
 
 
-async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
-    learned = {*CalibrationStatus, *HeadStatus} - {HeadStatus.BAD_FEATURE}
-    assert {PruningStatus(status.value) for status in learned} <= set(STATUS_REASONS) == set(PruningStatus)
+async def test_each_status_of_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
+    assert {PruningStatus(status.value) for status in CalibrationStatus} <= set(STATUS_REASONS) == set(PruningStatus)
 
 
 # --- log-probs ------------------------------------------------------------------
