@@ -22,8 +22,6 @@ from darts_server.types import PruningStatus
 
 logger = logging.getLogger(__name__)
 
-Train = Callable[[bytes | None, list[Example]], tuple[TrainerReport, bytes]]
-"""The last two arguments of `trainer.train`."""
 MAX_DEATHS = 3
 """Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
 DEATH_SECONDS = 3600.0
@@ -43,9 +41,6 @@ class RemoteHead:
         width: of the model's hidden states.
         settings, device: see `head.Head`.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
-        train: runs in the process, `trainer.train` by default.
-        grace: seconds that `close` gives the process.
-        answer_seconds: in which the process must answer.
     """
 
     def __init__(
@@ -55,18 +50,13 @@ class RemoteHead:
         *,
         device: str = "cpu",
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
-        train: Train | None = None,
-        grace: float = GRACE_SECONDS,
-        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._train = train or partial(trainer.train, width, settings, device)
+        self._train = partial(trainer.train, width, settings, device)
         self._on_report = on_report
-        self._grace = grace
-        self._answer_seconds = answer_seconds
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
         self._current: tuple[TrainerReport, Snapshot | None] = TrainerReport(), None
         self._changed = threading.Condition()  # for all below
@@ -79,10 +69,9 @@ class RemoteHead:
 
     def start(self) -> None:
         """Start the training process in the background, unless that was done before."""
-        with self._changed:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """End the process. This may take some seconds: it first finishes the training that it is in."""
@@ -90,7 +79,7 @@ class RemoteHead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(self._grace)
+            self._thread.join(GRACE_SECONDS)
             self._kill_process()  # it still starts, or hangs
             self._thread.join()
 
@@ -150,7 +139,7 @@ class RemoteHead:
             try:
                 self._run(self._pool)
             except TimeoutError:
-                logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
+                logger.error("the quality head's trainer has not answered for %g seconds", ANSWER_SECONDS)
             except Exception:  # it died or cannot be started, training raised, or the callback has a bug of its own
                 if not self._closed:  # else it may have been killed
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
@@ -192,7 +181,7 @@ class RemoteHead:
                 else:
                     answer = pool.submit(self._train, None, list(self._unsent))
                     self._unsent.clear()
-            report, state = answer.result(self._answer_seconds)
+            report, state = answer.result(ANSWER_SECONDS)
             due = time.monotonic() + self.settings.max_delay
             self._apply(report, state, restores)
 

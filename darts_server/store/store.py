@@ -184,10 +184,8 @@ class Store(AbstractContextManager["Store"]):
             try:
                 self._check(kind, json.loads(text))
             except ValueError as error:
-                raise StateDamaged(
-                    f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
-                    "nothing was changed. Send a saved file, byte for byte"
-                ) from error
+                what = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
+                raise archive.damaged(what) from error
             self._keep(restored, kind, key, text)
         with self._write_lock:
             with self._lock:

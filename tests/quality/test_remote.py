@@ -104,7 +104,8 @@ def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directl
 
 def test_few_labels_are_trained_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ProcessPoolExecutor", Threads)
-    with running_head(replace(QUICK, max_delay=0.05), train=fake_trainers.count_labels) as head:
+    monkeypatch.setattr(trainer, "train", fake_trainers.count_labels)
+    with running_head(replace(QUICK, max_delay=0.05)) as head:
         for hidden, target in SyntheticTask().trajectories(8):
             head.learn(hidden, 512, target)
         wait_until(lambda: head.report.labels, "few labels are trained on")
@@ -180,8 +181,9 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
     monkeypatch.setattr(remote, "ProcessPoolExecutor", pool)
     reported = threading.Event()
     before = len(os.listdir("/proc/self/fd"))
-    seconds = 0.2 if train is fake_trainers.hang else 60.0
-    head = RemoteHead(WIDTH, QUICK, train=train, on_report=lambda *_: reported.set(), answer_seconds=seconds)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.2 if train is fake_trainers.hang else 60.0)
+    monkeypatch.setattr(trainer, "train", train)
+    head = RemoteHead(WIDTH, QUICK, on_report=lambda *_: reported.set())
     head.start()
     wait_until(lambda: head.is_lost, "it is given up")
     head.close()
@@ -214,8 +216,11 @@ def test_a_trainer_that_dies_rarely_is_always_restarted(monkeypatch: pytest.Monk
     assert not head.is_lost
 
 
-def test_learning_does_not_wait_for_a_trainer_that_does_not_read() -> None:
-    head = RemoteHead(4096, AFTER_64_LABELS, train=fake_trainers.hang, grace=0.1, answer_seconds=0.5)
+def test_learning_does_not_wait_for_a_trainer_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(trainer, "train", fake_trainers.hang)
+    head = RemoteHead(4096, AFTER_64_LABELS)
     head.start()
     wait_until(lambda: process_of(head), "it runs")
     stopped = process_of(head)

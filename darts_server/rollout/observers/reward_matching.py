@@ -109,8 +109,8 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 class RewardMatcher:
     """Match rewards to trajectories of the ``kept`` groups that ended last, and learn from them.
 
-    ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too. A trajectory takes
-    about 400 bytes, and the record of a candidate as much.
+    Groups with more than `DEFAULT_KEPT_CANDIDATES` candidates in all are dropped too, the oldest first. A trajectory
+    takes about 400 bytes, and the record of a candidate as much.
 
     Args:
         rewards: gets statistics of rewarded trajectories.
@@ -127,14 +127,12 @@ class RewardMatcher:
         on_report: Callable[[int, int], None],
         kept: int = DEFAULT_KEPT,
         on_reward: Sequence[OnReward] = (),
-        kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
     ) -> None:
         self._rewards = rewards
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
         self._on_report = on_report
         self._kept = kept
-        self._kept_candidates = kept_candidates
         self._candidates = 0
         self._groups: OrderedDict[GroupKey, ReturnedGroup] = OrderedDict()
         self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
@@ -154,7 +152,7 @@ class RewardMatcher:
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
         self._candidates += len(record.candidates)
         self._groups.move_to_end(record.key)
-        while self._candidates > self._kept_candidates and len(self._groups) > 1:
+        while self._candidates > DEFAULT_KEPT_CANDIDATES and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
         # Trajectories that were returned while it ran, and rewarded before it ended.
         rewarded = [_trajectory_stats(t, record) for t in group.returned.values() if t.reward is not None]
