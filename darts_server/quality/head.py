@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -50,7 +51,6 @@ class Head:
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
-        self.divergences = 0
         self._clock = clock
         self._replay = ReplayBuffer(width + 1, settings)
         self._scored: deque[Label] = deque(maxlen=settings.window)
@@ -58,9 +58,7 @@ class Head:
         self._network = Network(width + 1, settings, device)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
-        self._labels = self._trained_steps = 0
-        self._trained_seconds = 0.0
-        self._loss: float | None = None
+        self._report = TrainerReport()  # the counts and the loss alone
 
     @property
     def status(self) -> PruningStatus:
@@ -82,17 +80,8 @@ class Head:
 
     @property
     def report(self) -> TrainerReport:
-        return TrainerReport(
-            status=self.status,
-            prior=self._replay.prior,
-            metrics=evaluate(self._scored, self.settings.max_weight),
-            labels=self._labels,
-            steps=self.steps,
-            trained_steps=self._trained_steps,
-            trained_seconds=self._trained_seconds,
-            loss=self._loss,
-            divergences=self.divergences,
-        )
+        metrics = evaluate(self._scored, self.settings.max_weight)
+        return replace(self._report, status=self.status, prior=self._replay.prior, metrics=metrics, steps=self.steps)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
@@ -101,7 +90,7 @@ class Head:
         """
         feature = assemble_feature(hidden, position)
         assert feature is not None
-        self._labels += 1
+        self._report = replace(self._report, labels=self._report.labels + 1)
         if self.steps:  # the label evaluates the head from before it is learned
             self._scored.append(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
@@ -125,16 +114,17 @@ class Head:
                 break
         if not losses:
             return 0
-        self._trained_seconds += self._clock() - started
+        report = self._report
+        report = replace(report, trained_seconds=report.trained_seconds + self._clock() - started)
         arrays = self._network.arrays()
         self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
-            self.divergences += 1
+            self._report = replace(report, divergences=report.divergences + 1)
             self._network.load(self._snapshot.arrays, moments=False)
             return 0
         self._snapshot = Snapshot(arrays, self._standardiser, self.steps + len(losses))
-        self._trained_steps += len(losses)
-        self._loss = math.fsum(losses) / len(losses)
+        loss, trained_steps = math.fsum(losses) / len(losses), report.trained_steps + len(losses)
+        self._report = replace(report, loss=loss, trained_steps=trained_steps)
         return len(losses)
 
     def state(self) -> bytes:

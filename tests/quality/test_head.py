@@ -137,7 +137,7 @@ def test_an_outlier_does_not_cause_a_divergence() -> None:
     assert head.status is PruningStatus.READY
     for _ in range(3):
         train_step(head, task)
-    assert head.divergences == 0
+    assert head.report.divergences == 0
 
 
 def test_a_training_that_diverges_is_undone() -> None:
@@ -147,11 +147,11 @@ def test_a_training_that_diverges_is_undone() -> None:
         head.learn(hidden, 512, target)
     before = head.state()
     assert head.train(50) == 0
-    assert (head.status, head.divergences, head.steps) == (PruningStatus.DIVERGED, 1, 0)
+    assert (head.status, head.report.divergences, head.steps) == (PruningStatus.DIVERGED, 1, 0)
     assert head.state() == before
     assert scorer(head).score(np.zeros(WIDTH), 512).value == pytest.approx(0.5, abs=0.2)
     assert head.train(50) == 0
-    assert head.divergences == 2
+    assert head.report.divergences == 2
 
 
 def test_a_loss_that_explodes_is_a_divergence_and_the_next_training_starts_from_the_last_good_weights() -> None:
@@ -161,9 +161,9 @@ def test_a_loss_that_explodes_is_a_divergence_and_the_next_training_starts_from_
         head.learn(hidden, 512, target)
     assert head.train(2) == 0
     assert head.train(1) == 1  # kept, so all its weights are finite
-    assert (head.status, head.divergences) == (PruningStatus.READY, 1)
+    assert (head.status, head.report.divergences) == (PruningStatus.READY, 1)
     assert head.train(1) == 0
-    assert (head.status, head.divergences, head.steps) == (PruningStatus.DIVERGED, 2, 1)
+    assert (head.status, head.report.divergences, head.steps) == (PruningStatus.DIVERGED, 2, 1)
 
 
 # --- time -------------------------------------------------------
