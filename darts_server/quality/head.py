@@ -135,7 +135,7 @@ class Head:
         """Continue from what `state` returned; the replay buffer and metrics stay.
 
         Raises:
-            StateDamaged, StateTooNew: nothing was changed.
+            StateDamaged: nothing was changed.
             InvalidRequest: it is of a model or a head of another size; nothing was changed.
         """
         restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)

@@ -116,7 +116,7 @@ class RemoteHead:
         """Continue from a saved state; empty ``data`` stands for a new head, without labels.
 
         Raises:
-            StateDamaged, StateTooNew, InvalidRequest: nothing was changed.
+            StateDamaged, InvalidRequest: nothing was changed.
         """
         snapshot = Snapshot.from_bytes(data, self.width, self.settings.hidden) if data else None
         steps = 0 if snapshot is None else snapshot.steps

@@ -1,7 +1,6 @@
 """Reading and writing documents, and restoring them all, with and without a folder."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -97,20 +96,6 @@ def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
         assert (store.count("prompt"), store.count("other")) == (3, 1)
         store.restore(store.export())
         assert store.count("prompt") == 3
-
-
-def test_documents_that_push_out_older_ones_take_no_longer() -> None:
-    """To find the oldest one took longer the more had been pushed out before it."""
-    number = 2**14
-    seconds = []
-    with Store(max_in_memory=number) as store:
-        for begin in (0, number):
-            began = time.process_time()
-            for i in range(begin, begin + number):
-                store.put("prompt", f"{i:06d}", {})
-            seconds.append(time.process_time() - began)
-        assert store.count("prompt") == number
-    assert seconds[1] < 5 * seconds[0]
 
 
 def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -> None:

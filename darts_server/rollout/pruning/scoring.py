@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.exceptions import InvalidRequest, StateError
+from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label
 from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
@@ -224,7 +224,7 @@ class HeadCheckpoint:
         if self._lock.acquire(blocking=False):
             try:
                 self._saved.reload(replace)
-            except (InvalidRequest, StateError) as error:
+            except (InvalidRequest, StateDamaged) as error:
                 logger.warning("the saved quality head is not used, and a new one is trained: %s", error)
             finally:
                 self._lock.release()
