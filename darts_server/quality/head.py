@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from torch.nn import functional
 from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
 from darts_server.policy.pruning.score_metrics import evaluate
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus, TrainerReport
+from darts_server.quality.types import HeadSettings, TrainerReport
+from darts_server.types import PruningStatus
 
 MAX_LOSS = 20.0
 """Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
@@ -49,7 +51,6 @@ class Head:
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
-        self.divergences = 0
         self._clock = clock
         self._replay = ReplayBuffer(width + 1, settings)
         self._scored: deque[Label] = deque(maxlen=settings.window)
@@ -57,22 +58,20 @@ class Head:
         self._network = Network(width + 1, settings, device)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
-        self._labels = self._trained_steps = 0
-        self._trained_seconds = 0.0
-        self._loss: float | None = None
+        self._report = TrainerReport()  # the counts and the loss alone
 
     @property
-    def status(self) -> HeadStatus:
+    def status(self) -> PruningStatus:
         labels, has_trained = len(self._replay), self._snapshot.steps > 0
         if self._has_diverged:
-            return HeadStatus.DIVERGED
+            return PruningStatus.DIVERGED
         if labels >= self.settings.min_labels:
             if self._replay.is_one_class:
-                return HeadStatus.ONE_CLASS
-            return HeadStatus.READY if has_trained else HeadStatus.UNTRAINED
+                return PruningStatus.ONE_CLASS
+            return PruningStatus.READY if has_trained else PruningStatus.UNTRAINED
         if has_trained:  # it was restored, and its labels are still to come
-            return HeadStatus.READY
-        return HeadStatus.FEW_LABELS if labels else HeadStatus.NO_LABELS
+            return PruningStatus.READY
+        return PruningStatus.FEW_LABELS if labels else PruningStatus.NO_LABELS
 
     @property
     def steps(self) -> int:
@@ -81,17 +80,8 @@ class Head:
 
     @property
     def report(self) -> TrainerReport:
-        return TrainerReport(
-            status=self.status,
-            prior=self._replay.prior,
-            metrics=evaluate(self._scored, self.settings.max_weight),
-            labels=self._labels,
-            steps=self.steps,
-            trained_steps=self._trained_steps,
-            trained_seconds=self._trained_seconds,
-            loss=self._loss,
-            divergences=self.divergences,
-        )
+        metrics = evaluate(self._scored, self.settings.max_weight)
+        return replace(self._report, status=self.status, prior=self._replay.prior, metrics=metrics, steps=self.steps)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
@@ -100,7 +90,7 @@ class Head:
         """
         feature = assemble_feature(hidden, position)
         assert feature is not None
-        self._labels += 1
+        self._report = replace(self._report, labels=self._report.labels + 1)
         if self.steps:  # the label evaluates the head from before it is learned
             self._scored.append(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
@@ -124,16 +114,17 @@ class Head:
                 break
         if not losses:
             return 0
-        self._trained_seconds += self._clock() - started
+        report = self._report
+        report = replace(report, trained_seconds=report.trained_seconds + self._clock() - started)
         arrays = self._network.arrays()
         self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
-            self.divergences += 1
+            self._report = replace(report, divergences=report.divergences + 1)
             self._network.load(self._snapshot.arrays, moments=False)
             return 0
         self._snapshot = Snapshot(arrays, self._standardiser, self.steps + len(losses))
-        self._trained_steps += len(losses)
-        self._loss = math.fsum(losses) / len(losses)
+        loss, trained_steps = math.fsum(losses) / len(losses), report.trained_steps + len(losses)
+        self._report = replace(report, loss=loss, trained_steps=trained_steps)
         return len(losses)
 
     def state(self) -> bytes:
@@ -144,7 +135,7 @@ class Head:
         """Continue from what `state` returned; the replay buffer and metrics stay.
 
         Raises:
-            StateDamaged, StateTooNew: nothing was changed.
+            StateDamaged: nothing was changed.
             InvalidRequest: it is of a model or a head of another size; nothing was changed.
         """
         restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
@@ -214,7 +205,6 @@ class Network:
     def __init__(self, width: int, settings: HeadSettings, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(settings.seed)
         hidden = settings.hidden
-        self._settings = settings
         self._device = torch.device(device)
         initial = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
@@ -223,7 +213,9 @@ class Network:
             "out_bias": torch.zeros(1),
         }
         self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
-        self._optimiser = self._create_optimiser()
+        self._optimiser = torch.optim.Adam(
+            self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
 
     def fit(self, features: Single, targets: Single, weights: Single) -> float:
         """Make one step on standardised features; return the loss before the step, in nats."""
@@ -249,17 +241,12 @@ class Network:
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
-        """Continue from these arrays, with a new optimiser unless ``moments`` are to be loaded as well."""
-        with torch.no_grad():
-            for name, p in self._parameters.items():
+        """Continue from these arrays; the optimiser begins anew unless ``moments`` are to be loaded as well."""
+        self._optimiser.state.clear()
+        for name, p in self._parameters.items():
+            with torch.no_grad():
                 p.copy_(torch.from_numpy(arrays[name]))
-        self._optimiser = self._create_optimiser()
-        if moments:
-            for name, p in self._parameters.items():
+            if moments:
                 tensors = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
                 # Adam keeps its step counter on the CPU.
                 self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
-
-    def _create_optimiser(self) -> torch.optim.Adam:
-        rates = self._settings
-        return torch.optim.Adam(self._parameters.values(), lr=rates.learning_rate, weight_decay=rates.weight_decay)

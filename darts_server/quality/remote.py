@@ -15,15 +15,13 @@ from multiprocessing import get_context
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.pruning.calibration import Label
 from darts_server.quality import trainer
 from darts_server.quality.snapshot import Snapshot, assemble_feature
-from darts_server.quality.types import Example, HeadSettings, HeadStatus, Score, TrainerReport, TrainingSchedule
+from darts_server.quality.types import Example, HeadSettings, Score, TrainerReport
+from darts_server.types import PruningStatus
 
 logger = logging.getLogger(__name__)
 
-Train = Callable[[bytes | None, list[Example]], tuple[TrainerReport, bytes]]
-"""The last two arguments of `trainer.train`."""
 MAX_DEATHS = 3
 """Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
 DEATH_SECONDS = 3600.0
@@ -42,11 +40,7 @@ class RemoteHead:
     Args:
         width: of the model's hidden states.
         settings, device: see `head.Head`.
-        schedule: when the head is trained.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
-        train: runs in the process, `trainer.train` by default.
-        grace: seconds that `close` gives the process.
-        answer_seconds: in which the process must answer.
     """
 
     def __init__(
@@ -55,21 +49,14 @@ class RemoteHead:
         settings: HeadSettings | None = None,
         *,
         device: str = "cpu",
-        schedule: TrainingSchedule | None = None,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
-        train: Train | None = None,
-        grace: float = GRACE_SECONDS,
-        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._schedule = schedule or TrainingSchedule()
-        self._train = train or partial(trainer.train, width, settings, device, self._schedule)
+        self._train = partial(trainer.train, width, settings, device)
         self._on_report = on_report
-        self._grace = grace
-        self._answer_seconds = answer_seconds
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
         self._current: tuple[TrainerReport, Snapshot | None] = TrainerReport(), None
         self._changed = threading.Condition()  # for all below
@@ -82,10 +69,9 @@ class RemoteHead:
 
     def start(self) -> None:
         """Start the training process in the background, unless that was done before."""
-        with self._changed:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """End the process. This may take some seconds: it first finishes the training that it is in."""
@@ -93,15 +79,15 @@ class RemoteHead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(self._grace)
+            self._thread.join(GRACE_SECONDS)
             self._kill_process()  # it still starts, or hangs
             self._thread.join()
 
     # --- scoring and learning -----------------------------------------------
 
     @property
-    def status(self) -> HeadStatus:
-        return HeadStatus.TRAINER_LOST if self.is_lost else self.report.status
+    def status(self) -> PruningStatus:
+        return PruningStatus.TRAINER_LOST if self.is_lost else self.report.status
 
     @property
     def report(self) -> TrainerReport:
@@ -115,18 +101,13 @@ class RemoteHead:
         """
         feature = assemble_feature(hidden, position)
         report, snapshot = self._current
-        status = HeadStatus.BAD_FEATURE if feature is None else self.status
-        if feature is None or snapshot is None or status is not HeadStatus.READY:
+        status = None if feature is None else self.status
+        if feature is None or snapshot is None or status is not PruningStatus.READY:
             return Score(report.prior, status)
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add a label, see `head.Head.learn`, for the next training.
-
-        Raises:
-            ValueError: ``target`` or ``survival`` is out of range.
-        """
-        Label(0.0, target, survival)  # raises if they are out of range
+        """Add a label, see `head.Head.learn`, for the next training."""
         with self._changed:
             self._unsent.append((hidden, position, target, survival))
             self._changed.notify_all()
@@ -135,11 +116,11 @@ class RemoteHead:
         """Continue from a saved state; empty ``data`` stands for a new head, without labels.
 
         Raises:
-            StateDamaged, StateTooNew, InvalidRequest: nothing was changed.
+            StateDamaged, InvalidRequest: nothing was changed.
         """
         snapshot = Snapshot.from_bytes(data, self.width, self.settings.hidden) if data else None
         steps = 0 if snapshot is None else snapshot.steps
-        status = HeadStatus.READY if steps else HeadStatus.NO_LABELS
+        status = PruningStatus.READY if steps else PruningStatus.NO_LABELS
         with self._changed:
             self._restores += 1
             self._state = data
@@ -158,7 +139,7 @@ class RemoteHead:
             try:
                 self._run(self._pool)
             except TimeoutError:
-                logger.error("the quality head's trainer has not answered for %g seconds", self._answer_seconds)
+                logger.error("the quality head's trainer has not answered for %g seconds", ANSWER_SECONDS)
             except Exception:  # it died or cannot be started, training raised, or the callback has a bug of its own
                 if not self._closed:  # else it may have been killed
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
@@ -183,26 +164,25 @@ class RemoteHead:
         """
         restores, due = -1, 0.0  # a new process first restores the newest state
 
-        def is_urgent() -> bool:
-            return self._closed or restores != self._restores
+        def is_due(labels: int) -> bool:
+            return self._closed or restores != self._restores or len(self._unsent) >= labels
 
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsent or is_urgent())
+                self._changed.wait_for(lambda: is_due(1))
                 until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: len(self._unsent) >= self._schedule.min_labels or is_urgent(), until_due)
+                self._changed.wait_for(lambda: is_due(self.settings.new_labels), until_due)
                 if self._closed:
                     return
                 # Submitted under the lock: `close` sees the process that this starts, and labels stay unsent if the
                 # last one has died since. Nothing waits here: a thread of the pool sends, however full the pipe is.
                 if restores != self._restores:
-                    answer = pool.submit(self._train, self._state, [])
-                    restores = self._restores
+                    answer, restores = pool.submit(self._train, self._state, []), self._restores
                 else:
                     answer = pool.submit(self._train, None, list(self._unsent))
                     self._unsent.clear()
-            report, state = answer.result(self._answer_seconds)
-            due = time.monotonic() + self._schedule.max_delay
+            report, state = answer.result(ANSWER_SECONDS)
+            due = time.monotonic() + self.settings.max_delay
             self._apply(report, state, restores)
 
     def _kill_process(self) -> None:

@@ -1,8 +1,8 @@
 """A trained head at one moment: it scores hidden states, and it is what is saved. Plain numpy.
 
-A saved head is a line of ASCII, then safetensors. The line is ``darts-quality-head VERSION SHA256``, with the SHA-256
-(hex) of all bytes after it, which only older versions check: the store has one of its own. Integers are JSON in the
-metadata of the safetensors part. Nothing is pickled, so bytes from the network cannot run code.
+A saved head is a line of ASCII, then safetensors. The line is ``darts-quality-head 1 SHA256``, with the SHA-256 (hex)
+of all bytes after it, which only older versions check: the store has one of its own. Integers are JSON in the metadata
+of the safetensors part. Nothing is pickled, so bytes from the network cannot run code.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
-from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.exceptions import InvalidRequest, StateDamaged
 
 MEMORY = 4096
 """Features over which mean and variance are taken, roughly. They must follow a policy whose hidden states drift."""
@@ -31,8 +31,7 @@ MAX_WEIGHT = 1e6
 SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state that torch's Adam keeps for each parameter."""
-VERSION = 1
-_FIRST_LINE = re.compile(rb"darts-quality-head ([1-9][0-9]{0,8}) [0-9a-f]{64}\n")
+_FIRST_LINE = re.compile(rb"darts-quality-head 1 [0-9a-f]{64}\n")
 
 Single = NDArray[np.float32]
 Floats = NDArray[np.float64]
@@ -103,24 +102,19 @@ class Snapshot:
             {name: np.asarray(x, order="C") for name, x in arrays.items()},
             metadata={"numbers": json.dumps(numbers, sort_keys=True)},
         )
-        return b"darts-quality-head %d %s\n" % (VERSION, hashlib.sha256(body).hexdigest().encode()) + body
+        return b"darts-quality-head 1 %s\n" % hashlib.sha256(body).hexdigest().encode() + body
 
     @staticmethod
     def from_bytes(data: bytes, width: int, hidden: int) -> "Snapshot":
         """Read what `to_bytes` returned.
 
         Raises:
-            StateDamaged, StateTooNew: `to_bytes` did not make it, or a newer version of it did.
+            StateDamaged: `to_bytes` of this version did not make it.
             InvalidRequest: it is of a model or a head of another size.
         """
         line = _FIRST_LINE.match(data)
         if not line:
-            raise StateDamaged("it does not begin like a quality head")
-        if int(line[1]) > VERSION:
-            raise StateTooNew(
-                f"the quality head was saved by a newer darts-server (format {int(line[1])}, this one reads "
-                f"{VERSION}); upgrade this server"
-            )
+            raise StateDamaged("it does not begin like a quality head of format 1")
         body = data[line.end() :]
         try:
             # The header: JSON, after its length in eight bytes. The library's reader for bytes returns tensors only.
@@ -136,8 +130,7 @@ class Snapshot:
                 f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, this one has {width} and "
                 f"{hidden}; restore it where the same model is served",
             )
-        network = shapes(width + 1, hidden)
-        scale = {"mean": (width + 1,), "variance": (width + 1,)}
+        network, scale = shapes(width + 1, hidden), dict.fromkeys(("mean", "variance"), (width + 1,))
         if {name: x.shape for name, x in arrays.items()} != network | scale or min(steps, seen) < 0:
             raise StateDamaged("it has arrays of other shapes than its sizes say, or negative numbers")
         weights = {name: arrays[name].astype(np.float32) for name in network}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from darts_server.quality.head import Head
-    from darts_server.quality.types import Example, HeadSettings, TrainerReport, TrainingSchedule
+    from darts_server.quality.types import Example, HeadSettings, TrainerReport
 
 NICE = 10
 """Serving comes first, but a trainer that never ran would leave the head behind the policy."""
@@ -38,12 +38,7 @@ def _end_with_server() -> None:
 
 
 def train(
-    width: int,
-    settings: HeadSettings,
-    device: str,
-    schedule: TrainingSchedule,
-    restored: bytes | None,
-    examples: list[Example],
+    width: int, settings: HeadSettings, device: str, restored: bytes | None, examples: list[Example]
 ) -> tuple[TrainerReport, bytes]:
     """Restore the head if ``restored`` is given, learn the examples, and train.
 
@@ -62,5 +57,5 @@ def train(
         _head.restore(restored)
     for example in examples:
         _head.learn(*example)
-    steps = _head.train(schedule.max_steps, schedule.max_seconds) if examples else 0
+    steps = _head.train(settings.max_steps, settings.max_seconds) if examples else 0
     return _head.report, _head.state() if steps else b""

@@ -1,36 +1,17 @@
 """Settings, scores and reports of a head, wherever it is trained. Nothing here imports torch."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.pruning.calibration import MAX_WEIGHT
 from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
+from darts_server.types import PruningStatus
 
 NO_METRICS = ScoreMetrics(0, None, None, None)
 Example = tuple[NDArray[np.floating], int, float, float]
 """The arguments of `head.Head.learn`."""
-
-
-class HeadStatus(StrEnum):
-    """Whether a score comes from the head, or why it is the prior instead."""
-
-    READY = "ready"
-    NO_LABELS = "no_labels"
-    """No reward was ever reported."""
-    FEW_LABELS = "few_labels"
-    ONE_CLASS = "one_class"
-    """All labels in the replay buffer are equal."""
-    UNTRAINED = "untrained"
-    """There are enough labels, and the first training is still to come."""
-    DIVERGED = "diverged"
-    """The last training diverged and was undone."""
-    BAD_FEATURE = "bad_feature"
-    """This hidden state has values that are not finite."""
-    TRAINER_LOST = "trainer_lost"
-    """The training process died too often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +21,9 @@ class HeadSettings:
     ``half_life``: an example that is so many examples older is sampled half as often. ``min_labels``: examples before
     the first training. ``max_weight``: bound of the inverse propensity weights. ``window``: labels that metrics are
     taken over.
+
+    A training starts with ``new_labels`` labels since the last one, or with any new label once that is ``max_delay``
+    seconds ago. It makes at most ``max_steps`` steps, and starts none after ``max_seconds``.
     """
 
     hidden: int = 256
@@ -52,28 +36,21 @@ class HeadSettings:
     max_weight: float = MAX_WEIGHT
     window: int = WINDOW
     seed: int = 0
+    new_labels: int = 64
+    max_delay: float = 1.0
+    max_steps: int = 50
+    max_seconds: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """``value``: s' in [0, 1]; the prior unless ``status`` is ``READY``."""
+    """``value``: s' in [0, 1]; the prior unless ``status`` is ``READY``.
 
-    value: float
-    status: HeadStatus
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSchedule:
-    """When a head is trained, and how long.
-
-    A training starts with ``min_labels`` new labels, or with any new label once the last training is ``max_delay``
-    seconds ago. It makes at most ``max_steps`` steps, and starts none after ``max_seconds``.
+    ``status``: of the head; ``None`` if what was to be scored has values that are not finite.
     """
 
-    min_labels: int = 64
-    max_delay: float = 1.0
-    max_steps: int = 50
-    max_seconds: float = 1.0
+    value: float
+    status: PruningStatus | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +63,7 @@ class TrainerReport:
     good training, in nats.
     """
 
-    status: HeadStatus = HeadStatus.NO_LABELS
+    status: PruningStatus = PruningStatus.NO_LABELS
     prior: float = 0.5
     metrics: ScoreMetrics = NO_METRICS
     labels: int = 0

@@ -17,7 +17,7 @@ from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.joining import GroupJoiner
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
-from darts_server.rollout.pruning.group_scorer import CandidateScorer
+from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
@@ -69,7 +69,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: Gate | None = None,
         admission: Admission | None = None,
         brownout: Brownout | None = None,
-        scorer: CandidateScorer | None = None,
+        scorer: Pruner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         intervals = intervals or Intervals()

@@ -8,7 +8,7 @@ from typing import Generic
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.pruning.group_scorer import CandidateScorer
+from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.start_queue import StartQueue
 
 
@@ -58,6 +58,6 @@ class GroupContext(Generic[RequestT, OutputT]):
 
     engine: Engine[RequestT, OutputT]
     observer: GroupEvents
-    scorer: CandidateScorer | None
+    scorer: Pruner | None
     starts: StartQueue
     clock: Callable[[], float]

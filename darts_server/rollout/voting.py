@@ -231,7 +231,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
     Args:
         confidence: calibrates scores from log-probs.
-        observer: is notified of every vote.
+        vote_ended: is called with the outcome of every vote and the number of candidates that it stopped.
         searches: runs the callers' patterns, outside of the event loop; with one thread, they take one core at most.
         clock: monotonic seconds.
     """

@@ -92,14 +92,14 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
     """
     first = _FIRST_LINE.match(data)
     if not first:
-        raise _damaged("is not a saved state")
+        raise damaged("is not a saved state")
     if int(first[1]) > VERSION:
         raise StateTooNew(
             f"the state given was saved by a newer darts-server (format {int(first[1])}, this one reads {VERSION}); "
             "nothing was changed. Upgrade this server"
         )
     if hashlib.sha256(memoryview(data)[first.end() :]).hexdigest().encode() != first[2]:
-        raise _damaged("is incomplete or was changed: its checksum is wrong")
+        raise damaged("is incomplete or was changed: its checksum is wrong")
     file = io.BytesIO(data)
     file.seek(first.end())
     size = 0
@@ -109,24 +109,25 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
         try:
             line = lines.readline(_LINE_BYTES)
         except (OSError, EOFError, zlib.error) as error:
-            raise _damaged(f"cannot be decompressed ({error})") from error
+            raise damaged(f"cannot be decompressed ({error})") from error
         if not line:
             return
         size += len(line)
         if size > limit:
-            raise _damaged(f"has more than {limit} bytes when decompressed")
+            raise damaged(f"has more than {limit} bytes when decompressed")
         if not line.endswith(b"\n"):
-            raise _damaged("has a line that is too long or cut off")
+            raise damaged("has a line that is too long or cut off")
         try:
             kind, key, document = json.loads(line)
             row = (*check_name(kind, key), encode(document))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise _damaged(f"has a line that is no document ({error})") from error
+            raise damaged(f"has a line that is no document ({error})") from error
         if previous is not None and row[:2] <= previous:
-            raise _damaged(f"has {kind} {key[:64]!r} twice or out of order")
+            raise damaged(f"has {kind} {key[:64]!r} twice or out of order")
         previous = row[:2]
         yield row
 
 
-def _damaged(what: str) -> StateDamaged:
+def damaged(what: str) -> StateDamaged:
+    """Return the error for a file that is not restored. ``what``: is wrong with it."""
     return StateDamaged(f"the state given {what}; nothing was changed. Send a saved file, byte for byte")

@@ -27,9 +27,7 @@ MAX_IN_MEMORY = 2**18
 """Documents of each kind without a folder. A prompt's takes some hundred bytes, and data sets seldom have more."""
 _TABLES = (
     "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
-    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID; "
-    # Earlier versions read this one.
-    "CREATE TABLE restores (generation INTEGER NOT NULL); INSERT INTO restores VALUES (0)"
+    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
 )
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
@@ -186,10 +184,8 @@ class Store(AbstractContextManager["Store"]):
             try:
                 self._check(kind, json.loads(text))
             except ValueError as error:
-                raise StateDamaged(
-                    f"the state given has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}; "
-                    "nothing was changed. Send a saved file, byte for byte"
-                ) from error
+                what = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
+                raise archive.damaged(what) from error
             self._keep(restored, kind, key, text)
         with self._write_lock:
             with self._lock:

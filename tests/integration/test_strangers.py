@@ -23,9 +23,7 @@ SECONDS = 60.0
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
-def server(
-    forks: Launch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(forks: Launch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """TRL's way: without keys, with vLLM's development routes. And as behind a proxy: any is believed."""
     environment = EAGER | {"VLLM_SERVER_DEV_MODE": "1", "FORWARDED_ALLOW_IPS": "*"}
     log, start = tmp_path_factory.mktemp("strangers") / "log", forks if request.param == "forked" else launch

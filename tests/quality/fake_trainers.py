@@ -17,10 +17,10 @@ def fail(*_: object) -> Any:
     raise MemoryError
 
 
-def count_labels(_: object, examples: list[Any]) -> Any:
+def count_labels(*arguments: Any) -> Any:
     from darts_server.quality.types import TrainerReport
 
-    return TrainerReport(labels=len(examples)), b""
+    return TrainerReport(labels=len(arguments[-1])), b""
 
 
 def report_nonsense(*_: object) -> Any:

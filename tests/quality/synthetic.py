@@ -49,7 +49,7 @@ class SyntheticTask:
         return x / np.linalg.norm(x)
 
 
-def trained_head(task: SyntheticTask, rounds: int = 12, settings: HeadSettings = QUICK) -> Head:
+def trained_head(task: SyntheticTask, rounds: int = 8, settings: HeadSettings = QUICK) -> Head:
     """Create a head and train it on ``rounds`` steps of 64 trajectories."""
     head = Head(WIDTH, settings)
     for _ in range(rounds):

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import numpy as safetensors
 
-from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.quality.head import Head
 from darts_server.quality.snapshot import CLIP, MEMORY, Floats, Single, Snapshot, Standardiser, assemble_feature
-from darts_server.quality.types import HeadSettings, HeadStatus
+from darts_server.quality.types import HeadSettings
+from darts_server.types import PruningStatus
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained_head
 
 STATE = Head(WIDTH, QUICK).state()
@@ -35,7 +36,7 @@ def test_a_restored_head_scores_as_the_saved_one() -> None:
     saved = trained_head(SyntheticTask(), rounds=4)
     restored = Head(WIDTH, QUICK)
     restored.restore(saved.state())
-    assert restored.status is HeadStatus.READY
+    assert restored.status is PruningStatus.READY
     assert scores(restored) == scores(saved)
     assert restored.steps == saved.steps
     assert restored.state() == saved.state()
@@ -59,7 +60,7 @@ def test_a_restored_head_continues_with_the_saved_optimiser() -> None:
 def test_a_restored_head_without_training_is_a_new_head() -> None:
     head = Head(WIDTH, QUICK)
     head.restore(Head(WIDTH, QUICK).state())
-    assert head.status is HeadStatus.NO_LABELS
+    assert head.status is PruningStatus.NO_LABELS
     assert head.state() == Head(WIDTH, QUICK).state()
 
 
@@ -71,7 +72,7 @@ def test_a_restored_head_without_training_is_a_new_head() -> None:
         (STATE[:200], StateDamaged, "cannot be read"),
         (STATE[:-1], StateDamaged, "cannot be read"),
         *((FIRST_LINE + body, StateDamaged, "cannot be read") for body in (b"", b"\xff" * 8, b"\2" + bytes(7) + b"[]")),
-        (STATE.replace(b"head 1", b"head 2", 1), StateTooNew, "format 2"),
+        (STATE.replace(b"head 1", b"head 2", 1), StateDamaged, "of format 1"),
         (STATE.replace(b'steps\\": 0', b'steps\\":-1'), StateDamaged, "negative"),
         (Head(WIDTH + 1, QUICK).state(), InvalidRequest, "state: is of a quality head with 17 inputs and 16 hidden"),
         (Head(WIDTH, HeadSettings(hidden=8)).state(), InvalidRequest, "with 16 inputs and 8 hidden"),

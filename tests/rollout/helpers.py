@@ -18,7 +18,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import Scalar
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
-from darts_server.rollout.pruning.group_scorer import CandidateScorer
+from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
@@ -128,7 +128,7 @@ class Harness:
         script: Callable[[str, int], Script],
         shapings: Mapping[str, Shaping] = SHAPINGS,
         store: Documents | None = None,
-        scorer: CandidateScorer | None = None,
+        scorer: Pruner | None = None,
         engine: Callable[[Callable[[str, int], Script]], ScriptedEngine] = ScriptedEngine,
         poll: float = 0,
     ) -> None:

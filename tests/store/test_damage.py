@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import StateError
@@ -72,13 +72,11 @@ def flipped(data: bytes, bits: list[int]) -> bytes:
 
 
 @given(data=st.binary(max_size=2000), begins_like_one=st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_random_bytes_are_refused(data: bytes, begins_like_one: bool) -> None:
     assert opened(b"SQLite format 3\0" + data if begins_like_one else data) is None
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=40, deadline=None)
 def test_a_truncated_file_is_refused(whole: File, share: float) -> None:
     assert opened(whole.data[: int(len(whole.data) * share)]) is None
 
@@ -96,7 +94,6 @@ def test_a_header_that_fails_only_writers_is_refused(whole: File, byte: int) -> 
 
 
 @given(bits=st.lists(st.integers(0, 2**22), max_size=3), share=st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
 def test_a_damaged_log_yields_what_was_committed_before_the_damage(killed: File, bits: list[int], share: float) -> None:
     data, log = killed
     documents = opened(data, flipped(log, bits)[: int(len(log) * share)])

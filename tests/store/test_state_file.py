@@ -75,11 +75,10 @@ def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [f"{FILE_NAME}-wal"]
 
 
-@pytest.mark.parametrize("inside", ["", "deep/er"])
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, inside: str) -> None:
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StateError, match="--state-dir"):
-        Store(tmp_path / "file" / inside)
+        Store(tmp_path / "file" / "deeper")
 
 
 def test_only_the_databases_stay_in_the_folder(tmp_path: Path) -> None:
@@ -103,18 +102,6 @@ def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> 
     assert set(modes.values()) == {0o666 & ~mask}
 
 
-@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
-@pytest.mark.timeout(20)
-def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
-    if suffix:
-        Store(tmp_path).close()
-    path = tmp_path / f"state.db{suffix}"
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(StateDamaged, match=f"state.db{suffix} is not a regular file"):
-        Store(tmp_path)
-
-
 def test_the_checksum_covers_kind_key_and_text_separately() -> None:
     rows = [("a", "b", b"{}"), ("a", "b{}", b""), ("ab", "", b"{}"), ("a", "b", b"{ }")]
     assert len({checksum(*row) for row in rows}) == len(rows)
@@ -135,7 +122,7 @@ def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
         with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             store.put("prompt", "a", {"n": 1})
-            time.sleep(1.0)  # the thread is waiting now; callers are not
+            time.sleep(0.7)  # the thread is waiting now; callers are not
             store.put("prompt", "b", {"n": 2})
             other.execute("COMMIT")
         store.flush()

@@ -1,38 +1,23 @@
 """Reading and writing documents, and restoring them all, with and without a folder."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from darts_server.exceptions import StateDamaged, StateError
-from darts_server.store import Store
+from darts_server.store import Scalar, Store
 from tests.store.reading import saved_documents
 
-KEYS = [
-    "",
-    "a",
-    "A",
-    "ä",
-    "a\u0308",
-    "😀",
-    "नमस्ते",
-    "line\nbreak",
-    "nul\0in it",
-    "'; DROP TABLE documents; --",
-    "x" * 65536,
-]
+KEYS = ["", "a", "A", "ä", "a\u0308", "😀", "नमस्ते", "line\nbreak", "nul\0in it", "'; DROP TABLE x; --", "x" * 65536]
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-def test_each_key_has_its_own_document(store: Store, flushed: bool) -> None:
+def test_each_key_has_its_own_document(store: Store) -> None:
     for number, key in enumerate(KEYS):
         assert store.get("prompt", key) is None
         store.put("prompt", key, {"number": number})
         store.put("other", key, {"number": -1})
-    if flushed:
-        store.flush()
+    store.flush()
     assert [store.get("prompt", key) for key in KEYS] == [{"number": number} for number in range(len(KEYS))]
     assert list(saved_documents(store, "prompt").items()) == sorted(
         (key, {"number": number}) for number, key in enumerate(KEYS)
@@ -41,22 +26,16 @@ def test_each_key_has_its_own_document(store: Store, flushed: bool) -> None:
     assert (store.count("none"), saved_documents(store, "none")) == (0, {})
 
 
-@pytest.mark.parametrize("value", [0, -(10**30), 1.5, 5e-324, 1e308, True, None, "", 'quote " \0 😀'])
-def test_values_are_returned_unchanged(store: Store, value: str | int | float | bool | None) -> None:
-    store.put("prompt", "a", {"v": value})
-    document = store.get("prompt", "a")
-    assert document == {"v": value}
-    assert type(document["v"]) is type(value)
-
-
-def test_the_store_keeps_a_copy(store: Store) -> None:
-    document: dict[str, str | int | float | bool | None] = {"n": 1}
-    store.put("prompt", "a", document)
-    document["n"] = 2
-    got = store.get("prompt", "a")
-    assert got == {"n": 1}
-    got["n"] = 3
-    assert store.get("prompt", "a") == {"n": 1}
+def test_values_are_returned_unchanged_and_as_copies(store: Store) -> None:
+    for value in (0, -(10**30), 1.5, 5e-324, 1e308, True, None, "", 'quote " \0 😀'):
+        document: dict[str, Scalar] = {"v": value}
+        store.put("prompt", "a", document)
+        document["v"] = "changed"
+        for _ in range(2):
+            got = store.get("prompt", "a")
+            assert got == {"v": value}
+            assert type(got["v"]) is type(value)
+            got["v"] = "changed"
 
 
 def test_get_returns_the_newest_document_written_or_not(store: Store) -> None:
@@ -97,12 +76,11 @@ def test_a_closed_store_raises(store: Store) -> None:
 
 def test_a_file_keeps_every_document(tmp_path: Path) -> None:
     with Store(tmp_path, max_in_memory=3) as store:
-        for number in range(2000):
+        for number in range(500):
             store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
-        assert store.count("prompt") == 2000
     with Store(tmp_path, max_in_memory=3) as store:
-        assert store.count("prompt") == len(saved_documents(store, "prompt")) == 2000
-        assert store.get("prompt", f"{1999:064x}") == {"mean": 1999 / 7, "std": 1.5, "count": 1999}
+        assert store.count("prompt") == len(saved_documents(store, "prompt")) == 500
+        assert store.get("prompt", f"{499:064x}") == {"mean": 499 / 7, "std": 1.5, "count": 499}
 
 
 def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
@@ -120,22 +98,8 @@ def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
         assert store.count("prompt") == 3
 
 
-def test_documents_that_push_out_older_ones_take_no_longer() -> None:
-    """To find the oldest one took longer the more had been pushed out before it."""
-    number = 2**15
-    seconds = []
-    with Store(max_in_memory=number) as store:
-        for begin in (0, number):
-            began = time.process_time()
-            for i in range(begin, begin + number):
-                store.put("prompt", f"{i:06d}", {})
-            seconds.append(time.process_time() - began)
-        assert store.count("prompt") == number
-    assert seconds[1] < 5 * seconds[0]
-
-
 def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -> None:
-    for number in range(2000):
+    for number in range(200):
         store.put("prompt", f"ü{number}", {"number": number, "mean": number / 3})
     store.flush()
     store.put("singleton", "dataset", {"mean": 1.0})  # not written yet

@@ -35,9 +35,7 @@ class LengthBias:
         weights, lengths = self._pool(kind)
         if not weights.sum() > 0:
             return None
-        order = np.argsort(lengths)
-        reached = np.cumsum(weights[order]) / weights.sum()
-        return float(lengths[order][min(int(np.searchsorted(reached, share)), lengths.size - 1)])
+        return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
 
     def _pool(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
         groups = {"generated": self._generated, "returned": self._returned}[kind]

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from darts_server.records import CandidateRecord, GroupRecord
@@ -71,8 +72,7 @@ class Monitor:
 
     def ended_after(self, count: int) -> list[GroupRecord]:
         """The kept records of groups after the first ``count``, in the order in which they ended."""
-        new = min(self.ended - count, len(self._records))
-        return [self._records[place] for place in range(len(self._records) - new, len(self._records))]
+        return list(islice(self._records, max(0, len(self._records) - (self.ended - count)), None))
 
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
@@ -109,15 +109,32 @@ class Viewer:
         monitor, changes, previous, self._running = self.monitor, [], self._running, {}
         for record in monitor.ended_after(self._groups_seen):
             if self.may_see(record.owner):
-                changes.append(_changes(_ended_group(record), previous.pop(record.group_id, None)))
+                now = _group(record, record) | _without_none(
+                    {
+                        "ended": record.ended_at,
+                        "outcome": record.outcome.value,
+                        "deadline": record.deadline,
+                        "error": record.error,
+                        "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
+                    }
+                )
+                changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
         for run in monitor.newest(self.may_see):
             group_id = run.spec.group_id
             if group_id in self._running:
                 continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
             before = previous.pop(group_id, None)
-            group = self._running[group_id] = _running_group(run, before)
-            changes.append(_changes(group, before))
+            # The last states of candidates that do not change any more are used again.
+            old = [] if before is None or before["began"] != run.started_at else before["candidates"]
+            final = [c if "stop" in c and c["state"] in ("selected", "discarded") else None for c in old]
+            final += [None] * (_shown_candidates(run) - len(final))
+            now = self._running[group_id] = _group(run.spec, run)
+            now["candidates"] = [
+                c or _candidate(run.runner.candidates[index].record(run.runner.count_tokens(index)))
+                for index, c in enumerate(final)
+            ]
+            changes.append(_changes(now, before))
         return {
             "now": monitor.clock(),
             "running": monitor.running,
@@ -131,32 +148,7 @@ def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _running_group(run: GroupRun[Any, Any], before: Fields | None) -> Fields:
-    """``before``: its last state, of which candidates that do not change any more are reused."""
-    old = [] if before is None or before["began"] != run.started_at else before["candidates"]
-    candidates = []
-    for index in range(_shown_candidates(run)):
-        kept = old[index] if index < len(old) else {}
-        is_final = "stop" in kept and kept["state"] in ("selected", "discarded")
-        candidates.append(
-            kept if is_final else _candidate(run.runner.candidates[index].record(run.runner.count_tokens(index)))
-        )
-    return _group(run.spec, run, candidates=candidates)
-
-
-def _ended_group(record: GroupRecord) -> Fields:
-    return _group(
-        record,
-        record,
-        ended=record.ended_at,
-        outcome=record.outcome.value,
-        deadline=record.deadline,
-        error=record.error,
-        candidates=[_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
-    )
-
-
-def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], **more: Any) -> Fields:
+def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any]) -> Fields:
     fields = {
         "group_id": spec.group_id,
         "began": group.started_at,
@@ -165,7 +157,7 @@ def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any
         "size": group.size,
         "started": len(group.candidates),
     }
-    return _without_none(fields | more)
+    return _without_none(fields)
 
 
 def _candidate(record: CandidateRecord) -> Fields:

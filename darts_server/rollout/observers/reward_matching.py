@@ -8,9 +8,7 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from hashlib import blake2b
-from operator import add
 
 from darts_server.identifiers import from_header
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
@@ -111,8 +109,8 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 class RewardMatcher:
     """Match rewards to trajectories of the ``kept`` groups that ended last, and learn from them.
 
-    ``kept_candidates``: of all kept groups together, from which the oldest groups are dropped too. A trajectory takes
-    about 400 bytes, and the record of a candidate as much.
+    Groups with more than `DEFAULT_KEPT_CANDIDATES` candidates in all are dropped too, the oldest first. A trajectory
+    takes about 400 bytes, and the record of a candidate as much.
 
     Args:
         rewards: gets statistics of rewarded trajectories.
@@ -129,14 +127,12 @@ class RewardMatcher:
         on_report: Callable[[int, int], None],
         kept: int = DEFAULT_KEPT,
         on_reward: Sequence[OnReward] = (),
-        kept_candidates: int = DEFAULT_KEPT_CANDIDATES,
     ) -> None:
         self._rewards = rewards
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
         self._on_report = on_report
         self._kept = kept
-        self._kept_candidates = kept_candidates
         self._candidates = 0
         self._groups: OrderedDict[GroupKey, ReturnedGroup] = OrderedDict()
         self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
@@ -156,14 +152,14 @@ class RewardMatcher:
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
         self._candidates += len(record.candidates)
         self._groups.move_to_end(record.key)
-        while self._candidates > self._kept_candidates and len(self._groups) > 1:
+        while self._candidates > DEFAULT_KEPT_CANDIDATES and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
         # Trajectories that were returned while it ran, and rewarded before it ended.
         rewarded = [_trajectory_stats(t, record) for t in group.returned.values() if t.reward is not None]
         if group.is_fully_rewarded:
             rewarded.append(_group_stats(group))
         if rewarded:
-            self._learn({group.prompt_key: reduce(add, rewarded)}, [group] if group.is_fully_rewarded else [])
+            self._learn({group.prompt_key: sum(rewarded, RewardStats())}, [group] if group.is_fully_rewarded else [])
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """The rewards that were reported for that group."""
@@ -181,39 +177,35 @@ class RewardMatcher:
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            self._match(rewards[begin : begin + REWARDS_PER_TURN], begin, report)
+            matched, unknown = report.matched, report.unknown
+            stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
+            fully_rewarded: list[ReturnedGroup] = []
+            for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
+                found = self._find(reward)
+                unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
+                for trajectory in unrewarded:
+                    group = trajectory.group
+                    trajectory.reward, trajectory.correct = reward.reward, reward.correct
+                    group.rewarded += 1
+                    for on_reward in self._on_reward:
+                        on_reward(group.key, trajectory.index, reward.reward, reward.correct)
+                    if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
+                        stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
+                    if group.is_fully_rewarded:
+                        stats[group.prompt_key] += _group_stats(group)
+                        fully_rewarded.append(group)
+                if unrewarded:
+                    report.matched += 1
+                elif found:
+                    report.repeated += 1
+                else:
+                    report.unknown += 1
+                    if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
+                        report.unknown_indices.append(place)
+            self._on_report(report.matched - matched, report.unknown - unknown)
+            self._learn(stats, fully_rewarded)
             await asyncio.sleep(0)
         return report
-
-    def _match(self, rewards: Sequence[Reward], begin: int, report: RewardReport) -> None:
-        """Match one chunk, whose first reward is number ``begin`` of the report."""
-        matched, unknown = report.matched, report.unknown
-        stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
-        fully_rewarded: list[ReturnedGroup] = []
-        for place, reward in enumerate(rewards, begin):
-            found = self._find(reward)
-            unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
-            for trajectory in unrewarded:
-                group = trajectory.group
-                trajectory.reward, trajectory.correct = reward.reward, reward.correct
-                group.rewarded += 1
-                for on_reward in self._on_reward:
-                    on_reward(group.key, trajectory.index, reward.reward, reward.correct)
-                if group.record is not None:  # otherwise its weight is not known yet, and it counts when the group ends
-                    stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
-                if group.is_fully_rewarded:
-                    stats[group.prompt_key] += _group_stats(group)
-                    fully_rewarded.append(group)
-            if unrewarded:
-                report.matched += 1
-            elif found:
-                report.repeated += 1
-            else:
-                report.unknown += 1
-                if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
-                    report.unknown_indices.append(place)
-        self._on_report(report.matched - matched, report.unknown - unknown)
-        self._learn(stats, fully_rewarded)
 
     def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         """Find the trajectory with that id, or all kept ones with exactly these tokens."""

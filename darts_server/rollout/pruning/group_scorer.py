@@ -1,50 +1,15 @@
 """Scores the candidates of one group while they run: between the engine, the scorer, and the group."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from darts_server.engine.port import HiddenState, Probe, RunningCandidate
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
-
-
-class CandidateScorer(Protocol):
-    """Scores trajectories, identified by their group and candidate index, and learns from their rewards.
-
-    All methods are called in the event loop, return fast and never raise.
-
-    ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
-    ``uses_hidden_states``, ``uses_logprobs``: what scores are made from; both may be true.
-    """
-
-    @property
-    def detect_at(self) -> tuple[int, ...]: ...
-
-    @property
-    def uses_hidden_states(self) -> bool: ...
-
-    @property
-    def uses_logprobs(self) -> bool: ...
-
-    def score(
-        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
-    ) -> Scored:
-        """Score a trajectory by its hidden state and, if it uses both, by the log-probs of its tokens so far.
-
-        Without a hidden state, by these log-probs alone, in nats.
-        """
-        ...
-
-    def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
-        ...
-
-    def record_dropped(self, group: GroupKey, index: int) -> None:
-        """Record that a trajectory will not be returned, so that no reward will come for it."""
-        ...
+from darts_server.rollout.pruning.pruner import Pruner
 
 
 class GroupScorer:
@@ -59,7 +24,7 @@ class GroupScorer:
 
     def __init__(
         self,
-        scorer: CandidateScorer,
+        scorer: Pruner,
         group: GroupKey,
         pruning: Pruning,
         running: Mapping[int, RunningCandidate[Any]],
@@ -70,48 +35,29 @@ class GroupScorer:
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
-        self._detect_at = scorer.detect_at
+        # Read once: a probe that is lost may change the kind of the scores, but not within a group.
         self._uses_hidden_states = scorer.uses_hidden_states
         self._uses_logprobs = scorer.uses_logprobs
-        self._waiting: dict[int, list[HiddenState]] = {}  # hidden states whose log-probs have not arrived yet
+        # Numbers of tokens whose log-probs have not arrived yet, with the hidden states, if they are used.
+        self._waiting: dict[int, list[tuple[int, HiddenState | None]]] = {}
         self._early: dict[int, list[Scored]] = {}  # scores of candidates before `mark_started`
-        self._passed: dict[int, int] = {}  # detection points at which a candidate was scored by log-probs
         self._dropped: set[int] = set()
 
     def probe_for(self, index: int) -> Probe:
         """Create the probe to start a candidate with."""
         self._early[index] = []
-        points = self._detect_at if self._uses_hidden_states else ()
+        points = self._scorer.detect_at if self._uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
         """Mark a candidate as started; return its scores that came before: the engine may be faster than its answer."""
+        if not self._uses_hidden_states:
+            self._waiting[index] = [(tokens, None) for tokens in self._scorer.detect_at]
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
         """Score all running candidates for which new log-probs make that possible."""
-        if self._uses_hidden_states:
-            return [scored for index in list(self._waiting) for scored in self._score_waiting(index)]
-        scores = []
-        for index, candidate in self._running.items():
-            passed = self._passed.get(index, 0)
-            if index in self._dropped or passed == len(self._detect_at):
-                continue
-            tokens = candidate.tokens()
-            if tokens is None or tokens < self._detect_at[passed]:
-                continue
-            if (generated := candidate.tokens_from(0)) is None:
-                continue
-            if generated.logprobs is None:
-                self._passed[index] = len(self._detect_at)  # this candidate will never have any
-                continue
-            for detect_at in self._detect_at[passed:]:
-                if len(generated.logprobs) < detect_at:
-                    break
-                self._passed[index] = passed = passed + 1
-                logprobs = tuple(generated.logprobs[:detect_at])
-                scores.append(self._scorer.score(self._group, index, None, logprobs, self._pruning))
-        return scores
+        return [scored for index in list(self._waiting) for scored in self._score_waiting(index)]
 
     def record_kept(self, index: int, survival: float) -> None:
         """Record that the group kept a candidate, and with which probability it was kept so far."""
@@ -121,6 +67,7 @@ class GroupScorer:
         """Record, once per candidate, that it will not be returned."""
         if index not in self._dropped:
             self._dropped.add(index)
+            self._waiting.pop(index, None)
             self._scorer.record_dropped(self._group, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
@@ -133,8 +80,8 @@ class GroupScorer:
         if index in self._dropped:
             return
         if self._uses_logprobs:
-            self._waiting.setdefault(index, []).append(probed)
-            scores = list(self._score_waiting(index))
+            self._waiting.setdefault(index, []).append((probed.tokens, probed))
+            scores = self._score_waiting(index)
         else:
             scores = [self._scorer.score(self._group, index, probed, (), self._pruning)]
         for scored in scores:
@@ -143,22 +90,23 @@ class GroupScorer:
             else:
                 early.append(scored)
 
-    def _score_waiting(self, index: int) -> Iterator[Scored]:
-        """Score the hidden states of a candidate whose tokens are there.
-
-        A state can arrive before the engine reports its tokens, and then waits for them. A candidate that has ended has
-        none any more, so its states are dropped.
-        """
-        states, running = self._waiting.pop(index), self._running.get(index)
-        if running is None and index in self._early:
-            self._waiting[index] = states
-            return
-        generated = None if index in self._dropped or running is None else running.tokens_from(0)
-        if generated is None or generated.logprobs is None:
-            return
-        for probed in states:
-            if probed.tokens > len(generated.token_ids):
-                self._waiting.setdefault(index, []).append(probed)
-                continue
-            so_far = tuple(generated.logprobs[: probed.tokens])
-            yield self._scorer.score(self._group, index, probed, so_far, self._pruning)
+    def _score_waiting(self, index: int) -> list[Scored]:
+        """Score a candidate at the points whose tokens are there: a state can arrive before the engine reports them."""
+        waiting, running = self._waiting[index], self._running.get(index)
+        if running is None:
+            if index not in self._early:  # it has ended, and its tokens are no longer here
+                del self._waiting[index]
+            return []
+        if (running.tokens() or 0) < waiting[0][0] or (generated := running.tokens_from(0)) is None:
+            return []
+        if generated.logprobs is None:  # it will never have any
+            del self._waiting[index]
+            return []
+        scores = []
+        while waiting and waiting[0][0] <= len(generated.logprobs):
+            tokens, probed = waiting.pop(0)
+            so_far = tuple(generated.logprobs[:tokens])
+            scores.append(self._scorer.score(self._group, index, probed, so_far, self._pruning))
+        if not waiting:
+            del self._waiting[index]
+        return scores

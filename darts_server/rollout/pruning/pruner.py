@@ -1,6 +1,7 @@
 """Scores running trajectories by quality (ARRoL), and learns from the rewards that come for them."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
-from darts_server.exceptions import StateError
 from darts_server.observers import PruningObserver
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import CalibrationStatus, Label
 from darts_server.policy.pruning.score_metrics import ScoreMetrics, evaluate
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadStatus, Score, TrainerReport
+from darts_server.quality.types import Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.scoring import (
+    LOGPROB_INPUTS,
     DetectionPoint,
     HeadCheckpoint,
     ScoreKind,
@@ -61,7 +62,7 @@ CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingScore:
     """A score at a detection point, after ``tokens`` tokens. ``hidden``: what it was made from, unless from log-probs.
 
@@ -71,30 +72,32 @@ class PendingScore:
     point: DetectionPoint
     tokens: int
     hidden: NDArray[np.floating] | None
-    score: float | None = None
-    quality: float | None = None
+    score: float | None
+    quality: float | None
 
 
 @dataclass(slots=True, eq=False)
 class PendingLabel:
     """A scored trajectory without a reward yet. ``size``: in bytes.
 
-    ``survival``: the probability with which it was kept, over all scores. ``share``: of the survivors that it was
-    sampled from for the tail of its group; 1 for the shortest. ``is_undecided``: whether the last score allows it to be
-    pruned and the group has not decided yet.
+    ``survival``: the probability with which it was kept, over all scores, and was sampled from the survivors for the
+    tail of its group. ``is_undecided``: whether the last score allows it to be pruned and the group has not decided
+    yet.
     """
 
     scores: list[PendingScore] = field(default_factory=list)
     size: int = 0
     survival: float = 1.0
-    share: float = 1.0
     is_undecided: bool = False
 
 
 class Pruner:
-    """Implements `CandidateScorer`, and observes rewards and ended groups.
+    """Score trajectories, identified by their group and candidate index, and learn from their rewards.
 
-    Nothing is loaded or started before the first trajectory is scored, or before `start`.
+    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept` and
+    `record_dropped` are called in the event loop, return fast and never raise.
+
+    ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
 
     Args:
         settings: how trajectories are scored.
@@ -118,6 +121,7 @@ class Pruner:
         prunes: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.detect_at = settings.detect_at
         self._settings = settings
         self._width = width
         self._create_head = create_head
@@ -138,12 +142,12 @@ class Pruner:
         self._logged_status: PruningStatus | None = None
         self._last_version: int | None = None
         self._step_groups = 0
-        self._reloaded_at = -RELOAD_SECONDS
-        self._is_unreadable = False
+        self._reloaded_at = -math.inf
 
     def start(self) -> None:
         """Load what was learned before, and start the training of the head, for which the engine must have a width."""
-        self._ensure_points(self._kind, self._kind.head_width(self._width() or 0))
+        inputs = LOGPROB_INPUTS if self._kind is ScoreKind.HEAD_LOGPROB else 0
+        self._ensure_points(self._kind, (self._width() or 0) + inputs)
         self._log_status()
 
     def close(self) -> None:
@@ -153,14 +157,11 @@ class Pruner:
             self._head.close()
             self._checkpoint.save()
 
-    # --- CandidateScorer ------------------------------------------------------
-
-    @property
-    def detect_at(self) -> tuple[int, ...]:
-        return self._settings.detect_at
+    # --- scoring ----------------------------------------------------------------
 
     @property
     def uses_hidden_states(self) -> bool:
+        """Whether scores are made from hidden states, perhaps together with log-probs."""
         return self._kind.uses_head
 
     @property
@@ -170,33 +171,37 @@ class Pruner:
     def score(
         self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Scored:
-        """Score a trajectory, remember the score until its reward comes, and compute the survival probability."""
+        """Score a trajectory, remember the score until its reward comes, and compute the survival probability.
+
+        It is scored by its hidden state and, if both are used, by the log-probs of its tokens so far, in nats; without
+        a hidden state by these alone.
+        """
+        kind, stored = self._settings.kind, None
         if probed is None:
-            kind = ScoreKind.LOGPROB if self._kind.uses_head else self._kind
-            pending = PendingScore(self._last_point(kind, 0, len(logprobs)), len(logprobs), None)
+            kind, tokens = ScoreKind.LOGPROB if kind.uses_head else kind, len(logprobs)
+            point = self._last_point(kind, 0, tokens)
             value = logprob_score(kind, logprobs)
-            score = Score(0.5, HeadStatus.BAD_FEATURE) if value is None else Score(value, HeadStatus.READY)
+            score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
-            hidden = head_input(self._settings.kind, probed.vector, logprobs)
-            point = self._last_point(self._settings.kind, hidden.size, probed.tokens)
-            pending = PendingScore(point, probed.tokens, compact(hidden))
+            hidden, tokens = head_input(kind, probed.vector, logprobs), probed.tokens
+            point = self._last_point(kind, hidden.size, tokens)
             assert self._head is not None
             self._observer.hidden_state_expected(received=True)
-            score = self._head.score(hidden, probed.tokens)
+            score = self._head.score(hidden, tokens)
+            stored = compact(hidden)
         self._log_status()
-        usable = score.status is not HeadStatus.BAD_FEATURE
-        self._observer.trajectory_scored(usable=usable)
-        calibrator = pending.point.calibrator
+        is_ready, calibration = score.status is PruningStatus.READY, point.calibrator.status
+        trusted, calibrated = score.value if is_ready else None, None
         quality, survival = score.value, 1.0
-        if score.status is HeadStatus.READY:
-            pending.score = score.value
-        if score.status is HeadStatus.READY and calibrator.status is CalibrationStatus.READY:
-            pending.quality = quality = calibrator.probability(score.value)
-            survival = pending.point.estimator.survival(quality, pruning)
-        elif score.status is HeadStatus.READY or calibrator.status is not CalibrationStatus.NO_LABELS:
-            quality = calibrator.prior
+        if is_ready and calibration is CalibrationStatus.READY:
+            calibrated = quality = point.calibrator.probability(score.value)
+            survival = point.estimator.survival(quality, pruning)
+        elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
+            quality = point.calibrator.prior
+        usable = score.status is not None
+        self._observer.trajectory_scored(usable=usable)
         if usable:
-            self._remember(group, index, pending)
+            self._remember(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
         if (label := self._pending.get((group, index))) is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
@@ -226,6 +231,7 @@ class Pruner:
         return label
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
+        """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
         label = self._pending.get((group, index))
         if label is not None:
             label.survival = survival
@@ -234,6 +240,7 @@ class Pruner:
             label.is_undecided = False
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
+        """Record that a trajectory will not be returned, so that no reward will come for it."""
         label = self._pop(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
@@ -247,20 +254,20 @@ class Pruner:
             return
         self._reload()
         target = self._settings.target(reward, correct)
-        survival = label.survival * label.share
         for pending in label.scores:
+            value = pending.score
             if pending.hidden is not None:
                 assert self._head is not None
-                if pending.score is None:  # the head may be ready by now
+                if value is None:  # the head may be ready by now
                     score = self._head.score(pending.hidden, pending.tokens)
-                    pending.score = score.value if score.status is HeadStatus.READY else None
-                self._head.learn(pending.hidden, pending.tokens, target, survival)
-            if pending.score is not None:
-                learned = Label(pending.score, target, survival)
+                    value = score.value if score.status is PruningStatus.READY else None
+                self._head.learn(pending.hidden, pending.tokens, target, label.survival)
+            if value is not None:
+                learned = Label(value, target, label.survival)
                 pending.point.add(learned)
                 self._scored.append(learned)
             if pending.quality is not None:
-                self._calibrated.append(Label(pending.quality, target, survival))
+                self._calibrated.append(Label(pending.quality, target, label.survival))
         self._observer.label_learned()
         self._save_soon.request()
 
@@ -286,7 +293,7 @@ class Pruner:
         for candidate in record.selected:
             label = self._pending.get((record.key, candidate.index))
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
-                label.share = record.tail_share
+                label.survival *= record.tail_share
         self._log_status()
         if self.uses_hidden_states:
             for candidate in record.candidates:
@@ -304,8 +311,8 @@ class Pruner:
             return PruningStatus.UNUSED
         if kind.uses_head and self._width() is None:
             return PruningStatus.PROBE_LOST
-        if head is not None and head.status is not HeadStatus.READY:
-            return PruningStatus(head.status.value)
+        if head is not None and head.status is not PruningStatus.READY:
+            return head.status
         statuses = [point.calibrator.status for (of, _), point in self._points.items() if of is kind]
         if not statuses:
             return PruningStatus.UNUSED
@@ -363,7 +370,7 @@ class Pruner:
             self._points[kind, at] = DetectionPoint(self._blobs, f"{kind}@{at}", self._settings.calibration, width)
         if kind.uses_head:
             self._head = self._create_head(width, self._checkpoint.update)
-        self._reloaded_at = -RELOAD_SECONDS
+        self._reloaded_at = -math.inf
         self._reload()
         if self._head is not None:
             self._head.start()
@@ -371,27 +378,16 @@ class Pruner:
     def _reload(self) -> None:
         """Load what a restore has put into the store."""
         now = self._clock()
-        if now < self._reloaded_at + RELOAD_SECONDS:
-            return
-        self._reloaded_at = now
-        try:
+        if now >= self._reloaded_at + RELOAD_SECONDS:
+            self._reloaded_at = now
             for point in self._points.values():
                 point.reload()
             if self._head is not None:
                 self._checkpoint.reload(self._head.restore)
-        except StateError as error:
-            if not self._is_unreadable:
-                logger.warning("the saved quality head and calibration cannot be read: %s", error)
-            self._is_unreadable = True
-        else:
-            self._is_unreadable = False
 
     def _save(self) -> None:
-        try:
-            for point in self._points.values():
-                point.save()
-        except StateError as error:
-            logger.warning("the calibration of quality was not saved: %s", error)
+        for point in self._points.values():
+            point.save()
 
 
 def compact(hidden: NDArray[np.floating]) -> NDArray[np.floating]:

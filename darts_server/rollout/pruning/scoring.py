@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.exceptions import InvalidRequest, StateError
+from darts_server.exceptions import InvalidRequest, StateDamaged
 from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label
 from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
@@ -33,6 +33,8 @@ FIT_INTERVAL = 32
 """Qualities between two fits of a curve. One fit takes half a millisecond."""
 MAX_CURVES = 16
 """Pruning settings whose curve is cached; each caller may send its own."""
+LOGPROB_INPUTS = 2
+"""Of a head that has log-probs as inputs too: see `head_input`."""
 
 
 class ScoreKind(StrEnum):
@@ -49,10 +51,6 @@ class ScoreKind(StrEnum):
     def uses_head(self) -> bool:
         """Whether a quality head computes it, which must be trained and needs hidden states."""
         return self in (ScoreKind.HEAD, ScoreKind.HEAD_LOGPROB)
-
-    def head_width(self, width: int) -> int:
-        """Return the width of the head's input for hidden states of ``width``."""
-        return width + 2 if self is ScoreKind.HEAD_LOGPROB else width
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +113,7 @@ def _usable_logprobs(logprobs: tuple[float, ...]) -> NDArray[np.float64] | None:
 
 
 class SavedBlob:
-    """A blob that a restore may replace in the store: then it is loaded, and what was learned before is not saved.
-
-    Both methods raise StateError if the store cannot be read or written at present.
-    """
+    """A blob that a restore may replace in the store: then it is loaded, and what was learned before is not saved."""
 
     def __init__(self, blobs: BlobStore, key: str) -> None:
         self._blobs = blobs
@@ -163,17 +158,14 @@ class DetectionPoint:
         self.calibrator = Calibrator(self._calibration)
         if blob is None:
             return
-        width = blob.numbers.get("width")
-        problem = f"is of hidden states of width {width}, not {self._width}"
-        if width == self._width:
-            try:
-                labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
-                restored = [Label(*label) for label in labels.tolist()]
-                self.calibrator = Calibrator(self._calibration, restored, blob.numbers["steps"])
-                return
-            except (ValueError, KeyError) as error:
-                problem = f"cannot be read ({error})"
-        logger.warning("the saved calibration %s %s; it is learned from scratch", self._name, problem)
+        try:
+            if (width := blob.numbers.get("width")) != self._width:
+                raise ValueError(f"it is of hidden states of width {width}, not {self._width}")
+            labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
+            restored = [Label(*label) for label in labels.tolist()]
+            self.calibrator = Calibrator(self._calibration, restored, blob.numbers["steps"])
+        except (ValueError, KeyError) as error:
+            logger.warning("the saved calibration %s cannot be used, and is learned again: %s", self._name, error)
 
     def add(self, label: Label) -> None:
         self.calibrator.add(label)
@@ -185,19 +177,11 @@ class DetectionPoint:
         self._has_changes = True
 
     def reload(self) -> None:
-        """Load the labels that a restore put into the store.
-
-        Raises:
-            StateError: the store cannot be read at present.
-        """
+        """Load the labels that a restore put into the store."""
         self._saved.reload(self._restore)
 
     def save(self) -> None:
-        """Save the labels, unless a restore has replaced the saved ones: then `reload` loads those.
-
-        Raises:
-            StateError: the labels cannot be saved.
-        """
+        """Save the labels, unless a restore has replaced the saved ones: then `reload` loads those."""
         if self._has_changes:
             labels = [(x.score, x.target, x.survival) for x in self.calibrator.labels]
             numbers = {"steps": self.calibrator.steps, "width": self._width}
@@ -205,7 +189,7 @@ class DetectionPoint:
 
 
 class HeadCheckpoint:
-    """Saves the newest state of a head. Any thread may call any method; `reload` never waits for a write."""
+    """Saves the newest state of a head: `update` in the head's thread, `save` once that has ended, `reload` in any."""
 
     def __init__(self, blobs: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._saved = SavedBlob(blobs, HEAD_KEY)
@@ -216,37 +200,34 @@ class HeadCheckpoint:
 
     def update(self, state: bytes) -> None:
         """Set the head's newest state, if ``state`` is not empty; save it if the last save was some time ago."""
-        self._unsaved = state or self._unsaved
-        if self._unsaved and self._clock() >= self._saved_at + HEAD_SAVE_SECONDS:
+        if state:
+            self._unsaved = state
+        if self._clock() >= self._saved_at + HEAD_SAVE_SECONDS:
             self.save()
 
     def save(self) -> None:
         """Save the newest state, unless a restore has replaced the last one: then `reload` loads that."""
         with self._lock:
-            state = self._unsaved
-            try:
-                if state and self._saved.save(state, {}):
-                    self._saved_at = self._clock()
-                    if self._unsaved is state:  # a thread may have called `update` during the write
-                        self._unsaved = b""
-            except StateError as error:
-                logger.warning("the quality head was not saved: %s", error)
+            if self._unsaved and self._saved.save(self._unsaved, {}):
+                self._saved_at, self._unsaved = self._clock(), b""
 
     def reload(self, restore: Callable[[bytes], None]) -> None:
-        """Pass to ``restore`` the head that a restore put into the store; an empty one if there is none any more."""
+        """Pass to ``restore`` the head that a restore put into the store; an empty one if there is none any more.
+
+        It never waits for a write: then the next call loads it.
+        """
 
         def replace(blob: Blob | None) -> None:
             self._unsaved = b""
             restore(b"" if blob is None else blob.data)
 
-        if not self._lock.acquire(blocking=False):
-            return  # it is being written; the next call will do
-        try:
-            self._saved.reload(replace)
-        except (InvalidRequest, StateError) as error:
-            logger.warning("the saved quality head is not used, and a new one is trained: %s", error)
-        finally:
-            self._lock.release()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._saved.reload(replace)
+            except (InvalidRequest, StateDamaged) as error:
+                logger.warning("the saved quality head is not used, and a new one is trained: %s", error)
+            finally:
+                self._lock.release()
 
 
 class SurvivalEstimator:
@@ -255,18 +236,17 @@ class SurvivalEstimator:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
         self._seen = 0
-        self._curves: OrderedDict[Pruning, tuple[SurvivalCurve, int]] = OrderedDict()
+        self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}  # the ones used last come last
 
     def survival(self, quality: float, pruning: Pruning) -> float:
         """Add a trajectory's quality, and return the probability with which to keep the trajectory."""
         self._recent.append(quality)
         self._seen += 1
-        curve, fitted_at = self._curves.get(pruning, (None, 0))
+        curve, fitted_at = self._curves.pop(pruning, (None, 0))
         # Among few qualities each one changes the curve, so early fits are closer together.
         if curve is None or self._seen - fitted_at >= min(FIT_INTERVAL, 1 + fitted_at // 4):
             curve, fitted_at = pruning.fit(np.asarray(self._recent)), self._seen
         self._curves[pruning] = curve, fitted_at
-        self._curves.move_to_end(pruning)
         if len(self._curves) > MAX_CURVES:
-            self._curves.popitem(last=False)
+            del self._curves[next(iter(self._curves))]
         return curve.survival(quality)

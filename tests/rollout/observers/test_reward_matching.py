@@ -337,20 +337,16 @@ def assert_same(stats: RewardStats, groups: Sequence[Made], brute: BruteForce) -
 
 
 def test_one_large_report_equals_many_small_ones() -> None:
-    together, singly = Trainer(kept=1000), Trainer(kept=1000)
-    groups = [Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))) for n in range(2 * REWARDS_PER_TURN)]
-    for group in groups:
+    together, singly, number = Trainer(), Trainer(), REWARDS_PER_TURN // 2
+    for n in range(number):
         for trainer in (together, singly):
-            group.happens(trainer.reward_matcher)
-    rewards = [by_id(f"g{n}:{i}", float((n + i) % 2)) for n in range(2 * REWARDS_PER_TURN + 3) for i in range(5)]
-    report = together.report(*rewards)
-    assert report == RewardReport(
-        10 * REWARDS_PER_TURN, 0, 15, list(range(10 * REWARDS_PER_TURN, 10 * REWARDS_PER_TURN + 15))
-    )
+            Made(f"g{n}", "pq"[n % 2], tuple((n, i) for i in range(5))).happens(trainer.reward_matcher)
+    rewards = [by_id(f"g{n}:{i}", float((n + i) % 2)) for n in range(number + 3) for i in range(5)]
+    assert together.report(*rewards) == RewardReport(5 * number, 0, 15, list(range(5 * number, 5 * number + 15)))
     for reward in rewards:
         singly.report(reward)
     assert together.rewarded_groups == singly.rewarded_groups
-    assert len(together.rewarded_groups) == 2 * REWARDS_PER_TURN
+    assert len(together.rewarded_groups) == number
     assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
 
 

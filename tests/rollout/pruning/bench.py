@@ -1,5 +1,6 @@
 """A pruner whose head is trained in this process, and a trainer that rewards its trajectories."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,10 +14,11 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadSettings, HeadStatus
+from darts_server.quality.types import HeadSettings
 from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
+from darts_server.types import PruningStatus
 from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask
 from tests.rollout.helpers import Documents
 
@@ -43,8 +45,8 @@ class LocalHead(RemoteHead):
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         self.trainer.learn(hidden, position, target, survival)
         self._learned += 1
-        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(30) > 0
-        if is_trained or self.report.status is not HeadStatus.READY:
+        is_trained = self._learned % TRAIN_INTERVAL == 0 and self.trainer.train(20) > 0
+        if is_trained or self.report.status is not PruningStatus.READY:
             self._apply(self.trainer.report, self.trainer.state() if is_trained else b"", self._restores)
 
     def restore(self, data: bytes) -> None:
@@ -52,29 +54,26 @@ class LocalHead(RemoteHead):
         self.trainer.restore(data or Head(self.width, self.settings).state())
 
 
-class Counter(PruningObserver):
+class EventCounter(PruningObserver):
     """Counts the events of the pruner."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def _count(self, what: str, by: int = 1) -> None:
-        self.counts[what] = self.counts.get(what, 0) + by
+        self.counts = Counter[str]()
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        self._count("usable" if usable else "unusable")
+        self.counts["usable" if usable else "unusable"] += 1
 
     def pruning_decided(self, *, kept: bool) -> None:
-        self._count("kept" if kept else "pruned")
+        self.counts["kept" if kept else "pruned"] += 1
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        self._count("states received" if received else "states missing")
+        self.counts["states received" if received else "states missing"] += 1
 
     def label_learned(self) -> None:
-        self._count("labels")
+        self.counts["labels"] += 1
 
     def pending_labels_dropped(self, count: int) -> None:
-        self._count("dropped", count)
+        self.counts["dropped"] += count
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.heads: list[LocalHead] = []
-        self.counter = Counter()
+        self.counter = EventCounter()
         self.groups = 0
         self.pruner = Pruner(
             self.scoring,

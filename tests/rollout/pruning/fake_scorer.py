@@ -9,10 +9,14 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.records import GroupKey
+from darts_server.rollout.pruning.pruner import Pruner
 
 
-class FakeScorer:
+class FakeScorer(Pruner):
     """A hidden state is quality and survival; by log-probs alone quality is a half and survival ``survival``."""
+
+    uses_hidden_states = True
+    uses_logprobs = False
 
     def __init__(
         self, *detect_at: int, uses_hidden_states: bool = True, uses_logprobs: bool = False, survival: float = 0.0

@@ -10,7 +10,6 @@ from darts_server.engine.port import HiddenState
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.quality.types import HeadStatus
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.pruning.pruner import (
     MISSING_STATE_TOKENS,
@@ -29,6 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_after_the_cold_start_probably_correct_ones_are_pruned_more_and_the_keep_ratio_is_met() -> None:
+    """And metrics show that qualities are calibrated."""
     bench = Bench().warm(6)
     assert bench.pruner.status is PruningStatus.READY
     before = dict(bench.counter.counts)
@@ -41,18 +41,13 @@ async def test_after_the_cold_start_probably_correct_ones_are_pruned_more_and_th
     assert sum(decided.values()) == 64 * 8
     assert decided["kept"] / (64 * 8) == pytest.approx(0.5, abs=0.08)
     assert np.mean([x.survival for x in given]) == pytest.approx(0.5, abs=0.03)
-
-
-async def test_metrics_show_that_qualities_are_calibrated() -> None:
-    bench = Bench().warm(20)
     scores, calibrated = bench.pruner.score_metrics(), bench.pruner.calibrated_metrics()
-    assert scores.auc is not None
-    assert scores.auc > 0.85
-    assert calibrated.auc is not None
-    assert calibrated.auc > 0.8
+    assert scores == bench.head.report.metrics
+    for metrics, least in ((scores, 0.85), (calibrated, 0.8)):
+        assert metrics.auc is not None
+        assert metrics.auc > least
     assert calibrated.calibration_error is not None
     assert calibrated.calibration_error < 0.1
-    assert scores == bench.head.report.metrics
 
 
 async def test_labels_hold_the_survival_probability_over_all_decisions() -> None:
@@ -155,11 +150,10 @@ async def test_all_are_kept_with_labels_of_one_class(caplog: pytest.LogCaptureFi
     assert bench.group()[0][0].quality > 0.9, "it is the prior"
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_learned(bad: float) -> None:
+async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_learned() -> None:
     bench = Bench().warm(4)
     labels, hidden = bench.counter.counts["labels"], np.ones(WIDTH)
-    hidden[3] = bad
+    hidden[3] = math.nan
     scored = bench.score("bad", 0, hidden)
     assert scored.survival == 1.0
     assert 0 < scored.quality < 1
@@ -171,16 +165,11 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
     assert bench.score("good", 0, np.ones(WIDTH)).survival < 1
 
 
-async def test_all_are_kept_when_the_trainer_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench().warm(4)
+async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench().warm(3)
     bench.head.is_lost = True
     assert {scored.survival for scored in bench.group()[0]} == {1.0}
-    assert bench.pruner.status is PruningStatus.TRAINER_LOST
     assert is_logged(caplog, PruningStatus.TRAINER_LOST)
-
-
-async def test_the_status_says_that_the_engine_no_longer_sends_hidden_states(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench().warm(4)
     bench.width = None
     bench.pruner.group_ended(create_record("arrol"))
     assert bench.pruner.status is PruningStatus.PROBE_LOST
@@ -189,7 +178,8 @@ async def test_the_status_says_that_the_engine_no_longer_sends_hidden_states(cap
 
 
 async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_states() -> None:
-    bench = Bench(replace(FAST, fallback=ScoreKind.LOGPROB)).warm(4)
+    bench = Bench(replace(FAST, fallback=ScoreKind.LOGPROB))
+    bench.group()
     assert bench.pruner.uses_hidden_states
     bench.width = None
     assert not bench.pruner.uses_hidden_states
@@ -199,17 +189,15 @@ async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_s
     assert bench.pruner.status is PruningStatus.COLD
 
 
-async def test_each_status_of_a_head_or_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
-    learned = {*CalibrationStatus, *HeadStatus} - {HeadStatus.BAD_FEATURE}
-    assert {PruningStatus(status.value) for status in learned} <= set(STATUS_REASONS) == set(PruningStatus)
+async def test_each_status_of_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
+    assert {PruningStatus(status.value) for status in CalibrationStatus} <= set(STATUS_REASONS) == set(PruningStatus)
 
 
 # --- log-probs ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB])
-async def test_scores_from_log_probs_are_calibrated_without_a_head(kind: ScoreKind) -> None:
-    bench, rng = Bench(replace(FAST, kind=kind), width=None), np.random.default_rng(0)
+async def test_scores_from_log_probs_are_calibrated_without_a_head() -> None:
+    bench, rng = Bench(replace(FAST, kind=ScoreKind.LOWEST_LOGPROB), width=None), np.random.default_rng(0)
     assert not bench.pruner.uses_hidden_states
     given = []
     for number in range(600):
@@ -237,7 +225,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
     assert bench.pruner.uses_hidden_states
     assert bench.pruner.uses_logprobs
     rng, blank = np.random.default_rng(0), HiddenState(10, np.zeros(WIDTH, np.float32))
-    for index in range(600):  # the states carry no information, the lowest log-prob carries all
+    for index in range(448):  # the states carry no information, the lowest log-prob carries all
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
         bench.pruner.score((None, "g"), index, blank, logprobs, Pruning())
@@ -249,7 +237,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
 
 
 async def test_states_without_log_probs_are_not_scored_by_a_head_that_needs_both() -> None:
-    bench = Bench(replace(FAST, kind=ScoreKind.HEAD_LOGPROB)).warm(4)
+    bench = Bench(replace(FAST, kind=ScoreKind.HEAD_LOGPROB)).warm(1)
     assert bench.counter.counts["unusable"] > 0
     assert "usable" not in bench.counter.counts
     assert bench.pruner.status is PruningStatus.NO_LABELS
@@ -342,7 +330,7 @@ def create_record(policy: str, *candidates: tuple[int, float | None]) -> GroupRe
 
 async def test_a_restart_continues_with_what_was_learned() -> None:
     store = Documents()
-    bench = Bench(store=store).warm(6)
+    bench = Bench(store=store).warm(4)
     bench.pruner.close()
     restarted = Bench(store=store, task=SyntheticTask(seed=0), version=3)
     restarted.pruner.start()
@@ -360,7 +348,7 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     saved = dict(store.kept)
     steps = bench.head.report.steps
     bench.now += 100
-    bench.warm(4)
+    bench.warm(2)
     bench.pruner._save_soon.run_pending()
     assert bench.head.report.steps > steps
     store.kept = dict(saved)
@@ -391,7 +379,7 @@ async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_fr
 
 async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     store = Documents()
-    bench = Bench(store=store).warm(4)
+    bench = Bench(store=store).warm(2)
     bench.pruner.close()
     other = Bench(store=store, width=WIDTH + 1)
     other.pruner.start()

@@ -1,6 +1,5 @@
 """Scores from log-probs, the survival that follows from qualities, and what is saved, restored and loaded again."""
 
-import logging
 import math
 import statistics
 
@@ -9,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.exceptions import StateError
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.rollout.learned.documents import Blob, BlobStore, Scalar
+from darts_server.rollout.learned.documents import Blob, BlobStore
 from darts_server.rollout.pruning.scoring import (
     FIT_INTERVAL,
     HEAD_KEY,
@@ -88,26 +86,6 @@ def test_a_head_that_a_restore_put_into_the_store_is_loaded_and_not_overwritten(
     store.kept.clear()
     checkpoint.reload(restored.append)
     assert restored[-1] == b""
-
-
-def test_a_head_is_saved_once_a_store_that_failed_works_again(caplog: pytest.LogCaptureFixture) -> None:
-    class FailingStore(Documents):
-        fails = True
-
-        def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-            if self.fails:
-                raise StateError("the disk is gone")
-            return super().get(kind, key)
-
-    caplog.set_level(logging.WARNING)
-    store = FailingStore()
-    checkpoint = HeadCheckpoint(BlobStore(store, "test"), Clock())
-    checkpoint.update(b"1")
-    checkpoint.reload(lambda _: None)
-    assert "the disk is gone" in caplog.text
-    store.fails = False
-    checkpoint.save()
-    assert BlobStore(store, "test").load(HEAD_KEY) == Blob(b"1", {})
 
 
 def test_survival_follows_the_recent_qualities_and_the_number_of_curves_is_bounded() -> None:
