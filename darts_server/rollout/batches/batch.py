@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestTokens
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.policy.auto.chooser import Choice
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity, match
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Ticket, caller
@@ -122,17 +121,19 @@ async def prepare_batch(
             await _render(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
             for number, prompt in enumerate(prompts)
         ]
-        identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
+        contents = [renderer.prompt_key(request) for request in requests]
+        identities = [(prompt.key or content, content) for prompt, content in zip(prompts, contents, strict=True)]
         carried: list[CarriedPrompt | None] = [None] * len(prompts)
         if batch.carried or batch.carry is not Carry.DROP:
-            taken = kept.take(caller.get().name, identities, others=batch.carried)
-            carried = list(match(identities, taken))
-            others, lost = await _render_carried(renderer, batch, batch_id, _without(taken, carried))
-            taken = _without(taken, lost)
-            for other, request in others:
+            carried, others = kept.take(caller.get().name, identities, others=batch.carried)
+            taken = [*filter(None, carried), *others]
+            rendered, lost = await _render_carried(renderer, batch, batch_id, others)
+            taken = [prompt for prompt in taken if all(prompt is not other for other in lost)]
+            for other, request in rendered:
                 requests.append(request)
                 prompts.append(other.prompt)
-                identities.append(_identity(renderer, other.prompt, request))
+                content = renderer.prompt_key(request)
+                identities.append((other.prompt.key or content, content))
                 carried.append(other)
         check_numbers(batch, plan, len(prompts))
         resumes = batch.carry is Carry.RESUME
@@ -159,7 +160,21 @@ async def prepare_batch(
         ]
         keys, tokens = [key for key, _ in identities], [renderer.tokens(request) for request in requests]
         chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
-        allocations = _allocate(rollouts, ticket, plan, keys, tokens, batch, resumed, chosen)
+        held, room = ticket.candidates, ticket.room
+        ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+        cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+        # Those that go on keep their candidates.
+        allocations = [
+            fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
+            for fresh, group in zip(cohort, resumed, strict=True)
+        ]
+        ticket.resize(held)  # in the same turn of the loop, so there is still room
+        try:
+            ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
+        except DartsError:  # there are more than usual, and these are not admitted
+            for allocation in allocations:
+                allocation.drop()
+            raise
     except BaseException:
         ticket.release()
         kept.put(caller.get().name, (), taken)
@@ -239,38 +254,6 @@ def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"
 
 
-def _allocate(
-    rollouts: Rollouts[RequestT, OutputT],
-    ticket: Ticket,
-    plan: Plan,
-    keys: Sequence[str],
-    tokens: Sequence[RequestTokens],
-    batch: BatchRequest,
-    resumed: Sequence[CarriedGroup[OutputT] | None],
-    chosen: Choice | None,
-) -> list[Allocation]:
-    """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
-
-    Raises:
-        Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
-    """
-    usual, room = ticket.candidates, ticket.room
-    ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
-    allocations = [
-        fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
-        for fresh, group in zip(cohort, resumed, strict=True)
-    ]
-    ticket.resize(usual)  # in the same turn of the loop, so there is still room
-    try:
-        ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
-    except DartsError:
-        for allocation in allocations:
-            allocation.drop()
-        raise
-    return allocations
-
-
 async def _render(
     renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
 ) -> RequestT:
@@ -314,13 +297,3 @@ async def _render_carried(
             *(len(lost), first.identity[0], why.message),
         )
     return usable, [other for other, _ in lost]
-
-
-def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:
-    content = renderer.prompt_key(request)
-    return prompt.key or content, content
-
-
-def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
-    known = {id(other) for other in others}
-    return [prompt for prompt in prompts if id(prompt) not in known]

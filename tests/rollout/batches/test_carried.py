@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -54,15 +54,23 @@ def kept(name: str) -> CarriedPrompt:
     return CarriedPrompt(PromptSpec(text=name), (name, name))
 
 
-def names(prompts: list[CarriedPrompt]) -> list[str | None]:
-    return [each.prompt.text for each in prompts]
+def names(prompts: Sequence[CarriedPrompt | None]) -> list[str | None]:
+    return [each and each.prompt.text for each in prompts]
+
+
+def take_all(prompts: CarriedPrompts, owner: str | None = None) -> list[CarriedPrompt]:
+    return prompts.take(owner, (), others=True)[1]
 
 
 def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
     prompts = CarriedPrompts()
-    prompts.put(None, map(kept, "aaab"))
-    assert names(prompts.take(None, [("a", "a"), ("a", "a"), ("c", "c")], others=False)) == ["a", "a"]
-    assert names(prompts.take(None, [("b", "b")], others=True)) == ["a", "b"]
+    oldest = kept("a")
+    prompts.put(None, [oldest, *map(kept, "aacb")])
+    found, others = prompts.take(None, [("a", "a"), ("x", "x"), ("a", "a")], others=False)
+    assert (names(found), others) == (["a", None, "a"], [])
+    assert found[0] is oldest
+    found, others = prompts.take(None, [("b", "b")], others=True)
+    assert (names(found), names(others)) == (["b"], ["a", "c"])
     assert prompts.count(None) == 0
 
 
@@ -72,8 +80,8 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
     prompts.put("other", map(kept, "x"))
     prompts.put("one", map(kept, "de"))
     assert "2 prompts" in caplog.text
-    assert names(prompts.take("one", (), others=True)) == ["c", "d", "e"]
-    assert names(prompts.take("other", (), others=True)) == ["x"]
+    assert names(take_all(prompts, "one")) == ["c", "d", "e"]
+    assert names(take_all(prompts, "other")) == ["x"]
 
 
 def test_prompts_are_bounded_in_bytes() -> None:
@@ -87,7 +95,7 @@ def test_prompts_are_bounded_in_bytes() -> None:
     assert sizes == [sys.getsizeof("long " * 4), 72, sys.getsizeof(b'[{"role":"user"}]'), sys.getsizeof(b"{}")]
     prompts = CarriedPrompts(CarryLimits(prompt_bytes=sum(sizes[1:])))
     prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
-    assert [each.prompt for each in prompts.take(None, (), others=True)] == specs[1:]
+    assert [each.prompt for each in take_all(prompts)] == specs[1:]
     prompts.put(None, [CarriedPrompt(PromptSpec(text="x" * 500), ("", ""))])
     assert prompts.count(None) == 0
 
@@ -441,7 +449,7 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
 
     prompts = CarriedPrompts(CarryLimits(tokens=10))
     prompts.put(None, [generated("a", 4), kept("b"), generated("c", 4), generated("d", 5)])
-    assert [each.group is None for each in prompts.take(None, (), others=True)] == [True, True, False, False]
+    assert [each.group is None for each in take_all(prompts)] == [True, True, False, False]
 
 
 def auto_registry(harness: Harness, most_stale: float) -> BatchRegistry[str, list[int]]:
