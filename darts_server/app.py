@@ -39,8 +39,7 @@ from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits, SavedPrompts
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.learned.prompts import KIND
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance

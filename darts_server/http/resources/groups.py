@@ -190,7 +190,7 @@ def routes(provenance: Provenance, statistics: Statistics, reward_matcher: Rewar
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
         """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
-        stats = statistics.prompts.stats(prompt_key)
+        stats = statistics.prompts.load(prompt_key)
         if stats is None:
             raise NotFound(
                 "prompt_key",

@@ -6,27 +6,23 @@ from operator import add
 from typing import Any
 
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
-from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, StoredValues, json_kind
 
-PROMPT_KIND = "prompt_rewards"
 DATASET_KIND = "dataset_rewards"
+PROMPT, DATASET = json_kind("prompt_rewards", restore_stats), json_kind(DATASET_KIND, restore_stats)
 KEY = "all"
-
-PARSERS: dict[str, Parse] = {PROMPT_KIND: restore_stats, DATASET_KIND: restore_stats}
-"""How values are parsed, by kind."""
 
 
 class Rewards:
     """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._prompts = StoredValues(documents, PROMPT_KIND, PARSERS[PROMPT_KIND])
-        self._dataset = StoredValues(documents, DATASET_KIND, PARSERS[DATASET_KIND])
+        self._prompts = StoredValues(documents, PROMPT)
+        self._dataset = StoredValues(documents, DATASET)
 
     def of_prompt(self, key: str) -> RewardStats | None:
         """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""
-        stats: RewardStats | None = self._prompts.load(key)
-        return stats
+        return self._prompts.load(key)
 
     @property
     def dataset(self) -> RewardStats:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.allocation import ShadowPrice
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.allocator import PRICE
 from darts_server.rollout.learned.documents import PART_BYTES, Blob, BlobStore, Scalar, StoredValues
 from darts_server.rollout.plan import Plan
 from darts_server.store import Store
@@ -30,7 +31,7 @@ from tests.rollout.helpers import Documents, new_allocator
 def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    values = StoredValues(documents, "price", lambda value: ShadowPrice(**value))
+    values = StoredValues(documents, PRICE)
     assert values.load("a") is None
     assert values.load("a") is None
     assert caplog.text.count("the learned price a cannot be used, and is learned again") == 1
