@@ -5,14 +5,16 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Generic
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import OFF, PromptSpec, RequestOptions
 
@@ -55,11 +57,12 @@ class BatchRequest:
     carried: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedGroup(Generic[RequestT]):
-    """A checked prompt with its allocation.
+@dataclass(slots=True, eq=False)
+class BatchGroup(Generic[RequestT, OutputT]):
+    """A checked prompt of a batch with its allocation, and what has become of its group.
 
-    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from.
+    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from, or those of a
+    later batch once it was stopped.
     """
 
     number: int
@@ -68,7 +71,16 @@ class PreparedGroup(Generic[RequestT]):
     identity: Identity
     carried: CarriedPrompt | None
     allocation: Allocation
-    resumed: CarriedGroup[Any] | None
+    resumed: CarriedGroup[OutputT] | None
+    has_started: bool = False
+    is_decided: bool = False
+    """Whether its caller gets its outcome."""
+    run: GroupRun[RequestT, OutputT] | None = None
+    """``None`` before it has started and once it is decided."""
+    interrupted: DartsError | None = None
+    """Why it was aborted and is not decided."""
+    handed_back: GroupResult | None = None
+    """What was generated for one that is not decided, if that is not kept."""
 
     @property
     def prompt_key(self) -> str:
@@ -76,7 +88,7 @@ class PreparedGroup(Generic[RequestT]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedBatch(Generic[RequestT]):
+class PreparedBatch(Generic[RequestT, OutputT]):
     """A batch that was checked and allocated, of which nothing has started.
 
     ``sampling``: in force. ``terms``: see `terms_of`, if it resumes. ``ticket``: holds its candidates. ``enough``:
@@ -87,7 +99,7 @@ class PreparedBatch(Generic[RequestT]):
     plan: Plan
     sampling: Mapping[str, object]
     terms: str
-    groups: Sequence[PreparedGroup[RequestT]]
+    groups: Sequence[BatchGroup[RequestT, OutputT]]
     ticket: Ticket
     enough: int
     begun: int
@@ -100,7 +112,7 @@ async def prepare_batch(
     renderer: PromptRenderer[RequestT, OutputT],
     new_planner: NewPlanner,
     kept: CarriedPrompts,
-) -> PreparedBatch[RequestT]:
+) -> PreparedBatch[RequestT, OutputT]:
     """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
 
     One that this server cannot render with any sampling parameters is dropped: it must not refuse all later batches.
@@ -180,7 +192,7 @@ async def prepare_batch(
         kept.put(caller.get().name, (), taken)
         raise
     parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
-    groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
+    groups = [BatchGroup(number, *each) for number, each in enumerate(parts)]
     enough = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
     begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
     return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
