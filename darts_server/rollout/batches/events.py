@@ -323,23 +323,23 @@ class EventFeed:
                 return number, event
         return None
 
-    def ends_at(self, number: int) -> bool:
-        """Whether event ``number`` is the last one of the batch."""
-        return self._is_complete and number >= self.last_number
-
-    async def wait(self) -> None:
-        """Wait until there may be another event. Must be called in the turn in which `next_after` gave ``None``."""
-        if self._chunk is None:
-            await self._changed.wait()
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_poll):
+    async def next(self, number: int) -> tuple[int, Event] | None:
+        """Wait for the event that follows event ``number``; ``None`` after the last. Safe to cancel: none is lost."""
+        while (found := self.next_after(number)) is None:
+            if self._is_complete and number >= self.last_number:
+                return None
+            if self._chunk is None:
                 await self._changed.wait()
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_poll:
-            self._due.update(dict.fromkeys(self._groups))
-            self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
-            self._seconds_spent = 0.0
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_poll):
+                    await self._changed.wait()
+            now = asyncio.get_running_loop().time()
+            if now >= self._next_poll:
+                self._due.update(dict.fromkeys(self._groups))
+                self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
+                self._seconds_spent = 0.0
+        return found
 
     # --- creating events ----------------------------------------------------
 

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, GroupAborted
@@ -21,7 +20,6 @@ from darts_server.rollout.batches.events import (
     BatchEnd,
     BatchFailed,
     BatchStarted,
-    Event,
     EventFeed,
     GroupResult,
     Unfinished,
@@ -101,7 +99,7 @@ class BatchRun:
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
-        self.on_idle = on_idle
+        self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
@@ -125,9 +123,16 @@ class BatchRun:
 
     # --- called by listeners and the registry -------------------------------
 
-    def listen(self, after: int = 0) -> "Listener":
-        """Create a listener that gets the events after event number ``after``."""
-        return Listener(self, after)
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Count a listener while the block runs: one that waits for the end, or reads the events of `feed`."""
+        self.listeners += 1
+        try:
+            yield
+        finally:
+            self.listeners -= 1
+            if not self.listeners and self.end is None:
+                self._on_idle(self)
 
     async def wait(self) -> BatchDone:
         """Wait for the end of the batch.
@@ -405,38 +410,3 @@ class BatchRun:
             group.handed_back, group.resumed = result, None
         group.run = None
         return None
-
-
-class Listener:
-    """Read the events of a streamed batch for one caller. As a context manager it counts as a listener of any."""
-
-    def __init__(self, batch: BatchRun, after: int) -> None:
-        self._batch = batch
-        self._number = after
-
-    def __enter__(self) -> Self:
-        self._batch.listeners += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._batch.listeners -= 1
-        if not self._batch.listeners and self._batch.end is None:
-            self._batch.on_idle(self._batch)
-
-    def next_nowait(self) -> tuple[int, Event] | None:
-        """The next event and its number; ``None`` if there is none yet."""
-        assert self._batch.feed is not None
-        found = self._batch.feed.next_after(self._number)
-        if found is not None:
-            self._number = found[0]
-        return found
-
-    async def next(self) -> tuple[int, Event] | None:
-        """Wait for the next event and its number; ``None`` after the last. Safe to cancel: no event is lost."""
-        feed = self._batch.feed
-        assert feed is not None
-        while (found := self.next_nowait()) is None:
-            if feed.ends_at(self._number):
-                return None
-            await feed.wait()
-        return found

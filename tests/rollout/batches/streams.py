@@ -101,7 +101,7 @@ def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
 async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
     """Open a batch that has a listener to the end of the test, and run so many steps of it."""
     run = await registry.open(batch, WHOLE)
-    run.listen().__enter__()
+    run.listeners += 1
     await settle()
     for _ in range(steps):
         await harness.engine.step()
@@ -126,8 +126,11 @@ def lengths_of(result: GroupResult) -> dict[int, int]:
 async def read_events(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (0,)) -> Events:
     """Read all events after a number; ``pauses``: turns of the event loop to wait between two events."""
     events: Events = []
-    with batch.listen(after) as listener:
-        while (found := await listener.next()) is not None:
+    feed = batch.feed
+    assert feed is not None
+    with batch.listen():
+        while (found := await feed.next(after)) is not None:
+            after = found[0]
             events.append(found)
             for _ in range(pauses[len(events) % len(pauses)]):
                 await settle()

@@ -120,11 +120,13 @@ def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy:
         harness = Harness(random_script(seed, 0.1))
         batch = await new_registry(harness, policy).open(batch_request(4), token_stream(2), idempotency_key())
         first: Events = []
-        with batch.listen() as listener:
+        feed = batch.feed
+        assert feed is not None
+        with batch.listen():
             while len(first) < leave and not (first and isinstance(first[-1][1], BatchDone)):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0):
-                        if (found := await listener.next()) is not None:
+                        if (found := await feed.next(len(first))) is not None:
                             first.append(found)
                 await harness.engine.step()
         rest = await play(harness, asyncio.ensure_future(read_events(batch, len(first))))
@@ -147,13 +149,14 @@ async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
 async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -> None:
     harness = Harness(lengths(200))
     batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1), idempotency_key())
-    with batch.listen() as listener:
-        assert await listener.next() is not None
+    feed = batch.feed
+    assert feed is not None
+    with batch.listen():
+        assert await feed.next(0) is not None
         for _ in range(190):
             await harness.engine.step()
-        assert batch.feed is not None
-        assert len(batch.feed._log) == 1
-        events = [await listener.next() for _ in range(6)]
+        assert len(feed._log) == 1
+        events = [await feed.next(number) for number in range(1, 7)]
     assert all(
         found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in events
     )

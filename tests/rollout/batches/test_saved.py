@@ -432,7 +432,7 @@ async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had(
         await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
         server.harness.engine.weight_version = 1
         batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
-        batch.listen().__enter__()
+        batch.listeners += 1
         await asyncio.sleep(0)
         await server.stop()
         done = await batch.wait()
@@ -583,7 +583,7 @@ async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_ba
     async with serving(file, has_initial_weights=False) as server:
         asked = request(*map(str, range(100, 400)), carry=Carry.RESUME)
         batch = await server.registry.open(asked, WHOLE)
-        batch.listen().__enter__()
+        batch.listeners += 1
         for _ in range(4):
             await asyncio.sleep(0)
         await server.stop()
@@ -599,7 +599,7 @@ async def test_what_is_handed_back_counts_as_kept_with_its_batch() -> None:
         async with serving(InMemory(), has_initial_weights=has_initial_weights) as server:
             streamed = AnswerFormat(StreamMode.GROUPS)
             batch = await server.registry.open(request("3000", carry=Carry.RESUME), streamed)
-            batch.listen().__enter__()
+            batch.listeners += 1
             for _ in range(1000):
                 await server.harness.engine.step()
             await server.stop()
