@@ -137,10 +137,15 @@ async def prepare_batch(
         identities = [(prompt.key or content, content) for prompt, content in zip(prompts, contents, strict=True)]
         carried: list[CarriedPrompt | None] = [None] * len(prompts)
         if batch.carried or batch.carry is not Carry.DROP:
-            carried, others = kept.take(caller.get().name, identities, others=batch.carried)
-            taken = [*filter(None, carried), *others]
+            others: list[CarriedPrompt] = []
+            for place, old in kept.take(caller.get().name, identities, others=batch.carried):
+                taken.append(old)
+                if place is None:
+                    others.append(old)
+                else:
+                    carried[place] = old
             rendered, lost = await _render_carried(renderer, batch, batch_id, others)
-            taken = [prompt for prompt in taken if all(prompt is not other for other in lost)]
+            taken = [old for old in taken if all(old is not other for other in lost)]
             for other, request in rendered:
                 requests.append(request)
                 prompts.append(other.prompt)

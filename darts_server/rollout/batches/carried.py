@@ -126,22 +126,26 @@ class CarriedPrompts:
         return len(self._kept.get(owner, ()))
 
     def take(
-        self, owner: str | None, named: Iterable[Identity], *, others: bool
-    ) -> tuple[list[CarriedPrompt | None], list[CarriedPrompt]]:
-        """Remove the caller's prompts that are named, and with ``others`` all.
+        self, owner: str | None, named: Sequence[Identity], *, others: bool
+    ) -> list[tuple[int | None, CarriedPrompt]]:
+        """Remove and return the caller's prompts that are named, each as often as it is; with ``others`` all.
 
-        Return the oldest one of each name, each once, ``None`` where there is none; and the others, the oldest first.
+        The oldest come first, each with its place in ``named``, ``None`` if it is not named.
         """
-        kept = self._kept.pop(owner, [])
-        by_identity: dict[Identity, list[CarriedPrompt]] = {}
-        for prompt in reversed(kept):
-            by_identity.setdefault(prompt.identity, []).append(prompt)
-        found = [by_identity[name].pop() if by_identity.get(name) else None for name in named]
-        taken = {id(prompt) for prompt in found}
-        left = [prompt for prompt in kept if id(prompt) not in taken]
-        if left and not others:
-            self._kept[owner], left = left, []
-        return found, left
+        places: dict[Identity, list[int]] = {}
+        for place in reversed(range(len(named))):
+            places.setdefault(named[place], []).append(place)
+        taken: list[tuple[int | None, CarriedPrompt]] = []
+        left: list[CarriedPrompt] = []
+        for prompt in self._kept.pop(owner, ()):
+            waiting = places.get(prompt.identity)
+            if waiting or others:
+                taken.append((waiting.pop() if waiting else None, prompt))
+            else:
+                left.append(prompt)
+        if left:
+            self._kept[owner] = left
+        return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
         """Keep prompts of a caller, and drop its oldest ones, or what was generated for them, if it is too much.

@@ -54,23 +54,25 @@ def kept(name: str) -> CarriedPrompt:
     return CarriedPrompt(PromptSpec(text=name), (name, name))
 
 
-def names(prompts: Sequence[CarriedPrompt | None]) -> list[str | None]:
-    return [each and each.prompt.text for each in prompts]
+def names(prompts: Sequence[CarriedPrompt]) -> list[str | None]:
+    return [each.prompt.text for each in prompts]
 
 
 def take_all(prompts: CarriedPrompts, owner: str | None = None) -> list[CarriedPrompt]:
-    return prompts.take(owner, (), others=True)[1]
+    return [prompt for _, prompt in prompts.take(owner, (), others=True)]
 
 
 def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
     prompts = CarriedPrompts()
-    oldest = kept("a")
-    prompts.put(None, [oldest, *map(kept, "aacb")])
-    found, others = prompts.take(None, [("a", "a"), ("x", "x"), ("a", "a")], others=False)
-    assert (names(found), others) == (["a", None, "a"], [])
-    assert found[0] is oldest
-    found, others = prompts.take(None, [("b", "b")], others=True)
-    assert (names(found), names(others)) == (["b"], ["a", "c"])
+    one, two, three = map(kept, "aaa")
+    prompts.put(None, [one, kept("c"), two, three, kept("b")])
+    taken = prompts.take(None, [("x", "x"), ("a", "a"), ("a", "a")], others=False)
+    assert [(place, prompt is expected) for (place, prompt), expected in zip(taken, [one, two], strict=True)] == [
+        (1, True),
+        (2, True),
+    ]
+    taken = prompts.take(None, [("b", "b")], others=True)
+    assert [(place, prompt.prompt.text) for place, prompt in taken] == [(None, "c"), (None, "a"), (0, "b")]
     assert prompts.count(None) == 0
 
 
