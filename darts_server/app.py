@@ -235,7 +235,6 @@ def make_rooms(
         engine.renderer,
         control.new_planner,
         retention,
-        settings.poll_interval,
         carry_limits=carry_limits,
         saved=None if store.carried is None else SavedPrompts(store.carried, engine.fingerprint),
         has_initial_weights=lambda: updates.loaded.are_initial,

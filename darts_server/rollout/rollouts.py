@@ -97,7 +97,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
-        self._poll_seconds = intervals.poll
+        self.poll_seconds = intervals.poll
         self._polling: asyncio.Task[None] | None = None  # while there are groups
         self._runs: dict[GroupRun[RequestT, OutputT], None] = {}  # a set, the oldest first
         self._by_id: dict[str, list[GroupRun[RequestT, OutputT]]] = {}  # callers choose ids: groups may share one
@@ -233,7 +233,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     async def _poll(self) -> None:
         """Poll all groups for their progress; no timer runs while there is none."""
         while self._runs:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(self.poll_seconds)
             for run in list(self._runs):
                 run.poll()
         self._polling = None

@@ -128,7 +128,7 @@ class Server:
             admission=self.admission,
         )
         texts = Texts(rng)
-        self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner, interval=0)
+        self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner)
         self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), Mock(), AtOnce())
         self._rng = rng
 

@@ -45,7 +45,7 @@ from darts_server.rollout.batches.events import (
     CandidateDiscarded,
     Event,
     EventFeed,
-    GroupEnded,
+    GroupResult,
     TokenDelta,
     TrajectorySelected,
 )
@@ -240,9 +240,9 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
         case TokenDelta(trajectory_id, group, start, token_ids, logprobs):
             data = {"trajectory_id": trajectory_id, "number": group, "start": start}
             return encode_text("delta", encode_ascii({**data, "token_ids": token_ids, "logprobs": logprobs}), number)
-        case GroupEnded(result):
+        case GroupResult():
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-            return encode_text("group", encode_ascii(GroupOut.of(result).model_dump(exclude=left_out)), number)
+            return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
         case TrajectorySelected(trajectory_id, group, sample, cut):
             name, data = "trajectory", {"trajectory_id": trajectory_id, "number": group}
             data |= {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}

@@ -17,10 +17,9 @@ from darts_server.policy.allocation import (
     reduce_candidates,
     share_left,
 )
-from darts_server.policy.auto.chooser import Choice, choose_resuming
+from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
-from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.shaping import BudgetKind
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
@@ -72,7 +71,7 @@ class Allocator:
         self._statistics = statistics
         self._prices = StoredValues(statistics.documents, PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
-        self.auto = AutoCohorts(statistics, clock, opening)
+        self.auto = AutoCohorts(statistics, self.deadlines, clock, opening)
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
@@ -110,9 +109,9 @@ class Allocator:
         try:
             groups = [group for group in groups if not group.allocation.cancelled()]
             keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
-            if (chosen := await self.choose(plan, keys, tokens)) is not None:  # which took a while
-                groups = [group for group in groups if not group.allocation.cancelled()]
-                keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
+            chosen = await self.auto.choose(plan, keys, tokens)
+            groups = [group for group in groups if not group.allocation.cancelled()]  # choosing took a while
+            keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
             allocations = self.allocate_cohort(plan, keys, tokens, chosen=chosen) if groups else []
         except Exception as error:  # raised in every caller that waits
             for group in groups:
@@ -121,33 +120,6 @@ class Allocator:
             return
         for group, allocation in zip(groups, allocations, strict=True):
             group.allocation.set_result(allocation)
-
-    async def choose(
-        self,
-        plan: Plan,
-        prompt_keys: Sequence[str],
-        tokens: Sequence[RequestTokens],
-        enough: int | None = None,
-        min_groups: int | None = None,
-        resumes: bool = False,
-    ) -> Choice | None:
-        """Choose what is done with a cohort under `auto`; ``None`` under other policies.
-
-        ``enough``, ``min_groups``: see `AutoCohorts.choose`. ``resumes``: whether prompts that are not decided go on
-        later from what they have; no rule is chosen then, so that all go on under the same.
-        """
-        if plan.auto is None:
-            return None
-        if resumes:
-            needed = enough or min_groups or len(prompt_keys)
-            return choose_resuming(plan.auto, self.auto.state(plan.size), needed, len(prompt_keys))
-
-        def rule(shaping: Shaping, option: str) -> Deadline | None:
-            return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
-
-        auto = plan.auto.with_deadlines(rule)
-        choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
-        return replace(choice, num_groups=enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,
@@ -160,10 +132,10 @@ class Allocator:
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
-        without ``room`` for its candidates, `off` instead.
+        ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by
+        `AutoCohorts.choose`; without ``room`` for its candidates, `off` instead.
         """
-        groups, size, auto = len(prompt_keys), plan.size, plan.auto
+        groups, size = len(prompt_keys), plan.size
         stats = [self._statistics.prompts.load(key) for key in prompt_keys]
         stds = [None if one is None else one.std_ema for one in stats]
         scale = 1.0 if budget is not None else self._scale()
@@ -204,10 +176,10 @@ class Allocator:
             chosen=None if chosen is None else ChosenOption(chosen.option.name, chosen.reason),
         )
         start = learn = _do_nothing
-        if chosen is not None and auto is not None:
+        if chosen is not None:
             # With fewer candidates, or past its deadline, it says nothing about what was forecast.
             planned = sum(counts) if scale == 1 and not record.explored else None
-            start, learn = self.auto.follow(auto, size, prompt_keys, tokens, chosen, record, planned)
+            start, learn = self.auto.follow(plan, prompt_keys, tokens, chosen, record, planned)
 
         def end(record: CohortRecord) -> None:
             self._on_cohort_end(record)

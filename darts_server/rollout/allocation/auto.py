@@ -15,18 +15,20 @@ from darts_server.policy.auto.chooser import (
     begin,
     choose,
     choose_by_size,
+    choose_resuming,
     hindsight,
     learn,
     learn_training,
     needs_hindsight,
     next_ahead,
 )
-from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS
-from darts_server.records import CohortRecord
+from darts_server.records import CohortRecord, applied_policy
+from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import StoredValues, json_kind
 from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
+from darts_server.rollout.plan import Plan
 
 STATE = json_kind("auto", lambda value: AutoState(**value))
 SEED = 0
@@ -59,8 +61,15 @@ class AutoCohorts:
     ``clock``: monotonic seconds. ``opening``: see `Gate.opening`.
     """
 
-    def __init__(self, statistics: Statistics, clock: Callable[[], float], opening: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        statistics: Statistics,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        opening: Callable[[], int | None],
+    ) -> None:
         self._statistics = statistics
+        self._deadlines = deadlines
         self._states = StoredValues(statistics.documents, STATE)
         self._clock = clock
         self._opening = opening
@@ -74,20 +83,30 @@ class AutoCohorts:
 
     async def choose(
         self,
-        auto: Auto,
-        size: int,
+        plan: Plan,
         keys: Sequence[str],
         tokens: Sequence[RequestTokens],
-        enough: int | None,
+        enough: int | None = None,
         min_groups: int | None = None,
-    ) -> Choice:
+        resumes: bool = False,
+    ) -> Choice | None:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
-        ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete groups with which it ends; ``None`` for
-        all. ``min_groups``: with which it may end, in place of all.
+        ``None`` where its policy is another. ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete
+        groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
+        ``resumes``: whether prompts that are not decided go on later from what they have; no rule is chosen then, so
+        that all go on under the same.
         """
-        if (choice := choose_by_size(auto, size, len(keys))) is not None:
-            return choice
+        size = plan.size
+        if plan.auto is None:
+            return None
+        if resumes:
+            return choose_resuming(plan.auto, self.state(size), enough or min_groups or len(keys), len(keys))
+        if (choice := choose_by_size(plan.auto, size, len(keys))) is not None:
+            return replace(choice, num_groups=enough)
+        auto = plan.auto.with_deadlines(
+            lambda shaping, option: self._deadlines.current_rule(shaping, applied_policy(plan.policy, option))
+        )
         activity, learned = self._activities[size], self._statistics
         ended, activity.not_forecast = activity.not_forecast, None
         if ended is not None and choose_by_size(auto, size, len(ended[1])) is None:
@@ -116,12 +135,12 @@ class AutoCohorts:
                 activity.most_samples = int(min(max(possible, 1), MAX_SAMPLES))
             return choice
 
-        return await run_sync(choose_in_time, limiter=self._one_at_a_time)
+        choice = await run_sync(choose_in_time, limiter=self._one_at_a_time)
+        return replace(choice, num_groups=enough if choice.enough is None else choice.enough)
 
     def follow(
         self,
-        auto: Auto,
-        size: int,
+        plan: Plan,
         keys: Sequence[str],
         tokens: Sequence[RequestTokens],
         choice: Choice,
@@ -133,7 +152,9 @@ class AutoCohorts:
         ``keys``, ``tokens``: of its prompts and requests. ``planned``: candidates with which it runs as it was
         forecast; ``None`` where it does not.
         """
-        activity, resumes = self._activities[size], choice.begun is not None
+        auto, size, activity = plan.auto, plan.size, self._activities[plan.size]
+        assert auto is not None
+        resumes = choice.begun is not None
         learns = auto.forecasts and not resumes and len(keys) >= MIN_COHORT
         generation: int | None = None  # of learned state when it started
         opening: int | None = None

@@ -176,7 +176,7 @@ async def prepare_batch(
             for identity, old in zip(identities, carried, strict=True)
         ]
         keys, tokens = [key for key, _ in identities], [renderer.tokens(request) for request in requests]
-        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
+        chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
         held, room = ticket.candidates, ticket.room
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
         cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)

@@ -88,7 +88,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     Args:
         retention: how long durable batches are kept.
-        interval: seconds between two polls of what candidates have generated.
         clock: monotonic seconds.
         carry_limits: of what is carried over from batch to batch.
         saved: where that is kept from the end of this server to the start of the next; ``None`` for nowhere.
@@ -103,7 +102,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         renderer: PromptRenderer[RequestT, OutputT],
         new_planner: NewPlanner,
         retention: BatchRetention | None = None,
-        interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
         carry_limits: CarryLimits | None = None,
         saved: SavedPrompts | None = None,
@@ -114,7 +112,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._renderer = renderer
         self._new_planner = new_planner
         self._retention = retention or BatchRetention()
-        self._interval = interval
         self._clock = clock
         self._carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
@@ -248,7 +245,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._carried,
             answer_format,
             replayable=durable is not None,
-            interval=self._interval,
             on_idle=partial(self._handle_idle, durable),
             on_end=partial(self._handle_end, durable),
             clock=self._clock,

@@ -58,7 +58,6 @@ class BatchRun:
     Args:
         answer_format: how its listeners are answered.
         replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
-        interval: seconds between two polls of what candidates have generated.
         on_idle: called when the last listener has left before its end.
         on_end: called when it has ended, with any outcome.
         clock: monotonic seconds.
@@ -73,7 +72,6 @@ class BatchRun:
         answer_format: AnswerFormat,
         *,
         replayable: bool = False,
-        interval: float = 0.02,
         on_idle: Callable[["BatchRun"], object] = lambda _: None,
         on_end: Callable[["BatchRun"], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +91,7 @@ class BatchRun:
             survivors = self.plan.shaping.return_survivors
             first = BatchStarted(self.batch_id, self.plan.policy, self.size, survivors, self.sampling)
             chunk = answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None
-            self.feed = EventFeed(first, chunk, interval, replayable, clock)
+            self.feed = EventFeed(first, chunk, rollouts.poll_seconds, replayable, clock)
         self.listeners = 0
         """Number of listeners."""
         self.end: BatchEnd | None = None

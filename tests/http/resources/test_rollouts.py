@@ -29,7 +29,7 @@ from darts_server.http.resources.rollouts import (
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import GroupEnded
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from tests.rollout.batches.conftest import anyio_backend
@@ -203,7 +203,7 @@ async def test_streams_have_the_tokens_of_aborted_candidates_in_the_group(mode: 
     for _ in range(9):
         await harness.engine.step()
     harness.rollouts.abort_all("an update")
-    [(number, group)] = [(number, event) for number, event in await listening if isinstance(event, GroupEnded)]
+    [(number, group)] = [(number, event) for number, event in await listening if isinstance(event, GroupResult)]
     data = encode_event(number, group, mode).decode().split("data: ", 1)[1]
     assert [one["token_ids"] for one in json.loads(data)["aborted"]] == [list(range(9))] * 6
     assert data.rstrip().endswith('"code":503}}')

@@ -85,9 +85,10 @@ async def allocate(made: Harness, name: str) -> list[Allocation]:
 
 
 async def choose_for(made: Harness, keys: list[str]) -> Choice:
-    auto = made.plan(SIZE, AUTO).auto
-    assert auto is not None
-    return await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * len(keys), None)
+    auto = made.rollouts.allocator.auto
+    choice = await auto.choose(made.plan(SIZE, AUTO), keys, [UNKNOWN_TOKENS] * len(keys))
+    assert choice is not None
+    return choice
 
 
 def learned(made: Harness, size: int = SIZE) -> AutoState:

@@ -16,7 +16,6 @@ from darts_server.rollout.batches.events import (
     BatchDone,
     CandidateDiscarded,
     Event,
-    GroupEnded,
     GroupResult,
     TokenDelta,
     TrajectorySelected,
@@ -51,9 +50,7 @@ def new_registry(
     """Create a registry whose listeners poll candidates in every turn of the event loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return BatchRegistry(
-        harness.rollouts, texts or Texts(), lambda _: planner, retention, interval=0, clock=clock, **more
-    )
+    return BatchRegistry(harness.rollouts, texts or Texts(), lambda _: planner, retention, clock=clock, **more)
 
 
 def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:
@@ -170,7 +167,7 @@ def by_candidate(events: Events) -> dict[str, CandidateEvents]:
                 candidate.logprobs += event.logprobs or ()
             else:
                 candidate.end = event
-        elif isinstance(event, GroupEnded):
-            of_group = [c for name, c in candidates.items() if name.startswith(f"{event.result.group_id}:")]
+        elif isinstance(event, GroupResult):
+            of_group = [c for name, c in candidates.items() if name.startswith(f"{event.group_id}:")]
             assert all(candidate.end is not None for candidate in of_group)
     return candidates

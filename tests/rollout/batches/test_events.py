@@ -15,7 +15,7 @@ from darts_server.rollout.batches.events import (
     BatchFailed,
     BatchStarted,
     CandidateDiscarded,
-    GroupEnded,
+    GroupResult,
     TokenDelta,
     TrajectorySelected,
 )
@@ -45,7 +45,7 @@ def check_events_match_answer(events: Events, batch: BatchRun) -> None:
     done = events[-1][1]
     assert isinstance(done, BatchDone)
     assert done is batch.end
-    decided = [event.result for _, event in events if isinstance(event, GroupEnded)]
+    decided = [event for _, event in events if isinstance(event, GroupResult)]
     assert {id(result) for result in decided} == {id(result) for result in done.results}
     candidates = by_candidate(events)
     assert all(candidate.end is not None for candidate in candidates.values())
@@ -188,8 +188,8 @@ async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
     harness = Harness(lambda prompt, index: Script(10 - int(prompt)))
     batch = await new_registry(harness, "shortest").open(batch_request(3), AnswerFormat(StreamMode.GROUPS))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
-    assert [e.result.number for _, e in events if isinstance(e, GroupEnded)] == [2, 1, 0]
-    assert [type(e) for _, e in events] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
+    assert [e.number for _, e in events if isinstance(e, GroupResult)] == [2, 1, 0]
+    assert [type(e) for _, e in events] == [BatchStarted, GroupResult, GroupResult, GroupResult, BatchDone]
 
 
 async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
@@ -197,7 +197,7 @@ async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
     batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     order = [type(event) for _, event in events]
-    assert order.index(TrajectorySelected) < order.index(GroupEnded) - 4
+    assert order.index(TrajectorySelected) < order.index(GroupResult) - 4
 
 
 async def test_listeners_of_a_cancelled_batch_get_an_error_and_the_engine_is_idle() -> None:
