@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = "prompts"
 """Named where a batch has more candidates than are admitted."""
+NOTHING = Allocation(0)
 NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
 
@@ -69,9 +70,9 @@ class BatchGroup(Generic[RequestT, OutputT]):
     prompt: PromptSpec
     request: RequestT
     identity: Identity
-    carried: CarriedPrompt | None
-    allocation: Allocation
-    resumed: CarriedGroup[OutputT] | None
+    carried: CarriedPrompt | None = None
+    resumed: CarriedGroup[OutputT] | None = None
+    allocation: Allocation = NOTHING
     has_started: bool = False
     is_decided: bool = False
     """Whether its caller gets its outcome."""
@@ -126,33 +127,51 @@ async def prepare_batch(
     sampling = renderer.effective_sampling(batch.sampling)
     usual = len(batch.prompts) * rollouts.usual_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+    groups: list[BatchGroup[RequestT, OutputT]] = []
     taken: list[CarriedPrompt] = []
+
+    async def add(field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
+        number = len(groups)
+        try:
+            request = await renderer.make_request(prompt, batch.sampling, batch.group_size, f"{batch_id}-{number}")
+        except InvalidRequest as error:
+            if error.field.startswith("sampling"):
+                raise
+            raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
+        content = renderer.prompt_key(request)
+        groups.append(BatchGroup(number, prompt, request, (prompt.key or content, content), carried))
+
     try:
-        prompts = list(batch.prompts)
-        requests = [
-            await _render(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
-            for number, prompt in enumerate(prompts)
-        ]
-        contents = [renderer.prompt_key(request) for request in requests]
-        identities = [(prompt.key or content, content) for prompt, content in zip(prompts, contents, strict=True)]
-        carried: list[CarriedPrompt | None] = [None] * len(prompts)
+        # Its own prompts, and those that follow them.
+        for prompt in batch.prompts:
+            await add("prompts", prompt)
         if batch.carried or batch.carry is not Carry.DROP:
-            others: list[CarriedPrompt] = []
-            for place, old in kept.take(caller.get().name, identities, others=batch.carried):
-                taken.append(old)
-                if place is None:
-                    others.append(old)
-                else:
-                    carried[place] = old
-            rendered, lost = await _render_carried(renderer, batch, batch_id, others)
-            taken = [old for old in taken if all(old is not other for other in lost)]
-            for other, request in rendered:
-                requests.append(request)
-                prompts.append(other.prompt)
-                content = renderer.prompt_key(request)
-                identities.append((other.prompt.key or content, content))
-                carried.append(other)
-        check_numbers(batch, plan, len(prompts))
+            found = kept.take(caller.get().name, [group.identity for group in groups], others=batch.carried)
+            taken = [old for _, old in found]
+            lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
+            for place, old in found:
+                if place is not None:
+                    groups[place].carried = old
+                    continue
+                try:
+                    await add("carried", old.prompt, old)
+                except InvalidRequest as error:
+                    try:
+                        await renderer.make_request(old.prompt, {}, 1, batch_id)
+                    except InvalidRequest:  # its server had another chat template or a longer context
+                        lost.append((old, error))
+                    else:
+                        raise
+            if lost:
+                taken = [old for old in taken if all(old is not other for other, _ in lost)]
+                logger.error(
+                    "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: "
+                    "%.200s)",
+                    *(len(lost), lost[0][0].identity[0], lost[0][1].message),
+                )
+        check_numbers(batch, plan, len(groups))
+
+        # What their candidates go on from.
         resumes = batch.carry is Carry.RESUME
         if resumes:
             if plan.shaping.prunes:
@@ -161,43 +180,36 @@ async def prepare_batch(
                     f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than "
                     "lengths; use 'restart'",
                 )
-            rollouts.check_resumable(requests[0])  # all have the same sampling parameters
+            rollouts.check_resumable(groups[0].request)  # all have the same sampling parameters
         terms, version = terms_of(plan, sampling) if resumes else "", rollouts.weight_version
-        resumed = [
-            old.group
-            if resumes
-            and old is not None
-            and old.group is not None
-            and old.group.terms == terms
-            and old.identity == identity  # as rendered now: its server may have had another chat template
-            and len(old.group.candidates) >= batch.group_size
-            and old.group.staleness(version) <= kept.limits.staleness
-            else None
-            for identity, old in zip(identities, carried, strict=True)
-        ]
-        keys, tokens = [key for key, _ in identities], [renderer.tokens(request) for request in requests]
+        for group in groups:
+            if resumes and group.carried is not None and (earlier := group.carried.group) is not None:
+                is_same = earlier.terms == terms and len(earlier.candidates) >= batch.group_size
+                # As rendered now: its server may have had another chat template.
+                if is_same and group.carried.identity == group.identity:
+                    group.resumed = earlier if earlier.staleness(version) <= kept.limits.staleness else None
+
+        # Their candidates.
+        keys, tokens = [group.prompt_key for group in groups], [renderer.tokens(group.request) for group in groups]
         chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
         held, room = ticket.candidates, ticket.room
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-        cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
-        # Those that go on keep their candidates.
-        allocations = [
-            fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
-            for fresh, group in zip(cohort, resumed, strict=True)
-        ]
+        allocations = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+        for group, allocation in zip(groups, allocations, strict=True):
+            if (resumed := group.resumed) is not None:  # it keeps them
+                allocation = replace(allocation, candidates=len(resumed.candidates), saturated=resumed.saturated)
+            group.allocation = allocation
         ticket.resize(held)  # in the same turn of the loop, so there is still room
         try:
-            ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
+            ticket.resize(sum(group.allocation.candidates for group in groups), FIELD)
         except DartsError:  # there are more than usual, and these are not admitted
-            for allocation in allocations:
-                allocation.drop()
+            for group in groups:
+                group.allocation.drop()
             raise
     except BaseException:
         ticket.release()
         kept.put(caller.get().name, (), taken)
         raise
-    parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
-    groups = [BatchGroup(number, *each) for number, each in enumerate(parts)]
     enough = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
     begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
     return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
@@ -269,48 +281,3 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
     """What must be the same for a group to go on in another batch, maybe of another server."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"
-
-
-async def _render(
-    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
-) -> RequestT:
-    """``field``: names the prompt in errors."""
-    try:
-        return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
-    except InvalidRequest as error:
-        if error.field.startswith("sampling"):
-            raise
-        raise InvalidRequest(f"{field}.{error.field}", error.message) from error
-
-
-async def _render_carried(
-    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, batch_id: str, others: Sequence[CarriedPrompt]
-) -> tuple[list[tuple[CarriedPrompt, RequestT]], list[CarriedPrompt]]:
-    """Return the requests of prompts that follow those of the batch, and the prompts that cannot be rendered.
-
-    These were kept by a server with another chat template or a longer context.
-
-    Raises:
-        InvalidRequest: a prompt is not valid with the sampling parameters of this batch.
-    """
-    usable: list[tuple[CarriedPrompt, RequestT]] = []
-    lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
-    for other in others:
-        number = len(batch.prompts) + len(usable)
-        name = f"{batch_id}-{number}"
-        try:
-            usable.append((other, await _render(renderer, batch, f"carried[{number}]", other.prompt, name)))
-        except InvalidRequest as error:
-            try:
-                await renderer.make_request(other.prompt, {}, 1, name)
-            except InvalidRequest:
-                lost.append((other, error))
-            else:
-                raise
-    if lost:
-        first, why = lost[0]
-        logger.error(
-            "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: %.200s)",
-            *(len(lost), first.identity[0], why.message),
-        )
-    return usable, [other for other, _ in lost]
