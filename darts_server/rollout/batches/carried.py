@@ -152,30 +152,24 @@ class CarriedPrompts:
 
         ``older``: prompts that were taken before; they are the oldest.
         """
-        kept = [*older, *self._kept.pop(owner, ()), *new]
-        sizes = [each.size_bytes for each in kept]
-        excess, total = 0, sum(sizes)
-        while excess < len(kept) and (len(kept) - excess > self.limits.prompts or total > self.limits.prompt_bytes):
-            total -= sizes[excess]
-            excess += 1
-        if excess:
+        prompts = [*older, *self._kept.pop(owner, ()), *new]
+        kept: list[CarriedPrompt] = []
+        size = tokens = 0
+        for prompt in reversed(prompts):
+            size += prompt.size_bytes
+            if len(kept) == self.limits.prompts or size > self.limits.prompt_bytes:
+                break
+            if prompt.group is not None and (tokens := tokens + prompt.group.tokens) > self.limits.tokens:
+                prompt = replace(prompt, group=None)
+            kept.append(prompt)
+        if kept:
+            self._kept[owner] = kept[::-1]
+        if excess := len(prompts) - len(kept):
             logger.warning(
                 "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "
                 "and at most %d bytes of them (half of --kept-bytes)",
-                excess,
-                self.limits.prompts,
-                self.limits.prompt_bytes,
+                *(excess, self.limits.prompts, self.limits.prompt_bytes),
             )
-        kept = kept[excess:]
-        tokens = sum(each.group.tokens for each in kept if each.group is not None)
-        for place, each in enumerate(kept):
-            if tokens <= self.limits.tokens:
-                break
-            if each.group is not None:
-                tokens -= each.group.tokens
-                kept[place] = replace(each, group=None)
-        if kept:
-            self._kept[owner] = kept
         self.drop_without_caller()  # a batch may end after its caller's key was removed
 
     def drop_without_caller(self) -> None:

@@ -79,9 +79,7 @@ class BatchRun:
         self.batch_id = prepared.batch_id
         self.plan = prepared.plan
         self.sampling = prepared.sampling
-        """The sampling parameters in force."""
         self.size = len(prepared.groups)
-        """Number of prompts."""
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self.answer_format = answer_format
@@ -93,7 +91,6 @@ class BatchRun:
             chunk = answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None
             self.feed = EventFeed(first, chunk, rollouts.poll_seconds, replayable, clock)
         self.listeners = 0
-        """Number of listeners."""
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
@@ -110,9 +107,8 @@ class BatchRun:
         self._places = asyncio.Semaphore(prepared.begun)
         self._ticket = prepared.ticket
         self._carry = prepared.carry
-        self._on_abort = OnAbort.FAIL
-        if self._carry is not Carry.RESTART:
-            self._on_abort = OnAbort.CARRY if self._carry is Carry.RESUME else OnAbort.RETURN
+        by_carry = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
+        self._on_abort = by_carry[self._carry]
         self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
         self._is_running = False
         self._interrupted_by: DartsError | None = None
@@ -276,12 +272,8 @@ class BatchRun:
         seconds = self._clock() - self._started_at
         unfinished = [
             Unfinished(
-                group.number,
-                group.prompt_key,
-                group.prompt.metadata,
-                self._carry,
-                group.interrupted,
-                group.handed_back,
+                *(group.number, group.prompt_key, group.prompt.metadata),
+                *(self._carry, group.interrupted, group.handed_back),
             )
             for group in undecided
         ]
@@ -297,11 +289,8 @@ class BatchRun:
         decided = len(end.results) if isinstance(end, BatchDone) else 0
         seconds = round(self._clock() - self._started_at, 3)
         fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
-        logger.info(
-            "rollouts %s: %d of %d prompts decided in %.3f s",
-            *fields.values(),
-            extra={**fields, "policy": self.plan.policy},
-        )
+        extra = {**fields, "policy": self.plan.policy}
+        logger.info("rollouts %s: %d of %d prompts decided in %.3f s", *fields.values(), extra=extra)
         self._on_end(self)
 
     # --- one group ----------------------------------------------------------
@@ -317,8 +306,21 @@ class BatchRun:
         samples: dict[int, Sample] = {}
         run: GroupRun[Any, Any] | None = None
         try:
-            # With a feed, each trajectory is reported as soon as it is known to belong to its group.
-            run = group.run = self._start(group, group_id, early=feed is not None)
+            can_carry, resumed = self._carry is Carry.RESUME, group.resumed
+            if resumed is not None and resumed.staleness(self._rollouts.weight_version) > self._kept.limits.staleness:
+                resumed = None  # the weights changed while it waited
+            tail_seed = self._renderer.tail_seed(group.request) if resumed is None else resumed.tail_seed
+            if can_carry and tail_seed is None:
+                tail_seed = (secrets.randbits(64),)
+            # With a feed, each trajectory is reported as soon as it is known to belong to its group, unless that may go
+            # on in another group.
+            early, key = feed is not None and not can_carry, group.prompt_key
+            spec = GroupSpec.of_plan(
+                self.plan, group.request, group_id, key, tail_seed, early=early, on_abort=self._on_abort
+            )
+            held = self._ticket.split(group.allocation.candidates)
+            carried = () if resumed is None else resumed.candidates
+            run = group.run = self._rollouts.start(spec, self.plan, group.allocation, held, carried)
             if feed is not None:
                 feed.group_started(group.number, run)
             if self._interrupted_by is not None:
@@ -342,30 +344,6 @@ class BatchRun:
             if run is not None:
                 self._generated += run.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
-
-    def _start(self, group: BatchGroup[Any, Any], group_id: str, *, early: bool) -> GroupRun[Any, Any]:
-        can_carry = self._carry is Carry.RESUME
-        tail_seed = self._renderer.tail_seed(group.request)
-        resumed = group.resumed
-        if resumed is not None and resumed.staleness(self._rollouts.weight_version) > self._kept.limits.staleness:
-            resumed = None  # the weights changed while it waited
-        if resumed is not None:
-            tail_seed = resumed.tail_seed
-        elif can_carry and tail_seed is None:
-            tail_seed = (secrets.randbits(64),)
-        spec = GroupSpec.of_plan(
-            self.plan,
-            group.request,
-            group_id,
-            group.prompt_key,
-            tail_seed,
-            early=early and not can_carry,  # what is delivered cannot go on in another group
-            on_abort=self._on_abort,
-        )
-        held = self._ticket.split(group.allocation.candidates)
-        return self._rollouts.start(
-            spec, self.plan, group.allocation, held, () if resumed is None else resumed.candidates
-        )
 
     async def _keep_generated(self, group: BatchGroup[Any, Any], run: GroupRun[Any, Any]) -> None:
         """Keep what the candidates of a stopped group have generated, if another one can go on with it."""
