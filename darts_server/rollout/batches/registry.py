@@ -116,8 +116,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
-        self._running: dict[str, BatchRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, BatchRun] = {}  # by id, until they have given back what they had taken
         self._durable: dict[IdempotencyKey, _DurableBatch] = {}  # those that have ended in the order in which they did
 
     async def open(
@@ -187,8 +186,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         keep, keep_tokens = self._saved is not None, self._has_initial_weights()
         for batch in list(self._running.values()):
             batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._running:
+            await asyncio.wait([batch.task for batch in self._running.values()])
 
     def restore(self) -> None:
         """Keep the prompts that the last server has saved, and remove them from the disk, for `close` to save again.
@@ -212,8 +211,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        if self._running:
+            await asyncio.wait([batch.task for batch in self._running.values()], timeout=CLOSE_SECONDS)
         if self._saved is None:
             return 0
         prompts = list(self._carried)
@@ -250,8 +249,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
-        self._tasks.add(batch.task)
-        batch.task.add_done_callback(self._tasks.discard)
+        batch.task.add_done_callback(lambda _: self._running.pop(batch.batch_id))
         if durable is not None:
             durable.batch = batch
             self._handle_idle(durable, batch)
@@ -272,7 +270,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Keep a durable batch for a while, in place of the oldest ones if there are too many."""
-        self._running.pop(batch.batch_id)
         if durable is not None:
             durable.has_ended, durable.bytes = True, kept_bytes(batch)
             durable.schedule(self._retention.kept_seconds, self._drop)

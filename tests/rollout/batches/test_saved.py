@@ -122,8 +122,9 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
     prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     prompts.append((None, carried_prompt("y", with_logprobs=False)))
+    prompts += [(None, CarriedPrompt(PromptSpec(text="a" * WRITE_BYTES), (str(number), ""))) for number in range(2)]
     with closing(CarriedFile(tmp_path)) as file:
-        SavedPrompts(file, "model").save(prompts)
+        assert SavedPrompts(file, "model").save(prompts) == len(prompts)
     with closing(CarriedFile(tmp_path)) as file:
         taken = SavedPrompts(file, "model").take(0)
         assert [(owner, plain(prompt)) for owner, prompt in taken] == [(owner, plain(p)) for owner, p in prompts]
@@ -252,15 +253,6 @@ def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) ->
     assert len(saved.take(0)) == 1
 
 
-def test_a_large_prompt_is_saved_beside_others(tmp_path: Path) -> None:
-    """More than is written at once."""
-    texts = ["a" * 3_000_000 + str(number) for number in range(5)]
-    with closing(CarriedFile(tmp_path)) as file:
-        saved = SavedPrompts(file, "model")
-        assert saved.save((None, CarriedPrompt(PromptSpec(text=text), (text, ""))) for text in texts) == 5
-        assert [prompt.prompt.text for _, prompt in saved.take(0)] == texts
-
-
 def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(
     file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,6 +375,7 @@ async def test_without_a_folder_nothing_is_kept_for_later_and_callers_get_it(car
     async with serving(None) as server:
         batch = await server.begin(15, "30", "40", carry=carry)
         await server.stop()
+        assert await server.registry.close() == 0
         done = await batch.wait()
         assert (done.unfinished, done.carried) == ([], 0)
         assert [lengths_of(result) for result in done.results] == [dict.fromkeys(range(6), 15)] * 2
@@ -511,12 +504,6 @@ async def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
         assert errors[1].startswith("2 prompts that were carried over are lost")
 
 
-async def test_without_a_folder_nothing_is_lost_that_was_to_be_kept() -> None:
-    async with serving(None) as server:
-        server.registry._carried.put(None, [CarriedPrompt(PromptSpec(text="1"), ("1", "1"))])
-        assert await server.registry.close() == 0
-
-
 def test_what_was_written_before_an_error_counts_as_saved(
     file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -526,14 +513,6 @@ def test_what_was_written_before_an_error_counts_as_saved(
     assert saved.save(prompts) == 2
     assert "cannot be saved: " in caplog.text
     assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["0", "1"]
-
-
-async def test_a_server_that_starts_with_other_keys_drops_what_it_cannot_give_to_anyone(saved: SavedPrompts) -> None:
-    saved.save([("one", carried_prompt("a")), ("one", carried_prompt("b")), ("two", carried_prompt("c"))])
-    harness = Harness(lambda *_: Script(1))
-    registry = new_registry(harness, "shortest", saved=saved, may_call=lambda name: name == "two")
-    registry.restore()
-    assert [owner for owner, _ in registry._carried] == ["two"]
 
 
 # --- what is handed back ------------------------------------------------------
