@@ -334,7 +334,7 @@ class BatchRun:
             except DartsError as error:
                 if run.interrupted is None:
                     raise
-                return await self._interrupted(group, run, replace(result, error=error), samples)
+                return await self._interrupted(group, replace(result, error=error), samples)
         except DartsError as error:
             return replace(result, error=error)
         except Exception as error:  # a bug of ours: it ends this group and no other
@@ -359,14 +359,11 @@ class BatchRun:
         group.resumed = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
 
     async def _interrupted(
-        self,
-        group: BatchGroup[Any, Any],
-        run: GroupRun[Any, Any],
-        result: GroupResult,
-        samples: Mapping[int, Sample],
+        self, group: BatchGroup[Any, Any], result: GroupResult, samples: Mapping[int, Sample]
     ) -> GroupResult | None:
         """Return what a group that was ended from outside has generated; ``None`` if its prompt is carried over."""
-        assert run.interrupted is not None
+        run = group.run
+        assert run is not None
         # First: if enough others are complete before it has ended, it stays undecided.
         group.interrupted = run.interrupted
         result, on_abort = replace(result, record=run.record), self._on_abort

@@ -47,7 +47,7 @@ async def test_groups_that_end_after_a_restore_are_learned_without_those_before(
 async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
     at_once, one_by_one = Documents(), Documents()
     together, apart = Dataset(at_once), Dataset(one_by_one)
-    for version in range(40):
+    for version in range(6):
         for _ in range(8):
             record = group(10, 20, 40, 80, version=version)
             together.learn(record, None)
