@@ -22,8 +22,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import from_header
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.rewards import summarize
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import Statistics, summarize
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
 from darts_server.serving.admission import caller

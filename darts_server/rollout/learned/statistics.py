@@ -1,7 +1,9 @@
 """Everything that is learned from rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
+from operator import add
 from statistics import fmean
 from typing import Any
 
@@ -20,12 +22,12 @@ from darts_server.policy.lengths import (
     make_prompt_key,
     update_stats,
 )
+from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import Expectation, predict_seconds
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
-from darts_server.rollout.learned.rewards import Rewards
 from darts_server.types import FinishReason, Outcome
 
 STEP_GROUPS = 256
@@ -62,7 +64,8 @@ DATASET = json_kind("dataset", lambda value: DatasetStats(**value))
 STEP = json_kind("step", _parse_step)
 PROFILE = json_kind("profile", lambda value: ProfileState(**value))
 LATENCY = json_kind("latency", lambda value: LatencyState(**value))
-KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY)
+PROMPT_REWARDS, DATASET_REWARDS = (json_kind(name, restore_stats) for name in ("prompt_rewards", "dataset_rewards"))
+KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
 
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
@@ -239,6 +242,61 @@ class Latency:
         before = self._model
         if self._learned() is before:
             self._states.save(ENGINE_KEY, asdict(before.state))
+
+
+class Rewards:
+    """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
+
+    def __init__(self, documents: DocumentStore) -> None:
+        self._prompts = StoredValues(documents, PROMPT_REWARDS)
+        self._dataset = StoredValues(documents, DATASET_REWARDS)
+
+    def of_prompt(self, key: str) -> RewardStats | None:
+        """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""
+        return self._prompts.load(key)
+
+    @property
+    def dataset(self) -> RewardStats:
+        """Statistics over all prompts, including those without a key."""
+        return self._dataset.load(KEY) or RewardStats()
+
+    def mean_length(self, answer: str) -> float | None:
+        """Mean length in tokens of all ``right`` or all ``wrong`` trajectories; ``None`` if there are none."""
+        lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
+        return lengths.mean if lengths.count else None
+
+    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
+        """Add statistics of newly rewarded trajectories, by prompt key."""
+        for key, stats in new_stats.items():
+            if key is not None:
+                self._prompts.save(key, ((self.of_prompt(key) or RewardStats()) + stats).state)
+        if new_stats:
+            self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
+
+
+def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
+    """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
+
+    The difference is right minus wrong. ``se``: a standard error, ``None`` for a single length.
+    """
+    if stats is None or stats.pass_rate is None:
+        return None
+
+    def mean_length(lengths: Moments) -> dict[str, Any] | None:
+        return {"mean": lengths.mean, "se": lengths.error, "count": lengths.count} if lengths.count else None
+
+    return {
+        "rewarded": stats.rewarded,
+        "right": stats.right.count,
+        "pass_rate": stats.pass_rate,
+        "zero_variance_groups": stats.zero_variance,
+        "rewarded_groups": stats.groups,
+        "length_right": mean_length(stats.right),
+        "length_wrong": mean_length(stats.wrong),
+        "pattern": stats.difference.pattern,
+        "difference": stats.difference.tokens,
+        "difference_se": stats.difference.error,
+    }
 
 
 class Statistics:
