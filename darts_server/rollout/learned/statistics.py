@@ -26,7 +26,7 @@ from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import Expectation, predict_seconds
-from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome
 
@@ -79,13 +79,9 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
     ``beyond_limit``: whether the length of a truncated candidate is censored too.
     """
-
-    def is_complete(c: CandidateRecord) -> bool:
-        truncated = c.finish_reason is FinishReason.LENGTH and not c.cut
-        return c.finish_reason is FinishReason.STOP or (truncated and not beyond_limit)
-
+    complete = {FinishReason.STOP} if beyond_limit else {FinishReason.STOP, FinishReason.LENGTH}
     return [
-        Observation(c.tokens, censored=not is_complete(c))
+        Observation(c.tokens, censored=c.cut or c.finish_reason not in complete)
         for c in record.candidates[record.restarted_from :]
         if c.tokens > 0
     ]
