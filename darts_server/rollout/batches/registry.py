@@ -173,9 +173,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """Cancel batches without a listener: no caller will find them again once the server has stopped."""
         for batch in list(self._running.values()):
             if not batch.listeners:
-                batch.cancel(
-                    "the server is stopping, and no caller was connected to the batch; send it to another server"
-                )
+                why = "the server is stopping, and no caller was connected to the batch; send it to another server"
+                batch.cancel(why)
 
     async def hand_back(self, reason: DartsError) -> None:
         """End all batches with what their groups have generated; their callers get it.
@@ -185,7 +184,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         keep, keep_tokens = self._saved is not None, self._has_initial_weights()
         for batch in list(self._running.values()):
-            batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
+            if batch.end is None:
+                batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
         if self._running:
             await asyncio.wait([batch.task for batch in self._running.values()])
 
