@@ -32,8 +32,7 @@ from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits, SavedPrompts
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.learned.prompts import KIND
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.rollout.observers.length_bias import LengthBias
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
@@ -224,7 +223,6 @@ def make_rooms(
         engine.renderer,
         control.new_planner,
         retention,
-        settings.poll_interval,
         carry_limits=carry_limits,
         saved=None if store.carried is None else SavedPrompts(store.carried, engine.fingerprint),
         has_initial_weights=lambda: updates.loaded.are_initial,

@@ -423,19 +423,19 @@ class Callers:
         if self._rng.random() < ABORTED:
             asyncio.get_running_loop().call_later(0.2, batch.cancel, "at random")
         if key is not None and self._rng.random() < 0.3:
-            with batch.listen() as listener, suppress(TimeoutError):  # disconnects, then comes back
+            with batch.listen(), suppress(TimeoutError):  # disconnects, then comes back
                 async with asyncio.timeout(0.2):
-                    await (asyncio.sleep(1) if batch.feed is None else listener.next())
+                    await (asyncio.sleep(1) if batch.feed is None else batch.feed.next(0))
             if self._rng.random() < 0.2:
                 return "cancelled"
             batch = self._stack.batches.find(batch.batch_id)
         return await self._listen(batch, request.group_size)
 
     async def _listen(self, batch: BatchRun, size: int) -> str:
-        with batch.listen() as listener:
-            if batch.answer_format.stream is not StreamMode.OFF:
-                while await listener.next() is not None:
-                    pass
+        with batch.listen():
+            number = 0
+            while batch.feed is not None and (found := await batch.feed.next(number)) is not None:
+                number, _ = found
             done = await batch.wait()
         for result in done.results:
             self._reward(result.group_id, list(result.samples))

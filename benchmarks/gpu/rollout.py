@@ -12,7 +12,7 @@ from benchmarks.gpu.policies import AGAIN, PLAIN, SHAPED, SIZE, UNSHAPED, statis
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.traces import Trace
 from darts_server.records import GroupRecord
-from darts_server.rollout.learned.prompts import KIND
+from darts_server.rollout.learned.statistics import KIND
 from darts_server.types import FinishReason
 from darts_server.vllm.prompt_request import PromptRequest
 

@@ -97,7 +97,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
-        self._poll_seconds = intervals.poll
+        self.poll_seconds = intervals.poll
         self._polling: asyncio.Task[None] | None = None  # while there are groups
         self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
         """Running groups, the oldest first: a set that keeps its order."""
@@ -212,7 +212,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     async def _poll(self) -> None:
         """Poll all groups for their progress; no timer runs while there is none."""
         while self.runs:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
                 run.poll()
         self._polling = None

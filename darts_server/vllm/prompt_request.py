@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from darts_server.engine.port import Probe, RequestTokens
 from darts_server.exceptions import InvalidRequest
-from darts_server.rollout.learned.prompts import key_of
+from darts_server.rollout.learned.statistics import key_of
 from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.held import PASSED_ON

@@ -56,7 +56,8 @@ class TinyEngine:
 
     def std(self, text: str) -> float | None:
         """Return the learned standard deviation of the prompt's lengths, in tokens."""
-        return self.statistics.prompts.std(PromptRequest(self.prompt(text), final_only(), "any").prompt_key)
+        stats = self.statistics.prompts.load(PromptRequest(self.prompt(text), final_only(), "any").prompt_key)
+        return None if stats is None else stats.std_ema
 
     async def generate(self, text: str, request_id: str, policy: str, **params: Any) -> RequestOutput:
         """Run one request under a named policy; return its final output."""

@@ -147,7 +147,7 @@ def application(
         rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
         rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)
         control.apply_to(rollouts)
-        batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner, interval=STEP_SECONDS)
+        batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner)
         votes = VoteRunner(rollouts, SlowTexts(), confidence, Mock(), AtOnce())
 
         @asynccontextmanager

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from darts_server.demo.server import Server
-from darts_server.rollout.learned import latency
+from darts_server.rollout.learned.statistics import LATENCY
 from darts_server.store.archive import LIMIT_BYTES, Row, pack, unpack
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ def groups(api: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 def learned_rows(state: bytes) -> list[Row]:
     """Return the rows of a state but the engine's latency: a step of stopped candidates may be observed afterwards."""
-    return [row for row in unpack(state, LIMIT_BYTES) if row[0] != latency.KIND]
+    return [row for row in unpack(state, LIMIT_BYTES) if row[0] != LATENCY.name]
 
 
 def test_a_restored_state_equals_the_saved_one(api: httpx.Client) -> None:

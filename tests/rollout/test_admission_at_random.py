@@ -122,7 +122,7 @@ class Server:
             admission=self.admission,
         )
         texts = SlowTexts(rng)
-        self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner, interval=0)
+        self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner)
         self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), Mock(), AtOnce())
         self._rng = rng
 

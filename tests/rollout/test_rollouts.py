@@ -13,8 +13,7 @@ from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.joining import JoinRequest
-from darts_server.rollout.learned.prompts import observations
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import Statistics, observations
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec

@@ -21,7 +21,7 @@ from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.saved_state import PARSERS, check_document
+from darts_server.rollout.saved_state import KINDS, check_document
 from darts_server.rollout.spec import GroupSpec
 from darts_server.store import Store
 from darts_server.store.archive import pack
@@ -155,7 +155,7 @@ def test_what_was_learned_under_policies_that_are_gone_is_read_and_left_alone() 
 
 def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
     kinds = {kind for kind, _ in learned()}
-    assert kinds == {kind for kind in PARSERS if not kind.startswith(("quality", "vote"))}
+    assert kinds == {kind for kind in KINDS if not kind.startswith(("quality", "vote"))}
     for (kind, _), document in stored().kept.items():
         check_document(kind, document)
 

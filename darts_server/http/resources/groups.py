@@ -19,8 +19,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import from_header
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.rewards import summarize
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import Statistics, summarize
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
 from darts_server.serving.admission import caller
@@ -177,7 +176,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:
         """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
-        stats = statistics.prompts.stats(prompt_key)
+        stats = statistics.prompts.load(prompt_key)
         if stats is None:
             raise NotFound(
                 "prompt_key",

@@ -16,7 +16,7 @@ from darts_server.exceptions import QuotaReached
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
-from darts_server.rollout.learned.rewards import Rewards, summarize
+from darts_server.rollout.learned.statistics import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
 from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Outcome

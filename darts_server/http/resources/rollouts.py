@@ -44,12 +44,13 @@ from darts_server.rollout.batches.events import (
     BatchStarted,
     CandidateDiscarded,
     Event,
-    GroupEnded,
+    EventFeed,
+    GroupResult,
     TokenDelta,
     TrajectorySelected,
 )
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun, Listener, StreamMode
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.serving.admission import caller
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -155,9 +156,8 @@ def choose_form(headers: Headers, *, streams: bool) -> str:
 
 
 async def _respond(request: Request, batch: BatchRun, after: int, media_type: str) -> Response:
-    if (stream := batch.answer_format.stream) is not StreamMode.OFF:
-        listener = batch.listen(after)
-        return EventStream(event_chunks(listener, stream), listener)
+    if batch.feed is not None:
+        return EventStream(event_chunks(batch.feed, after, batch.answer_format.stream), batch.listen())
     with batch.listen():
         return await while_connected(request, _answer(batch, media_type))
 
@@ -218,12 +218,14 @@ def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
             item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
 
 
-async def event_chunks(listener: Listener, stream: StreamMode) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch; those that came while the previous chunk was sent go out together."""
-    while (found := await listener.next()) is not None:
-        chunk = encode_event(*found, stream)
-        while len(chunk) < CHUNK_BYTES and (found := listener.next_nowait()) is not None:
-            chunk += encode_event(*found, stream)
+async def event_chunks(feed: EventFeed, number: int, stream: StreamMode) -> AsyncGenerator[bytes, None]:
+    """Encode the events of a batch after event ``number``; those that came while a chunk was sent go out together."""
+    while (found := await feed.next(number)) is not None:
+        number, event = found
+        chunk = encode_event(number, event, stream)
+        while len(chunk) < CHUNK_BYTES and (found := feed.next_after(number)) is not None:
+            number, event = found
+            chunk += encode_event(number, event, stream)
         yield chunk
 
 
@@ -234,9 +236,9 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
         case TokenDelta(trajectory_id, group, start, token_ids, logprobs):
             data = {"trajectory_id": trajectory_id, "number": group, "start": start}
             return encode_text("delta", encode_ascii({**data, "token_ids": token_ids, "logprobs": logprobs}), number)
-        case GroupEnded(result):
+        case GroupResult():
             left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-            return encode_text("group", encode_ascii(GroupOut.of(result).model_dump(exclude=left_out)), number)
+            return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
         case TrajectorySelected(trajectory_id, group, sample, cut):
             name, data = "trajectory", {"trajectory_id": trajectory_id, "number": group}
             data |= {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}

@@ -8,8 +8,7 @@ from pydantic import BaseModel, Field
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
 from darts_server.http.openapi import binary_body
-from darts_server.rollout.learned.prompts import KIND
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.store import Store
 
 FILE_NAME = "darts-state"

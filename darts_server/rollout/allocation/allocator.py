@@ -17,24 +17,21 @@ from darts_server.policy.allocation import (
     reduce_candidates,
     share_left,
 )
-from darts_server.policy.auto.chooser import Choice, choose_resuming
+from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
-from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import BudgetKind, Shaping
+from darts_server.policy.shaping import BudgetKind
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.allocation.deadlines import Deadlines
-from darts_server.rollout.learned.documents import Parse, StoredValues
+from darts_server.rollout.learned.documents import StoredValues, json_kind
 from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
 from darts_server.rollout.plan import UNSHAPED, Plan
 
 logger = logging.getLogger(__name__)
 
-PRICE_KIND = "price"
-PARSERS: dict[str, Parse] = {PRICE_KIND: lambda value: ShadowPrice(**value)}
-"""How values are parsed, by kind."""
+PRICE = json_kind("price", lambda value: ShadowPrice(**value))
 
 
 @dataclass(slots=True)
@@ -72,14 +69,13 @@ class Allocator:
         unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
         self._statistics = statistics
-        self._prices = StoredValues(statistics.documents, PRICE_KIND, PARSERS[PRICE_KIND])
+        self._prices = StoredValues(statistics.documents, PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
-        self.auto = AutoCohorts(statistics, clock)
+        self.auto = AutoCohorts(statistics, self.deadlines, clock, opening)
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
         self._scale = scale
-        self._opening = opening
         self._unfinished = unfinished
         self._capacity = statistics.latency.capacity
         # By policy and group size: groups that are allocated together must be comparable.
@@ -113,9 +109,9 @@ class Allocator:
         try:
             groups = [group for group in groups if not group.allocation.cancelled()]
             keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
-            if (chosen := await self.choose(plan, keys, tokens)) is not None:  # which took a while
-                groups = [group for group in groups if not group.allocation.cancelled()]
-                keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
+            chosen = await self.auto.choose(plan, keys, tokens)
+            groups = [group for group in groups if not group.allocation.cancelled()]  # choosing took a while
+            keys, tokens = [group.prompt_key for group in groups], [group.tokens for group in groups]
             allocations = self.allocate_cohort(plan, keys, tokens, chosen=chosen) if groups else []
         except Exception as error:  # raised in every caller that waits
             for group in groups:
@@ -124,33 +120,6 @@ class Allocator:
             return
         for group, allocation in zip(groups, allocations, strict=True):
             group.allocation.set_result(allocation)
-
-    async def choose(
-        self,
-        plan: Plan,
-        prompt_keys: Sequence[str],
-        tokens: Sequence[RequestTokens],
-        enough: int | None = None,
-        min_groups: int | None = None,
-        resumes: bool = False,
-    ) -> Choice | None:
-        """Choose what is done with a cohort under `auto`; ``None`` under other policies.
-
-        ``enough``, ``min_groups``: see `AutoCohorts.choose`. ``resumes``: whether prompts that are not decided go on
-        later from what they have; no rule is chosen then, so that all go on under the same.
-        """
-        if plan.auto is None:
-            return None
-        if resumes:
-            needed = enough or min_groups or len(prompt_keys)
-            return choose_resuming(plan.auto, self.auto.state(plan.size), needed, len(prompt_keys))
-
-        def rule(shaping: Shaping, option: str) -> Deadline | None:
-            return self.deadlines.current_rule(shaping, applied_policy(plan.policy, option))
-
-        auto = plan.auto.with_deadlines(rule)
-        choice = await self.auto.choose(auto, plan.size, prompt_keys, tokens, enough, min_groups)
-        return replace(choice, num_groups=enough if choice.enough is None else choice.enough)
 
     def allocate_cohort(
         self,
@@ -163,34 +132,72 @@ class Allocator:
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by `choose`;
-        without ``room`` for its candidates, `off` instead.
+        ``tokens``: of their requests, as far as they are known. ``budget``: candidates in all. ``chosen``: by
+        `AutoCohorts.choose`; without ``room`` for its candidates, `off` instead.
         """
-        if chosen is not None:
-            return self._allocate_chosen(plan, chosen, prompt_keys, tokens, room)
-        groups, size, shaping = len(prompt_keys), plan.size, plan.shaping
-        counts, mean = self._counts(plan, prompt_keys, budget)
-        name, scale = f"{plan.policy}/{size}", 1.0 if budget is not None else self._scale()
-        rule, tokens_from_recent = self.deadlines.current_rule(shaping, plan.policy), None
+        groups, size = len(prompt_keys), plan.size
+        stats = [self._statistics.prompts.load(key) for key in prompt_keys]
+        stds = [None if one is None else one.std_ema for one in stats]
+        scale = 1.0 if budget is not None else self._scale()
+        if chosen is None:
+            policy, shaping = plan.policy, plan.shaping
+            counts, mean = self._counts(plan, stds, budget)
+        else:
+            chosen_plan = BatchPlan.of(chosen.option.shaping, size, stds)
+            needed = sum(reduce_candidates(count, size, scale) for count in chosen_plan.candidates)
+            if chosen.option.shaping is not None and needed > room:
+                # As without `auto`, until as many groups are complete.
+                reason = f"no room for the candidates of {chosen.option.name}{chosen.scope}"
+                chosen = Choice(UNSHAPED_OPTION, reason, num_groups=chosen.num_groups)
+                chosen_plan = BatchPlan.of(None, size, stds)
+            policy, shaping = applied_policy(plan.policy, chosen.option.name), chosen.option.shaping or UNSHAPED
+            counts, mean = chosen_plan.candidates, chosen_plan.mean_candidates
+        rule, tokens_from_recent = self.deadlines.current_rule(shaping, policy), None
         few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
-        if rule is not None and few:
-            tokens_from_recent = self.deadlines.recent_lengths(name).deadline(rule)
-        elif rule is not None:
-            rule = replace(rule, recent=self.deadlines.recent_lengths(name).quantile(rule))
+        if chosen is None and rule is not None:
+            recent = self.deadlines.recent_lengths(f"{policy}/{size}")
+            if few:
+                tokens_from_recent = recent.deadline(rule)
+            else:
+                rule = replace(rule, recent=recent.quantile(rule))
+        if chosen is None:
+            mean_count, timed = sum(counts) / groups, replace(shaping, deadline=rule)
+            predicted = self._statistics.predict_seconds(mean_count, timed, size, stats, tokens)
+        else:
+            predicted = None if chosen.forecast is None else chosen.seconds
         record = CohortRecord(
             policy=plan.policy,
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
-            predicted_seconds=self._statistics.predict_seconds(
-                sum(counts) / groups, replace(shaping, deadline=rule), size, prompt_keys, tokens
-            ),
-            explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
+            predicted_seconds=predicted,
+            explored=rule is not None
+            and (chosen is None or not chosen.explores)
+            and self.deadlines.should_explore(rule, policy, groups),
+            chosen=None if chosen is None else ChosenOption(chosen.option.name, chosen.reason),
         )
-        cohort = Cohort(record, rule, self._on_cohort_end, self._clock, tokens=tokens_from_recent, few=few)
+        start = learn = _do_nothing
+        if chosen is not None:
+            # With fewer candidates, or past its deadline, it says nothing about what was forecast.
+            planned = sum(counts) if scale == 1 and not record.explored else None
+            start, learn = self.auto.follow(plan, prompt_keys, tokens, chosen, record, planned)
+
+        def end(record: CohortRecord) -> None:
+            self._on_cohort_end(record)
+            try:
+                learn()
+            except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
+                logger.exception("nothing was learned from a cohort of %d groups under auto", groups)
+
+        cohort = Cohort(record, rule, end, self._clock, start, tokens=tokens_from_recent, few=few)
+
+        def share() -> float:
+            return share_left(self._capacity, self._unfinished(), cohort.running)
+
+        applied = () if chosen is None else (shaping, share)
         # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
         # spread, which the load does not change.
         return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
+            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), *applied)
             for count in counts
         ]
 
@@ -199,74 +206,7 @@ class Allocator:
         if record.max_lost is not None and record.chosen is None:
             self.deadlines.learn(record, f"{record.policy}/{record.size}")
 
-    def _allocate_chosen(
-        self, requested: Plan, choice: Choice, keys: Sequence[str], tokens: Sequence[RequestTokens], room: float
-    ) -> list[Allocation]:
-        """Allocate candidates as `auto` has chosen."""
-        auto, size, resumes = requested.auto, requested.size, choice.begun is not None
-        assert auto is not None
-        learns = auto.forecasts and not resumes and len(keys) >= MIN_COHORT
-        shaping = choice.option.shaping or UNSHAPED
-        scale = self._scale()
-        plan = BatchPlan.of(choice.option.shaping, size, [self._statistics.prompts.std(key) for key in keys])
-        candidates = [reduce_candidates(count, size, scale) for count in plan.candidates]
-        if choice.option.shaping is not None and sum(candidates) > room:
-            # As without `auto`, until as many groups are complete.
-            reason = f"no room for the candidates of {choice.option.name}{choice.scope}"
-            unshaped = Choice(UNSHAPED_OPTION, reason, num_groups=choice.num_groups)
-            return self._allocate_chosen(requested, unshaped, keys, tokens, room)
-        applied = applied_policy(requested.policy, choice.option.name)
-        rule = self.deadlines.current_rule(shaping, applied)
-        record = CohortRecord(
-            policy=requested.policy,
-            groups=len(keys),
-            mean_candidates=size + (plan.mean_candidates - size) * scale,
-            predicted_seconds=None if choice.forecast is None else choice.seconds,
-            explored=rule is not None
-            and not choice.explores
-            and self.deadlines.should_explore(rule, applied, len(keys)),
-            chosen=ChosenOption(choice.option.name, choice.reason),
-        )
-        # With fewer candidates, or past its deadline, it says nothing about what was forecast.
-        as_forecast = scale == 1 and not record.explored
-        opening: int | None = None
-        started = 0
-
-        def start() -> None:
-            nonlocal opening, started
-            opening = self._opening()
-            if learns:
-                started = self.auto.start(size, choice, explores=record.explored)
-
-        def end(_: CohortRecord) -> None:
-            # Where too few are admitted, groups get fewer candidates than they were allocated.
-            is_full = not record.reduced and (
-                choice.num_groups is not None or record.candidates >= sum(plan.candidates)
-            )
-            # While the gate is closed, the engines are paused or run empty.
-            was_open = opening is not None and self._opening() == opening
-            self._on_cohort_end(record)
-            if resumes:
-                self.auto.learn_stale(size, record, auto.limits.most_stale)
-            if not learns or cohort.started_at is None:
-                return
-            counts = as_forecast and is_full and was_open
-            try:
-                self.auto.end(size, keys, tokens, choice, record, started, counts=counts)
-            except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
-                logger.exception("nothing was learned from a cohort of %d groups under auto", record.groups)
-
-        cohort = Cohort(record, rule, end, self._clock, start, few=len(keys) < MIN_COHORT)
-
-        def share() -> float:
-            return share_left(self._capacity, self._unfinished(), cohort.running)
-
-        return [
-            Allocation(reduced, cohort, shaping.is_saturated(size, count), shaping, share)
-            for reduced, count in zip(candidates, plan.candidates, strict=True)
-        ]
-
-    def _counts(self, plan: Plan, keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
+    def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
         """Return how many candidates each group of a cohort gets, before the load reduces them, and M'.
 
         M' is the mean candidates of a group, at most M_up: a request may name a policy that allows less than the
@@ -274,7 +214,6 @@ class Allocator:
         one. While there are too few statistics, every kind of budget is the fixed one.
         """
         shaping, size, name = plan.shaping, plan.size, f"{plan.policy}/{plan.size}"
-        stds = [self._statistics.prompts.std(key) for key in keys]
         low, high = shaping.bounds(size)
         if budget is not None:
             # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
@@ -286,7 +225,7 @@ class Allocator:
         else:
             mean = min(cv_log_mean(stats.std, stats.mean, size), high)
         if shaping.adaptive and len(stds) < MIN_COHORT:
-            price: ShadowPrice = self._prices.load(name) or ShadowPrice()
+            price = self._prices.load(name) or ShadowPrice()
             counts = [price.candidates(std, mean, low, high) for std in stds]
             self._prices.save(name, asdict(price))
             return counts, mean
@@ -295,3 +234,7 @@ class Allocator:
         if shaping.adaptive:
             return allocate_by_std(stds, budget=sum(counts), low=low, high=high), mean
         return counts, mean
+
+
+def _do_nothing() -> None:
+    """What is learned by `auto` from other cohorts."""

@@ -15,22 +15,22 @@ from darts_server.policy.auto.chooser import (
     begin,
     choose,
     choose_by_size,
+    choose_resuming,
     hindsight,
     learn,
     learn_training,
     needs_hindsight,
     next_ahead,
 )
-from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS
-from darts_server.records import CohortRecord
-from darts_server.rollout.learned.documents import Parse, Restores, StoredValues
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.records import CohortRecord, applied_policy
+from darts_server.rollout.allocation.deadlines import Deadlines
+from darts_server.rollout.learned.documents import StoredValues, json_kind
+from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
+from darts_server.rollout.plan import Plan
 
-KIND = "auto"
-PARSERS: dict[str, Parse] = {KIND: lambda value: AutoState(**value)}
-"""How values are parsed, by kind."""
+STATE = json_kind("auto", lambda value: AutoState(**value))
 SEED = 0
 FORECAST_SHARE = 0.01
 """Of a step's time, what forecasts may take, since the engine waits for them. Where they take longer, a batch is
@@ -58,53 +58,72 @@ class _Activity:
 class AutoCohorts:
     """Choose what is done with cohorts, and learn from them by group size.
 
-    ``clock``: monotonic seconds.
+    ``clock``: monotonic seconds. ``opening``: see `Gate.opening`.
     """
 
-    def __init__(self, statistics: Statistics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        statistics: Statistics,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        opening: Callable[[], int | None],
+    ) -> None:
         self._statistics = statistics
-        self._states = StoredValues(statistics.documents, KIND, PARSERS[KIND])
+        self._deadlines = deadlines
+        self._states = StoredValues(statistics.documents, STATE)
         self._clock = clock
+        self._opening = opening
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
-        self._restores = Restores(statistics.documents)
+        self._generation = statistics.documents.generation()
 
     def state(self, size: int) -> AutoState:
         """What was learned about groups of ``size``."""
-        state: AutoState | None = self._states.load(str(size))
-        return state or AutoState()
+        return self._states.load(str(size)) or AutoState()
 
     async def choose(
         self,
-        auto: Auto,
-        size: int,
+        plan: Plan,
         keys: Sequence[str],
         tokens: Sequence[RequestTokens],
-        enough: int | None,
+        enough: int | None = None,
         min_groups: int | None = None,
-    ) -> Choice:
+        resumes: bool = False,
+    ) -> Choice | None:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
-        ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete groups with which it ends; ``None`` for
-        all. ``min_groups``: with which it may end, in place of all.
+        ``None`` where its policy is another. ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete
+        groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
+        ``resumes``: whether prompts that are not decided go on later from what they have; no rule is chosen then, so
+        that all go on under the same.
         """
-        if (choice := choose_by_size(auto, size, len(keys))) is not None:
-            return choice
+        size = plan.size
+        if plan.auto is None:
+            return None
+        if resumes:
+            return choose_resuming(plan.auto, self.state(size), enough or min_groups or len(keys), len(keys))
+        if (choice := choose_by_size(plan.auto, size, len(keys))) is not None:
+            return replace(choice, num_groups=enough)
+        auto = plan.auto.with_deadlines(
+            lambda shaping, option: self._deadlines.current_rule(shaping, applied_policy(plan.policy, option))
+        )
         activity, learned = self._activities[size], self._statistics
         ended, activity.not_forecast = activity.not_forecast, None
         if ended is not None and choose_by_size(auto, size, len(ended[1])) is None:
             # Learn from that cohort by what would have been forecast of it with what is known now.
-            restores, state = self._restores.count, self.state(size)
+            generation, state = self._generation, self.state(size)
             rng = np.random.default_rng([SEED, state.batches, 1])
             earlier, its_keys, its_tokens, its_enough, measured = ended
-            expectation = learned.expect(its_keys, its_tokens, state.means, RATIOS, rng, state.max_tokens)
+            stats = [learned.prompts.load(key) for key in its_keys]
+            expectation = learned.expect(stats, its_tokens, state.means, RATIOS, rng, state.max_tokens)
             known = (size, expectation, learned.latency.machine(), its_enough, rng)
             earlier = await run_sync(hindsight, earlier, *known, limiter=self._one_at_a_time)
-            if self._forget_replaced() == restores:
+            if self._forget_replaced() == generation:
                 self._save(size, learn(self.state(size), earlier, replace(measured, means=())))
         state, machine = self.state(size), learned.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
-        expectation = learned.expect(keys, tokens, state.means, RATIOS, rng, state.max_tokens)
+        stats = [learned.prompts.load(key) for key in keys]
+        expectation = learned.expect(stats, tokens, state.means, RATIOS, rng, state.max_tokens)
 
         def choose_in_time() -> Choice:
             """Choose with as many samples as there is time for, by how long these have taken."""
@@ -116,78 +135,88 @@ class AutoCohorts:
                 activity.most_samples = int(min(max(possible, 1), MAX_SAMPLES))
             return choice
 
-        return await run_sync(choose_in_time, limiter=self._one_at_a_time)
+        choice = await run_sync(choose_in_time, limiter=self._one_at_a_time)
+        return replace(choice, num_groups=enough if choice.enough is None else choice.enough)
 
-    def learn_stale(self, size: int, record: CohortRecord, most_stale: float) -> None:
-        """Learn from a batch whose other prompts go on later how many to start of the next one."""
-        if record.returned_tokens:
-            state = self.state(size)
-            ahead = next_ahead(state.ahead, record.stale_tokens / record.returned_tokens, most_stale)
-            self._save(size, replace(state, ahead=ahead))
-
-    def start(self, size: int, choice: Choice, *, explores: bool) -> int:
-        """Record that the first group of a cohort starts; return what `end` needs.
-
-        ``explores``: whether it runs past its deadline.
-        """
-        generation = self._forget_replaced()
-        state, activity = self.state(size), self._activities[size]
-        if not activity.running:
-            if activity.idle_since is not None:
-                state = learn_training(state, activity.returned, self._clock() - activity.idle_since)
-            activity.returned, activity.idle_since = 0.0, None
-        activity.running += 1
-        self._save(size, begin(state, replace(choice, explores=choice.explores or explores)))
-        return generation
-
-    def end(
+    def follow(
         self,
-        size: int,
+        plan: Plan,
         keys: Sequence[str],
         tokens: Sequence[RequestTokens],
         choice: Choice,
         record: CohortRecord,
-        started: int,
-        *,
-        counts: bool,
-    ) -> None:
-        """Learn from a cohort that has ended, unless learned state was restored meanwhile.
+        planned: int | None,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return what must be called when a cohort's first group starts, and when the last has ended, to learn from it.
 
-        ``keys``, ``tokens``: of its prompts and requests. ``started``: what `start` returned. ``counts``: whether it
-        ran as it was forecast.
+        ``keys``, ``tokens``: of its prompts and requests. ``planned``: candidates with which it runs as it was
+        forecast; ``None`` where it does not.
         """
-        is_current = started == self._forget_replaced()
-        activity, enough = self._activities[size], choice.num_groups or record.groups
-        is_complete = record.completed >= enough
-        activity.running -= 1
-        if not is_current:
-            return
-        activity.returned += record.returned_tokens
-        if not activity.running and is_complete:  # nothing is trained with what was cancelled
-            activity.idle_since = self._clock()
-        if not (counts and is_complete) or record.interrupted:
-            return
-        means, returned = [self._statistics.prompts.mean(key) for key in keys], max(record.returned, 1)
-        measured = Measured(
-            record.measured_seconds,
-            record.returned_tokens / returned,
-            record.cut / returned,
-            record.max_tokens,
-            record.longest,
-            [mean for mean in means if mean is not None],
-            record.truncated / returned,
-        )
-        state = learn(self.state(size), choice, measured)
-        if needs_hindsight(state, choice):
-            activity.not_forecast = choice, keys, tokens, enough, measured
-        self._save(size, state)
+        auto, size, activity = plan.auto, plan.size, self._activities[plan.size]
+        assert auto is not None
+        resumes = choice.begun is not None
+        learns = auto.forecasts and not resumes and len(keys) >= MIN_COHORT
+        generation: int | None = None  # of learned state when it started
+        opening: int | None = None
+
+        def start() -> None:
+            nonlocal generation, opening
+            opening = self._opening()
+            if not learns:
+                return
+            generation, state = self._forget_replaced(), self.state(size)
+            if not activity.running:
+                if activity.idle_since is not None:
+                    state = learn_training(state, activity.returned, self._clock() - activity.idle_since)
+                activity.returned, activity.idle_since = 0.0, None
+            activity.running += 1
+            self._save(size, begin(state, replace(choice, explores=choice.explores or record.explored)))
+
+        def end() -> None:
+            if resumes and record.returned_tokens:  # how many prompts to start of the next batch
+                state = self.state(size)
+                stale = record.stale_tokens / record.returned_tokens
+                self._save(size, replace(state, ahead=next_ahead(state.ahead, stale, auto.limits.most_stale)))
+            if generation is None:
+                return
+            is_current, enough = generation == self._forget_replaced(), choice.num_groups or record.groups
+            is_complete = record.completed >= enough
+            activity.running -= 1
+            if not is_current:  # learned state was restored meanwhile
+                return
+            activity.returned += record.returned_tokens
+            if not activity.running and is_complete:  # nothing is trained with what was cancelled
+                activity.idle_since = self._clock()
+            # Where too few are admitted, groups get fewer candidates than they were allocated.
+            is_full = planned is not None and (choice.num_groups is not None or record.candidates >= planned)
+            # While the gate is closed, the engines are paused or run empty.
+            was_open = opening is not None and self._opening() == opening
+            if not (is_complete and is_full and was_open) or record.reduced or record.interrupted:
+                return
+            stats, returned = [self._statistics.prompts.load(key) for key in keys], max(record.returned, 1)
+            measured = Measured(
+                record.measured_seconds,
+                record.returned_tokens / returned,
+                record.cut / returned,
+                record.max_tokens,
+                record.longest,
+                [one.mean_ema for one in stats if one is not None],
+                record.truncated / returned,
+            )
+            state = learn(self.state(size), choice, measured)
+            if needs_hindsight(state, choice):
+                activity.not_forecast = choice, keys, tokens, enough, measured
+            self._save(size, state)
+
+        return start, end
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
-        if self._restores.noticed():
+        if self._generation != (generation := self._statistics.documents.generation()):
+            self._generation = generation
             for activity in self._activities.values():
                 activity.returned, activity.idle_since, activity.not_forecast = 0.0, None, None
-        return self._restores.count
+        return generation
 
     def _save(self, size: int, state: AutoState) -> None:
         self._states.save(str(size), asdict(state))

@@ -1,6 +1,6 @@
 """Deadlines of cohorts: learned from earlier groups, and stretched where they cost too many correct answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from darts_server.policy.deadline import Deadline, RecentCompletionLengths
 from darts_server.policy.deadline_losses import Answer, DeadlineLosses, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
-from darts_server.rollout.learned.documents import DocumentStore, Parse, StoredValues
+from darts_server.rollout.learned.documents import DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import MaxLost, Outcome
 
 
@@ -21,12 +21,10 @@ def _completion_lengths(value: Any) -> RecentCompletionLengths:
     return RecentCompletionLengths(value)
 
 
-PARSERS: dict[str, Parse] = {
-    "deadline": _completion_lengths,
-    "losses": lambda value: DeadlineLosses(**value),
-    "lost_groups": lambda value: GroupLosses(**value),
-}
-"""How values are parsed, by kind."""
+LENGTHS = json_kind("deadline", _completion_lengths)
+LOSSES = json_kind("losses", lambda value: DeadlineLosses(**value))
+LOST_GROUPS = json_kind("lost_groups", lambda value: GroupLosses(**value))
+KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
 
 
 class Deadlines:
@@ -37,9 +35,9 @@ class Deadlines:
     """
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
-        self._lengths = StoredValues(documents, "deadline", PARSERS["deadline"])
-        self._losses = StoredValues(documents, "losses", PARSERS["losses"])
-        self._lost_groups = StoredValues(documents, "lost_groups", PARSERS["lost_groups"])
+        self._lengths = StoredValues(documents, LENGTHS)
+        self._losses = StoredValues(documents, LOSSES)
+        self._lost_groups = StoredValues(documents, LOST_GROUPS)
         self._rng = rng
 
     def losses(self, policy: str) -> DeadlineLosses:
@@ -47,13 +45,11 @@ class Deadlines:
 
         ``policy``: here and below as in `GroupRecord.applied_policy`.
         """
-        losses: DeadlineLosses | None = self._losses.load(policy)
-        return losses or DeadlineLosses()
+        return self._losses.load(policy) or DeadlineLosses()
 
     def lost_groups(self, policy: str) -> GroupLosses:
         """Return how many groups the policy's deadlines take all right answers from."""
-        losses: GroupLosses | None = self._lost_groups.load(policy)
-        return losses or GroupLosses()
+        return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Share of correct answers that the deadline discards; ``None`` while too few are known."""
@@ -75,8 +71,7 @@ class Deadlines:
 
     def recent_lengths(self, name: str) -> RecentCompletionLengths:
         """Completion lengths of recent groups, by policy and group size."""
-        lengths: RecentCompletionLengths | None = self._lengths.load(name)
-        return lengths or RecentCompletionLengths()
+        return self._lengths.load(name) or RecentCompletionLengths()
 
     def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
         """Decide whether a cohort of ``groups`` runs past its deadline: at random, and once rewards are reported.

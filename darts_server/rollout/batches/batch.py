@@ -5,15 +5,16 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Generic
 
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT, RequestTokens
+from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
-from darts_server.policy.auto.chooser import Choice
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity, match
+from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import OFF, PromptSpec, RequestOptions
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = "prompts"
 """Named where a batch has more candidates than are admitted."""
+NOTHING = Allocation(0)
 NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
 
@@ -56,20 +58,30 @@ class BatchRequest:
     carried: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedGroup(Generic[RequestT]):
-    """A checked prompt with its allocation.
+@dataclass(slots=True, eq=False)
+class BatchGroup(Generic[RequestT, OutputT]):
+    """A checked prompt of a batch with its allocation, and what has become of its group.
 
-    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from.
+    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from, or those of a
+    later batch once it was stopped.
     """
 
     number: int
     prompt: PromptSpec
     request: RequestT
     identity: Identity
-    carried: CarriedPrompt | None
-    allocation: Allocation
-    resumed: CarriedGroup[Any] | None
+    carried: CarriedPrompt | None = None
+    resumed: CarriedGroup[OutputT] | None = None
+    allocation: Allocation = NOTHING
+    has_started: bool = False
+    is_decided: bool = False
+    """Whether its caller gets its outcome."""
+    run: GroupRun[RequestT, OutputT] | None = None
+    """``None`` before it has started and once it is decided."""
+    interrupted: DartsError | None = None
+    """Why it was aborted and is not decided."""
+    handed_back: GroupResult | None = None
+    """What was generated for one that is not decided, if that is not kept."""
 
     @property
     def prompt_key(self) -> str:
@@ -77,7 +89,7 @@ class PreparedGroup(Generic[RequestT]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedBatch(Generic[RequestT]):
+class PreparedBatch(Generic[RequestT, OutputT]):
     """A batch that was checked and allocated, of which nothing has started.
 
     ``sampling``: in force. ``terms``: see `terms_of`, if it resumes. ``ticket``: holds its candidates. ``enough``:
@@ -88,7 +100,7 @@ class PreparedBatch(Generic[RequestT]):
     plan: Plan
     sampling: Mapping[str, object]
     terms: str
-    groups: Sequence[PreparedGroup[RequestT]]
+    groups: Sequence[BatchGroup[RequestT, OutputT]]
     ticket: Ticket
     enough: int
     begun: int
@@ -101,7 +113,7 @@ async def prepare_batch(
     renderer: PromptRenderer[RequestT, OutputT],
     new_planner: NewPlanner,
     kept: CarriedPrompts,
-) -> PreparedBatch[RequestT]:
+) -> PreparedBatch[RequestT, OutputT]:
     """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
 
     One that this server cannot render with any sampling parameters is dropped: it must not refuse all later batches.
@@ -115,26 +127,51 @@ async def prepare_batch(
     sampling = renderer.effective_sampling(batch.sampling)
     usual = len(batch.prompts) * rollouts.usual_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+    groups: list[BatchGroup[RequestT, OutputT]] = []
     taken: list[CarriedPrompt] = []
+
+    async def add(field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
+        number = len(groups)
+        try:
+            request = await renderer.make_request(prompt, batch.sampling, batch.group_size, f"{batch_id}-{number}")
+        except InvalidRequest as error:
+            if error.field.startswith("sampling"):
+                raise
+            raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
+        content = renderer.prompt_key(request)
+        groups.append(BatchGroup(number, prompt, request, (prompt.key or content, content), carried))
+
     try:
-        prompts = list(batch.prompts)
-        requests = [
-            await _render(renderer, batch, f"prompts[{number}]", prompt, f"{batch_id}-{number}")
-            for number, prompt in enumerate(prompts)
-        ]
-        identities = [_identity(renderer, *parts) for parts in zip(prompts, requests, strict=True)]
-        carried: list[CarriedPrompt | None] = [None] * len(prompts)
+        # Its own prompts, and those that follow them.
+        for prompt in batch.prompts:
+            await add("prompts", prompt)
         if batch.carried or batch.carry is not Carry.DROP:
-            taken = kept.take(caller.get().name, identities, others=batch.carried)
-            carried = list(match(identities, taken))
-            others, lost = await _render_carried(renderer, batch, batch_id, _without(taken, carried))
-            taken = _without(taken, lost)
-            for other, request in others:
-                requests.append(request)
-                prompts.append(other.prompt)
-                identities.append(_identity(renderer, other.prompt, request))
-                carried.append(other)
-        check_numbers(batch, plan, len(prompts))
+            found = kept.take(caller.get().name, [group.identity for group in groups], others=batch.carried)
+            taken = [old for _, old in found]
+            lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
+            for place, old in found:
+                if place is not None:
+                    groups[place].carried = old
+                    continue
+                try:
+                    await add("carried", old.prompt, old)
+                except InvalidRequest as error:
+                    try:
+                        await renderer.make_request(old.prompt, {}, 1, batch_id)
+                    except InvalidRequest:  # its server had another chat template or a longer context
+                        lost.append((old, error))
+                    else:
+                        raise
+            if lost:
+                taken = [old for old in taken if all(old is not other for other, _ in lost)]
+                logger.error(
+                    "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: "
+                    "%.200s)",
+                    *(len(lost), lost[0][0].identity[0], lost[0][1].message),
+                )
+        check_numbers(batch, plan, len(groups))
+
+        # What their candidates go on from.
         resumes = batch.carry is Carry.RESUME
         if resumes:
             if plan.shaping.prunes:
@@ -143,29 +180,36 @@ async def prepare_batch(
                     f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than "
                     "lengths; use 'restart'",
                 )
-            rollouts.engine.check_resumable(requests[0])  # all have the same sampling parameters
+            rollouts.engine.check_resumable(groups[0].request)  # all have the same sampling parameters
         terms, version = terms_of(plan, sampling) if resumes else "", rollouts.engine.weight_version
-        resumed = [
-            old.group
-            if resumes
-            and old is not None
-            and old.group is not None
-            and old.group.terms == terms
-            and old.identity == identity  # as rendered now: its server may have had another chat template
-            and len(old.group.candidates) >= batch.group_size
-            and old.group.staleness(version) <= kept.limits.staleness
-            else None
-            for identity, old in zip(identities, carried, strict=True)
-        ]
-        keys, tokens = [key for key, _ in identities], [renderer.tokens(request) for request in requests]
-        chosen = await rollouts.allocator.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
-        allocations = _allocate(rollouts, ticket, plan, keys, tokens, batch, resumed, chosen)
+        for group in groups:
+            if resumes and group.carried is not None and (earlier := group.carried.group) is not None:
+                is_same = earlier.terms == terms and len(earlier.candidates) >= batch.group_size
+                # As rendered now: its server may have had another chat template.
+                if is_same and group.carried.identity == group.identity:
+                    group.resumed = earlier if earlier.staleness(version) <= kept.limits.staleness else None
+
+        # Their candidates.
+        keys, tokens = [group.prompt_key for group in groups], [renderer.tokens(group.request) for group in groups]
+        chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
+        held, room = ticket.candidates, ticket.room
+        ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
+        allocations = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+        for group, allocation in zip(groups, allocations, strict=True):
+            if (resumed := group.resumed) is not None:  # it keeps them
+                allocation = replace(allocation, candidates=len(resumed.candidates), saturated=resumed.saturated)
+            group.allocation = allocation
+        ticket.resize(held)  # in the same turn of the loop, so there is still room
+        try:
+            ticket.resize(sum(group.allocation.candidates for group in groups), FIELD)
+        except DartsError:  # there are more than usual, and these are not admitted
+            for group in groups:
+                group.allocation.drop()
+            raise
     except BaseException:
         ticket.release()
         kept.put(caller.get().name, (), taken)
         raise
-    parts = zip(prompts, requests, identities, carried, allocations, resumed, strict=True)
-    groups = [PreparedGroup(number, *each) for number, each in enumerate(parts)]
     enough = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
     begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
     return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
@@ -237,90 +281,3 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
     """What must be the same for a group to go on in another batch, maybe of another server."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"
-
-
-def _allocate(
-    rollouts: Rollouts[RequestT, OutputT],
-    ticket: Ticket,
-    plan: Plan,
-    keys: Sequence[str],
-    tokens: Sequence[RequestTokens],
-    batch: BatchRequest,
-    resumed: Sequence[CarriedGroup[OutputT] | None],
-    chosen: Choice | None,
-) -> list[Allocation]:
-    """Allocate candidates to all groups of a batch, and hold them. Those that go on keep theirs.
-
-    Raises:
-        Overloaded, QuotaReached, InvalidRequest: there are more than usual, and these are not admitted.
-    """
-    usual, room = ticket.candidates, ticket.room
-    ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-    cohort = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
-    allocations = [
-        fresh if group is None else replace(fresh, candidates=len(group.candidates), saturated=group.saturated)
-        for fresh, group in zip(cohort, resumed, strict=True)
-    ]
-    ticket.resize(usual)  # in the same turn of the loop, so there is still room
-    try:
-        ticket.resize(sum(allocation.candidates for allocation in allocations), FIELD)
-    except DartsError:
-        for allocation in allocations:
-            allocation.drop()
-        raise
-    return allocations
-
-
-async def _render(
-    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, field: str, prompt: PromptSpec, request_id: str
-) -> RequestT:
-    """``field``: names the prompt in errors."""
-    try:
-        return await renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
-    except InvalidRequest as error:
-        if error.field.startswith("sampling"):
-            raise
-        raise InvalidRequest(f"{field}.{error.field}", error.message) from error
-
-
-async def _render_carried(
-    renderer: PromptRenderer[RequestT, OutputT], batch: BatchRequest, batch_id: str, others: Sequence[CarriedPrompt]
-) -> tuple[list[tuple[CarriedPrompt, RequestT]], list[CarriedPrompt]]:
-    """Return the requests of prompts that follow those of the batch, and the prompts that cannot be rendered.
-
-    These were kept by a server with another chat template or a longer context.
-
-    Raises:
-        InvalidRequest: a prompt is not valid with the sampling parameters of this batch.
-    """
-    usable: list[tuple[CarriedPrompt, RequestT]] = []
-    lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
-    for other in others:
-        number = len(batch.prompts) + len(usable)
-        name = f"{batch_id}-{number}"
-        try:
-            usable.append((other, await _render(renderer, batch, f"carried[{number}]", other.prompt, name)))
-        except InvalidRequest as error:
-            try:
-                await renderer.make_request(other.prompt, {}, 1, name)
-            except InvalidRequest:
-                lost.append((other, error))
-            else:
-                raise
-    if lost:
-        first, why = lost[0]
-        logger.error(
-            "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: %.200s)",
-            *(len(lost), first.identity[0], why.message),
-        )
-    return usable, [other for other, _ in lost]
-
-
-def _identity(renderer: PromptRenderer[RequestT, OutputT], prompt: PromptSpec, request: RequestT) -> Identity:
-    content = renderer.prompt_key(request)
-    return prompt.key or content, content
-
-
-def _without(prompts: Sequence[CarriedPrompt], others: Sequence[CarriedPrompt | None]) -> list[CarriedPrompt]:
-    known = {id(other) for other in others}
-    return [prompt for prompt in prompts if id(prompt) not in known]

@@ -1,38 +1,31 @@
 """Prompts whose groups were not decided: kept for later batches of the same caller, and saved for the next server."""
 
 import asyncio
-import json
 import logging
 import math
 import time
-from base64 import b64decode, b64encode
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
-import numpy as np
-from pydantic import TypeAdapter
+import msgspec
 
-from darts_server.engine.port import OutputT, PromptRenderer, TokenSlice
+from darts_server.engine.port import OutputT, PromptRenderer
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
 from darts_server.store.carried import CarriedFile
-from darts_server.types import FinishReason, PromptSpec
+from darts_server.types import PromptSpec
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = TypeAdapter(PromptSpec)
-FORMAT = 1
-TOKENS, LOGPROBS = "<i4", "<f8"
-"""How they are on the disk."""
 WRITE_BYTES = 1 << 23
 """Of documents that are written at once: about a tenth of a second."""
 PORTABLE_SECONDS, SAVE_SECONDS = 2.0, 4.0
 """For all prompts at shutdown, before a supervisor ends it: to take outputs from the engine, and to write."""
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""Raised by documents that have other fields than ours."""
+MALFORMED = (ValueError, OverflowError, RecursionError)
+"""Raised by documents that have other fields than ours. Errors of msgspec are the first."""
 CANDIDATE_BYTES = 500
 """Memory of a candidate that goes on, without its tokens."""
 Identity = tuple[str, str]
@@ -132,15 +125,24 @@ class CarriedPrompts:
         """Return how many prompts of a caller are kept."""
         return len(self._kept.get(owner, ()))
 
-    def take(self, owner: str | None, named: Iterable[Identity], *, others: bool) -> list[CarriedPrompt]:
-        """Remove and return the caller's prompts that are named, each as often as it is; with ``others`` all."""
-        wanted = Counter(named)
-        taken: list[CarriedPrompt] = []
+    def take(
+        self, owner: str | None, named: Sequence[Identity], *, others: bool
+    ) -> list[tuple[int | None, CarriedPrompt]]:
+        """Remove and return the caller's prompts that are named, each as often as it is; with ``others`` all.
+
+        The oldest come first, each with its place in ``named``, ``None`` if it is not named.
+        """
+        places: dict[Identity, list[int]] = {}
+        for place in reversed(range(len(named))):
+            places.setdefault(named[place], []).append(place)
+        taken: list[tuple[int | None, CarriedPrompt]] = []
         left: list[CarriedPrompt] = []
-        for kept in self._kept.pop(owner, ()):
-            is_named = wanted[kept.identity] > 0
-            wanted[kept.identity] -= is_named
-            (taken if is_named or others else left).append(kept)
+        for prompt in self._kept.pop(owner, ()):
+            waiting = places.get(prompt.identity)
+            if waiting or others:
+                taken.append((waiting.pop() if waiting else None, prompt))
+            else:
+                left.append(prompt)
         if left:
             self._kept[owner] = left
         return taken
@@ -150,53 +152,48 @@ class CarriedPrompts:
 
         ``older``: prompts that were taken before; they are the oldest.
         """
-        if not self._may_call(owner):
-            _log_without_caller(len([*older, *new]))
-            return
-        kept = [*older, *self._kept.pop(owner, ()), *new]
-        sizes = [each.size_bytes for each in kept]
-        excess, total = 0, sum(sizes)
-        while excess < len(kept) and (len(kept) - excess > self.limits.prompts or total > self.limits.prompt_bytes):
-            total -= sizes[excess]
-            excess += 1
-        if excess:
+        prompts = [*older, *self._kept.pop(owner, ()), *new]
+        kept: list[CarriedPrompt] = []
+        size = tokens = 0
+        for prompt in reversed(prompts):
+            size += prompt.size_bytes
+            if len(kept) == self.limits.prompts or size > self.limits.prompt_bytes:
+                break
+            if prompt.group is not None and (tokens := tokens + prompt.group.tokens) > self.limits.tokens:
+                prompt = replace(prompt, group=None)
+            kept.append(prompt)
+        if kept:
+            self._kept[owner] = kept[::-1]
+        if excess := len(prompts) - len(kept):
             logger.warning(
                 "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "
                 "and at most %d bytes of them (half of --kept-bytes)",
-                excess,
-                self.limits.prompts,
-                self.limits.prompt_bytes,
+                *(excess, self.limits.prompts, self.limits.prompt_bytes),
             )
-        kept = kept[excess:]
-        tokens = sum(each.group.tokens for each in kept if each.group is not None)
-        for place, each in enumerate(kept):
-            if tokens <= self.limits.tokens:
-                break
-            if each.group is not None:
-                tokens -= each.group.tokens
-                kept[place] = replace(each, group=None)
-        if kept:
-            self._kept[owner] = kept
+        self.drop_without_caller()  # a batch may end after its caller's key was removed
 
     def drop_without_caller(self) -> None:
         """Drop the prompts of callers that cannot send requests any more."""
         gone = [owner for owner in self._kept if not self._may_call(owner)]
-        _log_without_caller(sum(len(self._kept.pop(owner)) for owner in gone))
+        if prompts := sum(len(self._kept.pop(owner)) for owner in gone):
+            logger.warning(
+                "%d prompts that were carried over are dropped: their API key is not valid any more", prompts
+            )
 
 
-def _log_without_caller(prompts: int) -> None:
-    if prompts:
-        logger.warning("%d prompts that were carried over are dropped: their API key is not valid any more", prompts)
+class _SavedPrompt(msgspec.Struct, array_like=True):
+    """A document on the disk: MessagePack, in which dataclasses are maps. ``group``: decoded by itself."""
+
+    format: Literal[2]
+    model: str
+    owner: str | None
+    prompt: PromptSpec
+    identity: Identity
+    group: msgspec.Raw
 
 
-def match(identities: Iterable[Identity], taken: Iterable[CarriedPrompt]) -> Iterator[CarriedPrompt | None]:
-    """Yield the taken prompt for each identity, ``None`` where there is none; each taken one is yielded once."""
-    left: dict[Identity, list[CarriedPrompt]] = {}
-    for carried in taken:
-        left.setdefault(carried.identity, []).append(carried)
-    for identity in identities:
-        found = left.get(identity)
-        yield found.pop(0) if found else None
+_DECODER, _GROUP_DECODER = msgspec.msgpack.Decoder(_SavedPrompt), msgspec.msgpack.Decoder(CarriedGroup[Any] | None)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=array.tolist)  # raises for all but arrays
 
 
 class SavedPrompts:
@@ -222,7 +219,8 @@ class SavedPrompts:
             for owner, prompt in prompts:
                 if time.monotonic() >= until:
                     break
-                documents.append(_encode(owner, prompt, self._model))
+                fields = (2, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
+                documents.append(_ENCODER.encode(fields))
                 size += len(documents[-1])
                 if size >= WRITE_BYTES:
                     self._file.add(documents)
@@ -238,14 +236,25 @@ class SavedPrompts:
     ) -> int:
         """Save prompts at shutdown, as many as there is time for; log and return how many of them are lost.
 
-        ``with_tokens``: otherwise they start again.
+        ``with_tokens``: otherwise they start again. So do those whose tokens cannot be saved, or not in time.
         """
-        if with_tokens:
-            prompts = await _all_portable(prompts, renderer)
-        else:
-            prompts = [(owner, replace(prompt, group=None)) for owner, prompt in prompts]
-        saved = await asyncio.to_thread(self.save, prompts, SAVE_SECONDS)
-        if lost := len(prompts) - saved:
+        ready: list[Owned] = []
+        restarted: list[Exception] = []
+        until = asyncio.get_running_loop().time() + PORTABLE_SECONDS
+        for owner, prompt in prompts:
+            group = None
+            if with_tokens and prompt.group is not None:
+                try:
+                    async with asyncio.timeout_at(until):
+                        await asyncio.sleep(0)  # most take no turn of the event loop, which would not see the timeout
+                        group = await portable(prompt.group, renderer)
+                except Exception as error:  # one output without a text must not lose all prompts
+                    restarted.append(error)
+            ready.append((owner, replace(prompt, group=group)))
+        saved = await asyncio.to_thread(self.save, ready, SAVE_SECONDS)
+        lost = len(prompts) - saved
+        _log_errors(restarted, "start again: what was generated for them could not be saved in time")
+        if lost:
             logger.error("%d prompts that were carried over are lost: they could not be saved, or not in time", lost)
         return lost
 
@@ -257,150 +266,71 @@ class SavedPrompts:
         ``version``: that this server starts with. Versions are counted from the start of a server, so tokens of any
         other one may be of any weights, and their prompts start again.
         """
+        taken: list[Owned] = []
+        lost: list[Exception] = []
+        restarted: list[Exception] = []
         try:
             documents = self._file.take()
         except StateError as error:
             logger.error("prompts that were carried over are not used, as they cannot be read or removed: %s", error)
             return []
-        return self._decode_all(documents, version)
-
-    def _decode_all(self, documents: Iterable[bytes | StateDamaged], version: int) -> list[Owned]:
-        taken: list[Owned] = []
-        lost: list[Exception] = []
-        restarted: list[Exception] = []
         for document in documents:
             try:
                 if isinstance(document, StateDamaged):
                     raise document
-                fields, (owner, prompt) = _decode(document)
+                fields, group = _DECODER.decode(document), None
+                prompt = fields.prompt
+                if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
+                    raise ValueError("it has no prompt")
             except (StateDamaged, *MALFORMED) as error:
                 lost.append(error)
                 continue
             try:
-                if fields["group"] is not None and fields["model"] == self._model:
-                    group = _decode_group(fields["group"])
-                    versions = {each for candidate in group.candidates for each, _ in candidate.version_spans}
-                    if versions <= {version}:  # generated by the present weights
-                        prompt = replace(prompt, group=group)
+                found = _GROUP_DECODER.decode(fields.group) if fields.model == self._model else None
+                if found is not None:
+                    found = _checked(found)
+                    versions = {each for candidate in found.candidates for each, _ in candidate.version_spans}
+                    group = found if versions <= {version} else None  # unless other weights have generated it
             except MALFORMED as error:
                 restarted.append(error)
-            taken.append((owner, prompt))
-        for errors, end in (lost, "are lost: this version cannot read them"), (restarted, "start again"):
-            if errors:
-                logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), end, errors[0])
+            taken.append((fields.owner, CarriedPrompt(prompt, fields.identity, group)))
+        _log_errors(lost, "are lost: this version cannot read them")
+        _log_errors(restarted, "start again")
         return taken
 
 
-async def _all_portable(prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any]) -> list[Owned]:
-    """Make prompts portable, and those start again for which there is no time."""
-    ready: list[Owned] = []
-    try:
-        async with asyncio.timeout(PORTABLE_SECONDS):
-            for owner, prompt in prompts:
-                try:
-                    ready.append((owner, await portable(prompt, renderer)))
-                except Exception:  # one output without a text must not lose all prompts
-                    logger.exception("the prompt %.64r that was carried over starts again", prompt.identity[0])
-                    ready.append((owner, replace(prompt, group=None)))
-                await asyncio.sleep(0)  # most need no turn of the event loop, and then the timeout would not be seen
-    except TimeoutError:
-        logger.error(
-            "%d prompts that were carried over start again: what was generated for them could not be saved in time",
-            len(prompts) - len(ready),
-        )
-    return ready + [(owner, replace(prompt, group=None)) for owner, prompt in prompts[len(ready) :]]
+def _log_errors(errors: Sequence[Exception], end: str) -> None:
+    if errors:
+        logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), end, errors[0])
 
 
-async def portable(prompt: CarriedPrompt, renderer: PromptRenderer[Any, Any]) -> CarriedPrompt:
-    """Return a prompt without outputs of the engine: those of candidates that have finished become tokens and text."""
-    if prompt.group is None:
-        return prompt
-    candidates = list(prompt.group.candidates)
+async def portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
+    """Return a group without outputs of the engine: those of candidates that have finished become tokens and text."""
+    candidates = list(group.candidates)
     for place, candidate in enumerate(candidates):
         if (result := candidate.result) is not None and result.finish_reason is not None:
             end = SavedEnd(result.finish_reason, (await renderer.to_sample(result.output)).text)
             candidates[place] = replace(candidate, result=None, saved_end=end)
-    return replace(prompt, group=replace(prompt.group, candidates=candidates))
+    return replace(group, candidates=candidates)
 
 
-def _encode(owner: str | None, prompt: CarriedPrompt, model: str) -> bytes:
-    def encode_candidate(candidate: CarriedCandidate[Any]) -> dict[str, Any]:
-        assert candidate.result is None, "it is not portable"
-        logprobs, end = candidate.prefix.logprobs, candidate.saved_end
-        return {
-            "token_ids": _packed(candidate.prefix.token_ids, TOKENS),
-            "logprobs": None if logprobs is None else _packed(logprobs, LOGPROBS),
-            "version_spans": candidate.version_spans,
-            "end": None if end is None else [end.finish_reason, end.text],
-        }
+def _checked(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
+    """Return a group that was decoded, with its tokens in arrays.
 
-    group = prompt.group
-    document = {
-        "format": FORMAT,
-        "model": model,
-        "owner": owner,
-        "prompt": _PROMPT.dump_json(prompt.prompt, exclude_none=True).decode(),
-        "identity": prompt.identity,
-        "group": None
-        if group is None
-        else {
-            "terms": group.terms,
-            "saturated": group.saturated,
-            "tail_seed": list(group.tail_seed),
-            "candidates": list(map(encode_candidate, group.candidates)),
-        },
-    }
-    return json.dumps(document).encode()
-
-
-def _decode(document: bytes) -> tuple[Mapping[str, Any], Owned]:
-    """Decode a document, and its prompt without what was generated for it."""
-    fields = json.loads(document)
-    if fields["format"] != FORMAT:
-        raise ValueError(f"its format is {fields['format']}, not {FORMAT}")
-    owner, (key, content) = fields["owner"], fields["identity"]
-    if not (isinstance(owner, str | None) and isinstance(key, str) and isinstance(content, str)):
-        raise ValueError("its owner or its identity is no text")
-    prompt = _PROMPT.validate_json(fields["prompt"], strict=True)
-    if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
-        raise ValueError("it has no prompt")
-    return fields, (owner, CarriedPrompt(prompt, (key, content)))
-
-
-def _decode_group(fields: Mapping[str, Any]) -> CarriedGroup[Any]:
-    terms, saturated, tail_seed = fields["terms"], fields["saturated"], fields["tail_seed"]
-    candidates = [_decode_candidate(candidate) for candidate in fields["candidates"]]
-    if not (isinstance(terms, str) and isinstance(saturated, bool) and _are_counts(tail_seed)):
-        raise ValueError("it has other terms or another seed than a group can have")
-    if len({candidate.prefix.logprobs is None for candidate in candidates if candidate.tokens}) > 1:
+    Raises:
+        ValueError, OverflowError: a server does not save such a group.
+    """
+    candidates = []
+    for candidate in group.candidates:
+        prefix, spans = candidate.prefix, candidate.version_spans
+        numbers = [*prefix.token_ids, *(version for version, _ in spans), *(tokens - 1 for _, tokens in spans)]
+        logprobs = prefix.token_ids if prefix.logprobs is None else prefix.logprobs
+        counts = {candidate.tokens, sum(tokens for _, tokens in spans), len(logprobs)}
+        if candidate.result is not None or len(counts) > 1 or min(numbers, default=0) < 0:
+            raise ValueError("one of its candidates has not as many log-probs or versions as tokens")
+        candidates.append(replace(candidate, prefix=compact(prefix)))
+    if len({each.prefix.logprobs is None for each in candidates if each.tokens}) > 1:
         raise ValueError("some of its candidates have log-probs, and others not")
-    return CarriedGroup(terms, saturated, tail_seed, candidates)
-
-
-def _decode_candidate(fields: Mapping[str, Any]) -> CarriedCandidate[Any]:
-    token_ids = _unpacked(fields["token_ids"], TOKENS)
-    logprobs = None if fields["logprobs"] is None else _unpacked(fields["logprobs"], LOGPROBS)
-    spans = tuple((version, tokens) for version, tokens in fields["version_spans"])
-    counts = {len(token_ids), sum(tokens for _, tokens in spans), *([] if logprobs is None else [len(logprobs)])}
-    if len(counts) > 1 or not all(_are_counts(span) and span[1] for span in spans) or not _are_counts(token_ids):
-        raise ValueError("it has not as many log-probs or versions as tokens")
-    end = None
-    if fields["end"] is not None:
-        reason, text = fields["end"]
-        if not isinstance(text, str):
-            raise ValueError("its end has no text")
-        end = SavedEnd(FinishReason(reason), text)
-    return CarriedCandidate(compact(TokenSlice(token_ids, logprobs)), spans, None, end)
-
-
-def _are_counts(values: Sequence[object]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
-
-
-def _packed(values: Sequence[float], dtype: str) -> str:
-    return b64encode(np.asarray(values, dtype).tobytes()).decode()
-
-
-def _unpacked(packed: str, dtype: str) -> list[Any]:
-    values: list[Any] = np.frombuffer(b64decode(packed), dtype).tolist()
-    return values
+    if min(group.tail_seed, default=0) < 0:
+        raise ValueError("its seed is negative")
+    return replace(group, candidates=candidates)

@@ -33,7 +33,7 @@ class AbortedSample:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The outcome of the group of prompt ``number``.
+    """The outcome of the group of prompt ``number``; as an event it follows the last one of each of its candidates.
 
     ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
     ``aborted``: of a group that was aborted, all candidates by index that were not discarded. They are no group: some
@@ -123,13 +123,6 @@ class CandidateDiscarded:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupEnded:
-    """A group has ended, after the last event of each of its candidates."""
-
-    result: GroupResult
-
-
-@dataclass(frozen=True, slots=True)
 class BatchDone:
     """The batch is complete.
 
@@ -152,7 +145,7 @@ class BatchFailed:
     error: Exception
 
 
-Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | GroupEnded | BatchDone | BatchFailed
+Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | GroupResult | BatchDone | BatchFailed
 BatchEnd = BatchDone | BatchFailed
 
 
@@ -163,6 +156,9 @@ class TokenRange:
     candidate: "CandidateCursor"
     start: int
     stop: int
+
+
+_Entry = TokenRange | Event
 
 
 class CandidateCursor:
@@ -195,7 +191,7 @@ class CandidateCursor:
             self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
         self._run = None
 
-    def advance(self, chunk: int) -> Iterator[TokenRange | TrajectorySelected | CandidateDiscarded]:
+    def advance(self, chunk: int) -> Iterator[_Entry]:
         """Yield the events since the last call.
 
         New tokens of a running candidate are held back until there are ``chunk`` of them.
@@ -203,12 +199,12 @@ class CandidateCursor:
         if self._end_sent:
             return
         if self._end is None and self._run is not None:
-            state = self._run.candidates[self._index]
+            state, start = self._run.candidates[self._index], len(self._token_ids)
             if state.reason is not None:
                 self.close()
-            elif self._run.runner.count_tokens(self._index) - len(self._token_ids) >= (chunk if state.running else 1):
-                yield from self._add_tokens(self._run.runner.read_tokens(self._index, len(self._token_ids)))
-        if self._end is None:
+            elif self._run.runner.count_tokens(self._index) - start >= (chunk if state.running else 1):
+                yield from self._add_tokens(self._run.runner.read_tokens(self._index, start))
+        if self._end is None:  # it may have ended since these tokens were added
             return
         if isinstance(self._end, TrajectorySelected):
             start, sample = len(self._token_ids), self._end.sample
@@ -218,13 +214,6 @@ class CandidateCursor:
             self._token_ids, self._logprobs = array("i"), None
         self._end_sent = True
         yield self._end
-
-    def delta(self, start: int, stop: int) -> TokenDelta | None:
-        """The delta with these tokens; ``None`` once the candidate was discarded."""
-        if stop > len(self._token_ids):
-            return None
-        logprobs = None if self._logprobs is None else self._logprobs[start:stop].tolist()
-        return TokenDelta(self.trajectory_id, self._number, start, self._token_ids[start:stop].tolist(), logprobs)
 
     def _add_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
         if generated is None or not generated.token_ids:
@@ -236,8 +225,36 @@ class CandidateCursor:
             self._logprobs.extend(generated.logprobs)
         yield TokenRange(self, start, len(self._token_ids))
 
+    def delta(self, start: int, stop: int) -> TokenDelta | None:
+        """The delta with these tokens; ``None`` once the candidate was discarded."""
+        if stop > len(self._token_ids):
+            return None
+        logprobs = None if self._logprobs is None else self._logprobs[start:stop].tolist()
+        return TokenDelta(self.trajectory_id, self._number, start, self._token_ids[start:stop].tolist(), logprobs)
 
-_Entry = TokenRange | Event
+
+@dataclass(slots=True)
+class _GroupCursor:
+    """The cursors of a group's candidates, and its result once it has ended."""
+
+    number: int
+    group_id: str
+    run: GroupRun[Any, Any] | None
+    result: GroupResult | None = None
+    cursors: list[CandidateCursor] = field(default_factory=list)
+
+    def candidates(self) -> Sequence[CandidateCursor]:
+        """The cursors of all candidates started so far."""
+        if (run := self.run) is not None:
+            for index in range(len(self.cursors), len(run.candidates)):
+                self.cursors.append(CandidateCursor(run, f"{self.group_id}:{index}", self.number, index))
+        return self.cursors
+
+    def close(self) -> None:
+        """End all candidates."""
+        for candidate in self.candidates():
+            candidate.close()
+        self.run = None
 
 
 class EventFeed:
@@ -303,6 +320,12 @@ class EventFeed:
             group.close()
         self._notify(*self._groups)
 
+    def _notify(self, *numbers: int) -> None:
+        """Mark these groups as changed and wake all listeners."""
+        self._due.update(dict.fromkeys(numbers))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     # --- called by listeners ------------------------------------------------
 
     @property
@@ -323,31 +346,23 @@ class EventFeed:
                 return number, event
         return None
 
-    def ends_at(self, number: int) -> bool:
-        """Whether event ``number`` is the last one of the batch."""
-        return self._is_complete and number >= self.last_number
-
-    async def wait(self) -> None:
-        """Wait until there may be another event. Must be called in the turn in which `next_after` gave ``None``."""
-        if self._chunk is None:
-            await self._changed.wait()
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_poll):
+    async def next(self, number: int) -> tuple[int, Event] | None:
+        """Wait for the event that follows event ``number``; ``None`` after the last. Safe to cancel: none is lost."""
+        while (found := self.next_after(number)) is None:
+            if self._is_complete and number >= self.last_number:
+                return None
+            if self._chunk is None:
                 await self._changed.wait()
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_poll:
-            self._due.update(dict.fromkeys(self._groups))
-            self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
-            self._seconds_spent = 0.0
-
-    # --- creating events ----------------------------------------------------
-
-    def _notify(self, *numbers: int) -> None:
-        """Mark these groups as changed and wake all listeners."""
-        self._due.update(dict.fromkeys(numbers))
-        self._changed.set()
-        self._changed = asyncio.Event()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_poll):
+                    await self._changed.wait()
+            now = asyncio.get_running_loop().time()
+            if now >= self._next_poll:
+                self._due.update(dict.fromkeys(self._groups))
+                self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
+                self._seconds_spent = 0.0
+        return found
 
     def _create_entry(self) -> bool:
         """Append the next entry to the log; whether there was one."""
@@ -378,33 +393,9 @@ class EventFeed:
                     for candidate in group.candidates():  # the group may have ended while these entries were read
                         yield from candidate.advance(self._chunk or 1)
                     self._groups.pop(number, None)
-                    yield GroupEnded(group.result)
+                    yield group.result
             if self._end is not None:
                 break
             yield None
         if self._end is not None:
             yield self._end
-
-
-@dataclass(slots=True)
-class _GroupCursor:
-    """The cursors of a group's candidates, and its result once it has ended."""
-
-    number: int
-    group_id: str
-    run: GroupRun[Any, Any] | None
-    result: GroupResult | None = None
-    cursors: list[CandidateCursor] = field(default_factory=list)
-
-    def candidates(self) -> Sequence[CandidateCursor]:
-        """The cursors of all candidates started so far."""
-        if (run := self.run) is not None:
-            for index in range(len(self.cursors), len(run.candidates)):
-                self.cursors.append(CandidateCursor(run, f"{self.group_id}:{index}", self.number, index))
-        return self.cursors
-
-    def close(self) -> None:
-        """End all candidates."""
-        for candidate in self.candidates():
-            candidate.close()
-        self.run = None

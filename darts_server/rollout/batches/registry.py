@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
@@ -68,13 +68,10 @@ class _DurableBatch:
 
     key: IdempotencyKey
     bytes: int
-    opening: asyncio.Task[BatchRun]
+    opening: asyncio.Task[BatchRun] | None = None
+    batch: BatchRun | None = None
+    has_ended: bool = False
     timer: asyncio.TimerHandle | None = None
-
-    @property
-    def batch(self) -> BatchRun:
-        """The batch, once it has opened."""
-        return self.opening.result()
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
         """Call ``action`` with it after so many seconds, in place of what was scheduled before."""
@@ -91,7 +88,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
     Args:
         retention: how long durable batches are kept.
-        interval: seconds between two polls of what candidates have generated.
         clock: monotonic seconds.
         carry_limits: of what is carried over from batch to batch.
         saved: where that is kept from the end of this server to the start of the next; ``None`` for nowhere.
@@ -106,7 +102,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         renderer: PromptRenderer[RequestT, OutputT],
         new_planner: NewPlanner,
         retention: BatchRetention | None = None,
-        interval: float = 0.02,
         clock: Callable[[], float] = time.monotonic,
         carry_limits: CarryLimits | None = None,
         saved: SavedPrompts | None = None,
@@ -117,16 +112,12 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._renderer = renderer
         self._new_planner = new_planner
         self._retention = retention or BatchRetention()
-        self._interval = interval
         self._clock = clock
         self._carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
-        self._running: dict[str, BatchRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._durable: dict[str, _DurableBatch] = {}
-        self._ended: dict[_DurableBatch, None] = {}  # a set, the oldest first
-        self._by_key: dict[IdempotencyKey, _DurableBatch] = {}
+        self._running: dict[str, BatchRun] = {}  # by id, until they have given back what they had taken
+        self._durable: dict[IdempotencyKey, _DurableBatch] = {}  # those that have ended in the order in which they did
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -142,16 +133,16 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         if key is None:
             return await self._open(request, answer_format, None)
-        keyed = self._by_key.get(key)
-        if keyed is None:
-            self._make_room(key)
-            opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, key))
-            keyed = self._by_key[key] = _DurableBatch(key, key.body_bytes, opening)
-            opening.add_done_callback(partial(self._forget_if_failed, key))
-        elif keyed.key.body_digest != key.body_digest:
+        durable = self._durable.get(key)
+        if durable is None:
+            self._make_room(key.owner, key.body_bytes)
+            durable = self._durable[key] = _DurableBatch(key, key.body_bytes)
+            durable.opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, durable))
+        elif durable.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
+        assert durable.opening is not None
         # Shielded, because another caller with the same key may be waiting for the same task.
-        return await asyncio.shield(keyed.opening)
+        return await asyncio.shield(durable.opening)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller that runs or is kept. The caller must start to listen in the same turn.
@@ -159,13 +150,13 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             NotFound
         """
-        durable = self._durable.get(batch_id)
-        if durable is None or not caller.get().may_see(durable.batch.owner):
-            raise NotFound(
-                "batch_id",
-                f"no batch {batch_id!r} of yours is kept; only those sent with {KEY_HEADER} are, for a while",
-            )
-        return durable.batch
+        for durable in self._durable.values():
+            batch = durable.batch
+            if batch is not None and batch.batch_id == batch_id and caller.get().may_see(batch.owner):
+                return batch
+        raise NotFound(
+            "batch_id", f"no batch {batch_id!r} of yours is kept; only those sent with {KEY_HEADER} are, for a while"
+        )
 
     def cancel(self, batch_id: str) -> bool:
         """Cancel a batch of the caller, durable or not; whether it was running.
@@ -182,9 +173,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """Cancel batches without a listener: no caller will find them again once the server has stopped."""
         for batch in list(self._running.values()):
             if not batch.listeners:
-                batch.cancel(
-                    "the server is stopping, and no caller was connected to the batch; send it to another server"
-                )
+                why = "the server is stopping, and no caller was connected to the batch; send it to another server"
+                batch.cancel(why)
 
     async def hand_back(self, reason: DartsError) -> None:
         """End all batches with what their groups have generated; their callers get it.
@@ -194,9 +184,10 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         keep, keep_tokens = self._saved is not None, self._has_initial_weights()
         for batch in list(self._running.values()):
-            batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+            if batch.end is None:
+                batch.interrupt(reason, keep=keep, keep_tokens=keep_tokens)
+        if self._running:
+            await asyncio.wait([batch.task for batch in self._running.values()])
 
     def restore(self) -> None:
         """Keep the prompts that the last server has saved, and remove them from the disk, for `close` to save again.
@@ -220,8 +211,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """
         for batch in list(self._running.values()):
             batch.cancel("the server has stopped")
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        if self._running:
+            await asyncio.wait([batch.task for batch in self._running.values()], timeout=CLOSE_SECONDS)
         if self._saved is None:
             return 0
         prompts = list(self._carried)
@@ -237,96 +228,90 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             if batch.answer_format.stream is not StreamMode.OFF:
                 batch.fail(error)
 
-    async def _open(self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None) -> BatchRun:
+    async def _open(
+        self, request: BatchRequest, answer_format: AnswerFormat, durable: _DurableBatch | None
+    ) -> BatchRun:
         parts = self._rollouts, self._renderer
+        try:
+            prepared = await prepare_batch(request, *parts, self._new_planner, self._carried)
+        except BaseException:
+            if durable is not None:  # its key is free again, also if its caller has left
+                del self._durable[durable.key]
+            raise
         batch = BatchRun(
-            await prepare_batch(request, *parts, self._new_planner, self._carried),
+            prepared,
             *parts,
             self._carried,
             answer_format,
-            replayable=key is not None,
-            interval=self._interval,
-            on_idle=self._handle_idle,
-            on_end=self._handle_end,
+            replayable=durable is not None,
+            on_idle=partial(self._handle_idle, durable),
+            on_end=partial(self._handle_end, durable),
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
-        self._tasks.add(batch.task)
-        batch.task.add_done_callback(self._tasks.discard)
-        if key is not None:
-            self._durable[batch.batch_id] = self._by_key[key]
-            self._handle_idle(batch)
+        batch.task.add_done_callback(lambda _: self._running.pop(batch.batch_id))
+        if durable is not None:
+            durable.batch = batch
+            self._handle_idle(durable, batch)
         return batch
 
-    def _forget_if_failed(self, key: IdempotencyKey, opening: asyncio.Task[BatchRun]) -> None:
-        """Free the key of a batch that could not be opened, also if its caller has left."""
-        if opening.cancelled() or opening.exception() is not None:
-            del self._by_key[key]
-
-    def _handle_idle(self, batch: BatchRun) -> None:
+    def _handle_idle(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
-        if (durable := self._durable.get(batch.batch_id)) is None:
+        if durable is None:
             batch.cancel("the caller disconnected")
-        else:
-            durable.schedule(self._retention.resume_seconds, self._cancel_if_idle)
+            return
 
-    def _cancel_if_idle(self, durable: _DurableBatch) -> None:
-        if not durable.batch.listeners:
-            durable.batch.cancel("no caller was connected to the batch for too long")
-            self._drop(durable)
+        def cancel_if_idle(durable: _DurableBatch) -> None:
+            if not batch.listeners:
+                batch.cancel("no caller was connected to the batch for too long")
+                self._drop(durable)
 
-    def _handle_end(self, batch: BatchRun) -> None:
+        durable.schedule(self._retention.resume_seconds, cancel_if_idle)
+
+    def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Keep a durable batch for a while, in place of the oldest ones if there are too many."""
-        self._running.pop(batch.batch_id)
-        if durable := self._durable.get(batch.batch_id):
+        if durable is not None:
+            durable.has_ended, durable.bytes = True, kept_bytes(batch)
             durable.schedule(self._retention.kept_seconds, self._drop)
-            self._ended[durable] = None
-            durable.bytes = kept_bytes(batch)
-            if len(self._ended) > self._retention.kept_batches:
-                self._drop(next(iter(self._ended)))
-            self._drop_excess(durable.key.owner)
+            self._durable[durable.key] = self._durable.pop(durable.key)
+            ended = [each for each in self._durable.values() if each.has_ended]
+            if len(ended) > self._retention.kept_batches:
+                self._drop(ended[0])
+            self._make_room(durable.key.owner)
 
-    def _make_room(self, key: IdempotencyKey) -> None:
-        """Drop the oldest ended batches for one that is to start.
+    def _make_room(self, owner: str | None, more: int = 0) -> None:
+        """Drop ended batches, the oldest first, until there is room for the others and ``more`` bytes of a new one.
 
         Raises:
-            TooLarge, QuotaReached, Overloaded: that would not suffice.
+            TooLarge, QuotaReached, Overloaded: that would not suffice; none was dropped.
         """
-        errors = (QuotaReached, "this key's"), (Overloaded, "all")
-        for (limit, counted), (error, whose) in zip(self._shares(key.owner), errors, strict=True):
-            if key.body_bytes > limit:
+        most, kept = self._retention.kept_bytes, list(self._durable.values())
+        of_owner = [each for each in kept if each.key.owner == owner]
+        shares = (most // 2, of_owner, QuotaReached, "this key's"), (most, kept, Overloaded, "all")
+        for limit, counted, error, whose in shares:
+            if more > limit:
                 raise TooLarge("body", f"must have at most {limit} bytes with {KEY_HEADER} (--kept-bytes); {SEND_LESS}")
-            running = sum(durable.bytes for durable in counted if durable not in self._ended)
-            if running + key.body_bytes > limit:
+            running = sum(each.bytes for each in counted if not each.has_ended)
+            if running + more > limit:
                 raise error(
-                    f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {key.body_bytes} more would "
-                    f"exceed {limit} (--kept-bytes); retry when some have ended",
+                    f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {more} more would exceed "
+                    f"{limit} (--kept-bytes); retry when some have ended",
                     RETRY_SECONDS,
                 )
-        self._drop_excess(key.owner, key.body_bytes)
-
-    def _drop_excess(self, owner: str | None, more: int = 0) -> None:
-        """Drop ended batches, the oldest first, until the others and ``more`` bytes may be kept."""
-        for limit, counted in self._shares(owner):
-            excess = sum(durable.bytes for durable in counted) + more - limit
-            for durable in list(self._ended):
-                if excess > 0 and durable in counted:
+        for limit, counted, *_ in shares:
+            counted = [each for each in counted if each.key in self._durable]
+            excess = sum(each.bytes for each in counted) + more - limit
+            for durable in counted:
+                if excess > 0 and durable.has_ended:
                     excess -= durable.bytes
                     self._drop(durable)
 
-    def _shares(self, owner: str | None) -> Iterator[tuple[int, set[_DurableBatch]]]:
-        """Yield the batches that share a number of bytes: those of this owner, then all."""
-        kept = self._by_key.values()
-        yield self._retention.kept_bytes // 2, {durable for durable in kept if durable.key.owner == owner}
-        yield self._retention.kept_bytes, set(kept)
-
     def _drop(self, durable: _DurableBatch) -> None:
-        """Drop a batch; harmless if it was dropped before."""
-        if self._durable.pop(durable.batch.batch_id, None) is not None:
+        """Drop a batch; harmless if it was dropped before, also if another one has its key now."""
+        if self._durable.get(durable.key) is durable:
+            del self._durable[durable.key]
             if durable.timer is not None:
                 durable.timer.cancel()
-            self._by_key.pop(durable.key, None)
-            self._ended.pop(durable, None)
 
 
 def kept_bytes(batch: BatchRun) -> int:

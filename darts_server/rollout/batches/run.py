@@ -4,16 +4,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.rollout.batches.batch import PreparedBatch, PreparedGroup
+from darts_server.rollout.batches.batch import BatchGroup, PreparedBatch
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry
 from darts_server.rollout.batches.events import (
     AbortedSample,
@@ -21,7 +20,6 @@ from darts_server.rollout.batches.events import (
     BatchEnd,
     BatchFailed,
     BatchStarted,
-    Event,
     EventFeed,
     GroupResult,
     Unfinished,
@@ -60,7 +58,6 @@ class BatchRun:
     Args:
         answer_format: how its listeners are answered.
         replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
-        interval: seconds between two polls of what candidates have generated.
         on_idle: called when the last listener has left before its end.
         on_end: called when it has ended, with any outcome.
         clock: monotonic seconds.
@@ -68,14 +65,13 @@ class BatchRun:
 
     def __init__(
         self,
-        prepared: PreparedBatch[Any],
+        prepared: PreparedBatch[Any, Any],
         rollouts: Rollouts[Any, Any],
         renderer: PromptRenderer[Any, Any],
         kept: CarriedPrompts,
         answer_format: AnswerFormat,
         *,
         replayable: bool = False,
-        interval: float = 0.02,
         on_idle: Callable[["BatchRun"], object] = lambda _: None,
         on_end: Callable[["BatchRun"], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -83,9 +79,7 @@ class BatchRun:
         self.batch_id = prepared.batch_id
         self.plan = prepared.plan
         self.sampling = prepared.sampling
-        """The sampling parameters in force."""
         self.size = len(prepared.groups)
-        """Number of prompts."""
         self.owner = caller.get().name
         """Name of the caller that started it; ``None`` for callers without a key."""
         self.answer_format = answer_format
@@ -95,13 +89,12 @@ class BatchRun:
             survivors = self.plan.shaping.return_survivors
             first = BatchStarted(self.batch_id, self.plan.policy, self.size, survivors, self.sampling)
             chunk = answer_format.chunk_tokens if answer_format.stream is StreamMode.TOKENS else None
-            self.feed = EventFeed(first, chunk, interval, replayable, clock)
+            self.feed = EventFeed(first, chunk, rollouts.poll_seconds, replayable, clock)
         self.listeners = 0
-        """Number of listeners."""
         self.end: BatchEnd | None = None
         """How it ended; ``None`` while it runs."""
         self._ended = asyncio.Event()
-        self.on_idle = on_idle
+        self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
@@ -114,27 +107,26 @@ class BatchRun:
         self._places = asyncio.Semaphore(prepared.begun)
         self._ticket = prepared.ticket
         self._carry = prepared.carry
-        self._on_abort = OnAbort.FAIL
-        if self._carry is not Carry.RESTART:
-            self._on_abort = OnAbort.CARRY if self._carry is Carry.RESUME else OnAbort.RETURN
+        by_carry = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
+        self._on_abort = by_carry[self._carry]
         self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
         self._is_running = False
         self._interrupted_by: DartsError | None = None
-        # By the number of the group. `_stopped`: what candidates go on from; `None` if the prompt starts again.
-        self._started: set[int] = set()
-        self._decided: set[int] = set()
-        self._runs: dict[int, GroupRun[Any, Any]] = {}
-        self._stopped: dict[int, CarriedGroup[Any] | None] = {}
-        self._undecided_because: dict[int, DartsError] = {}
-        self._handed_back: dict[int, GroupResult] = {}
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"darts-{self.batch_id}")
         """Runs it, and ends a little after it, when prompts that it has taken are given back."""
 
     # --- called by listeners and the registry -------------------------------
 
-    def listen(self, after: int = 0) -> "Listener":
-        """Create a listener that gets the events after event number ``after``."""
-        return Listener(self, after)
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Count a listener while the block runs: one that waits for the end, or reads the events of `feed`."""
+        self.listeners += 1
+        try:
+            yield
+        finally:
+            self.listeners -= 1
+            if not self.listeners and self.end is None:
+                self._on_idle(self)
 
     async def wait(self) -> BatchDone:
         """Wait for the end of the batch.
@@ -172,8 +164,9 @@ class BatchRun:
         if not keep:
             self._carry = Carry.DROP
         self._interrupted_by = error
-        for run in list(self._runs.values()):
-            run.interrupt(error, self._on_abort)
+        for group in self._groups:
+            if group.run is not None:
+                group.run.interrupt(error, self._on_abort)
         if not self._is_running:
             self.fail(error)
 
@@ -191,11 +184,11 @@ class BatchRun:
                 self._finish(self._keep_undecided(results))
         finally:
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
-                groups = self._groups if self.answer_format.stream is StreamMode.OFF else self._undecided()
-                self._kept.put(self.owner, (), [group.carried for group in groups if group.carried is not None])
+                streams = self.feed is not None
+                lost = [group.carried for group in self._groups if not (streams and group.is_decided)]
+                self._kept.put(self.owner, (), filter(None, lost))
             # A batch that is kept must not keep its prompts, nor what was generated for those that are carried over.
             self._groups, self._terms = (), ""
-            self._runs, self._stopped, self._undecided_because, self._handed_back = {}, {}, {}, {}
 
     async def _run_groups(self, results: list[GroupResult]) -> None:
         """Run all groups until enough are complete, and add each to the results as it is decided.
@@ -205,8 +198,8 @@ class BatchRun:
         must not be complete a second time.
         """
 
-        def decide(result: GroupResult) -> None:
-            self._decided.add(result.number)
+        def decide(group: BatchGroup[Any, Any], result: GroupResult) -> None:
+            group.is_decided, group.run = True, None
             results.append(result)
             if self.feed is not None:
                 self.feed.group_ended(result)
@@ -215,32 +208,43 @@ class BatchRun:
         try:
             async with self._rollouts.gate.enter():
                 self._is_running = True
-                for group in self._in_order():
+                # Carried over, then by expected length, then as the caller has them. New prompts are expected to be as
+                # long as the data set's mean; before there is one, as the mean of those of this batch that are known.
+                statistics = self._rollouts.statistics
+                means = [statistics.prompts.mean(group.prompt_key) for group in self._groups]
+                known = [mean for mean in means if mean is not None]
+                usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
+                order = sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
+                for group in order:
                     tasks[group.number] = asyncio.create_task(self._run_group(group))
                 for next_result in asyncio.as_completed(tasks.values()):
                     if (result := await next_result) is None or result.error is not None:
                         self._places.release()
                     if result is None:
                         continue
-                    self._runs.pop(result.number, None)
-                    decide(result)
+                    decide(self._groups[result.number], result)
                     self._missing -= result.error is None
                     if not self._missing:
                         break
                 if self._carry is Carry.RESUME:
-                    stopping = []
-                    for group in self._undecided():
-                        if (run := self._runs.get(group.number)) is not None:
-                            stopping.append(asyncio.create_task(self._stop(group, run)))
+                    ended, stopping = [], []
+                    for group in self._groups:
+                        if (run := group.run) is not None:
                             await asyncio.sleep(0)  # each stops its candidates, so they take turns
-                    for number in await asyncio.gather(*stopping):
-                        if number is not None and (result := await tasks[number]) is not None:
-                            decide(result)
+                            if run.has_ended:
+                                ended.append(group)
+                            else:
+                                run.stop_to_carry()
+                                stopping.append(asyncio.create_task(self._keep_generated(group, run)))
+                    await asyncio.gather(*stopping)
+                    for group in ended:
+                        if (result := await tasks[group.number]) is not None:
+                            decide(group, result)
         finally:
             self._ticket.release()
-            for number, task in tasks.items():
-                if number not in self._started:
-                    task.cancel()
+            for group in self._groups:
+                if not group.has_started and group.number in tasks:
+                    tasks[group.number].cancel()
             try:
                 for task in tasks.values():
                     if not task.done():
@@ -251,33 +255,25 @@ class BatchRun:
                     task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
             for group in self._groups:
-                if group.number not in self._started:
+                if not group.has_started:
                     group.allocation.drop()
-
-    def _undecided(self) -> list[PreparedGroup[Any]]:
-        return [group for group in self._groups if group.number not in self._decided]
 
     def _keep_undecided(self, results: list[GroupResult]) -> BatchDone:
         """Keep the prompts whose groups were not decided, as their caller wants it; return how the batch has ended."""
-        undecided = self._undecided()
+        undecided = [group for group in self._groups if not group.is_decided]
         if self._carry is not Carry.DROP:
             new: list[CarriedPrompt] = []
             older: list[CarriedPrompt] = []
             for group in undecided:
-                generated = self._stopped.get(group.number, group.resumed)
-                prompt = CarriedPrompt(group.prompt, group.identity, generated)
+                prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
                 (new if group.carried is None else older).append(prompt)
             self._kept.put(self.owner, new, older)
         carried = self._kept.count(self.owner)
         seconds = self._clock() - self._started_at
         unfinished = [
             Unfinished(
-                group.number,
-                group.prompt_key,
-                group.prompt.metadata,
-                self._carry,
-                self._undecided_because.get(group.number),
-                self._handed_back.get(group.number),
+                *(group.number, group.prompt_key, group.prompt.metadata),
+                *(self._carry, group.interrupted, group.handed_back),
             )
             for group in undecided
         ]
@@ -293,40 +289,39 @@ class BatchRun:
         decided = len(end.results) if isinstance(end, BatchDone) else 0
         seconds = round(self._clock() - self._started_at, 3)
         fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
-        logger.info(
-            "rollouts %s: %d of %d prompts decided in %.3f s",
-            *fields.values(),
-            extra={**fields, "policy": self.plan.policy},
-        )
+        extra = {**fields, "policy": self.plan.policy}
+        logger.info("rollouts %s: %d of %d prompts decided in %.3f s", *fields.values(), extra=extra)
         self._on_end(self)
-
-    def _in_order(self) -> list[PreparedGroup[Any]]:
-        """Sort: carried over, then by expected length, then as the caller has them.
-
-        New prompts are expected to be as long as the data set's mean; in the first step, before there is one, as the
-        mean of those of this batch that are known.
-        """
-        statistics = self._rollouts.statistics
-        means = {group.number: statistics.prompts.mean(group.prompt_key) for group in self._groups}
-        known = [mean for mean in means.values() if mean is not None]
-        usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
-        return sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
 
     # --- one group ----------------------------------------------------------
 
-    async def _run_group(self, group: PreparedGroup[Any]) -> GroupResult | None:
+    async def _run_group(self, group: BatchGroup[Any, Any]) -> GroupResult | None:
         """Run one group; ``None`` if it was aborted and its prompt is carried over."""
         await self._places.acquire()
         await self._rollouts.starts.group(group.allocation.candidates)
-        self._started.add(group.number)
+        group.has_started = True
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         group_id = f"{self.batch_id}-{group.number}"
         result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
         samples: dict[int, Sample] = {}
         run: GroupRun[Any, Any] | None = None
         try:
-            # With a feed, each trajectory is reported as soon as it is known to belong to its group.
-            run = self._runs[group.number] = self._start(group, group_id, early=feed is not None)
+            can_carry, resumed = self._carry is Carry.RESUME, group.resumed
+            if (
+                resumed is not None
+                and resumed.staleness(self._rollouts.engine.weight_version) > self._kept.limits.staleness
+            ):
+                resumed = None  # the weights changed while it waited
+            tail_seed = self._renderer.tail_seed(group.request) if resumed is None else resumed.tail_seed
+            if can_carry and tail_seed is None:
+                tail_seed = (secrets.randbits(64),)
+            # With a feed, each trajectory is reported as soon as it is known to belong to its group, unless that may go
+            # on in another group.
+            early, key = feed is not None and not can_carry, group.prompt_key
+            spec = GroupSpec(self.plan, group.request, group_id, key, tail_seed, early=early, on_abort=self._on_abort)
+            held = self._ticket.split(group.allocation.candidates)
+            carried = () if resumed is None else resumed.candidates
+            run = group.run = self._rollouts.start(spec, group.allocation, held, carried)
             if feed is not None:
                 feed.group_started(group.number, run)
             if self._interrupted_by is not None:
@@ -340,7 +335,7 @@ class BatchRun:
             except DartsError as error:
                 if run.interrupted is None:
                     raise
-                return await self._interrupted(group, run, replace(result, error=error), samples)
+                return await self._interrupted(group, replace(result, error=error), samples)
         except DartsError as error:
             return replace(result, error=error)
         except Exception as error:  # a bug of ours: it ends this group and no other
@@ -351,63 +346,27 @@ class BatchRun:
                 self._generated += run.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
-    def _start(self, group: PreparedGroup[Any], group_id: str, *, early: bool) -> GroupRun[Any, Any]:
-        can_carry = self._carry is Carry.RESUME
-        tail_seed = self._renderer.tail_seed(group.request)
-        resumed = group.resumed
-        if (
-            resumed is not None
-            and resumed.staleness(self._rollouts.engine.weight_version) > self._kept.limits.staleness
-        ):
-            resumed = None  # the weights changed while it waited
-        if resumed is not None:
-            tail_seed = resumed.tail_seed
-        elif can_carry and tail_seed is None:
-            tail_seed = (secrets.randbits(64),)
-        spec = GroupSpec(
-            self.plan,
-            group.request,
-            group_id,
-            group.prompt_key,
-            tail_seed,
-            early=early and not can_carry,  # what is delivered cannot go on in another group
-            on_abort=self._on_abort,
-        )
-        held = self._ticket.split(group.allocation.candidates)
-        return self._rollouts.start(spec, group.allocation, held, () if resumed is None else resumed.candidates)
-
-    async def _stop(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> int | None:
-        """Stop a group that is not decided, and keep what it has generated; return its number if it had ended."""
-        if run.has_ended:
-            return group.number
-        run.stop_to_carry()
-        await self._keep_generated(group, run)
-        return None
-
-    async def _keep_generated(self, group: PreparedGroup[Any], run: GroupRun[Any, Any]) -> None:
+    async def _keep_generated(self, group: BatchGroup[Any, Any], run: GroupRun[Any, Any]) -> None:
         """Keep what the candidates of a stopped group have generated, if another one can go on with it."""
         candidates = await run.runner.collect_carried()
         # With a seed a candidate's number gives its random numbers, so no other one may get it.
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
         if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
-            self._stopped[group.number] = None
+            group.resumed = None
             self._generated += sum(candidate.tokens for candidate in candidates)
             return
         assert run.spec.tail_seed is not None
         saturated = group.allocation.saturated
-        self._stopped[group.number] = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
+        group.resumed = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
 
     async def _interrupted(
-        self,
-        group: PreparedGroup[Any],
-        run: GroupRun[Any, Any],
-        result: GroupResult,
-        samples: Mapping[int, Sample],
+        self, group: BatchGroup[Any, Any], result: GroupResult, samples: Mapping[int, Sample]
     ) -> GroupResult | None:
         """Return what a group that was ended from outside has generated; ``None`` if its prompt is carried over."""
-        assert run.interrupted is not None
+        run = group.run
+        assert run is not None
         # First: if enough others are complete before it has ended, it stays undecided.
-        self._undecided_because[group.number] = run.interrupted
+        group.interrupted = run.interrupted
         result, on_abort = replace(result, record=run.record), self._on_abort
         if on_abort is OnAbort.CARRY:
             await self._keep_generated(group, run)
@@ -422,41 +381,6 @@ class BatchRun:
         if self._carry is Carry.DROP:
             return result
         if on_abort is OnAbort.RETURN:
-            self._handed_back[group.number], self._stopped[group.number] = result, None
-        self._runs.pop(group.number)
+            group.handed_back, group.resumed = result, None
+        group.run = None
         return None
-
-
-class Listener:
-    """Read the events of a streamed batch for one caller. As a context manager it counts as a listener of any."""
-
-    def __init__(self, batch: BatchRun, after: int) -> None:
-        self._batch = batch
-        self._number = after
-
-    def __enter__(self) -> Self:
-        self._batch.listeners += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._batch.listeners -= 1
-        if not self._batch.listeners and self._batch.end is None:
-            self._batch.on_idle(self._batch)
-
-    def next_nowait(self) -> tuple[int, Event] | None:
-        """The next event and its number; ``None`` if there is none yet."""
-        assert self._batch.feed is not None
-        found = self._batch.feed.next_after(self._number)
-        if found is not None:
-            self._number = found[0]
-        return found
-
-    async def next(self) -> tuple[int, Event] | None:
-        """Wait for the next event and its number; ``None`` after the last. Safe to cancel: no event is lost."""
-        feed = self._batch.feed
-        assert feed is not None
-        while (found := self.next_nowait()) is None:
-            if feed.ends_at(self._number):
-                return None
-            await feed.wait()
-        return found

@@ -5,10 +5,10 @@ import hashlib
 import json
 import logging
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from darts_server.policy.checks import check_count
 
@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 Scalar = str | int | float | bool | None
 Document = Mapping[str, Scalar]
 T = TypeVar("T")
-Parse = Callable[[Any], Any]
 
 MAX_LOGGED = 100
 """Documents of a kind that are named in the log as unusable, each once."""
@@ -40,21 +39,28 @@ class DocumentStore(Protocol):
         ...
 
 
-def parse_document(document: Document, parse: Callable[[Document], T]) -> T:
-    """Parse a document that may hold anything.
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of documents. ``from_document``: makes a value from one; it raises for what another version wrote."""
 
-    Raises:
-        ValueError: it cannot be used; the message says why.
-    """
-    try:
-        return parse(document)
-    except Exception as error:  # whatever a made-up document leads to: it must not reach a group
-        raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
+    name: str
+    from_document: Callable[[Document], T]
+
+    def parse(self, document: Document) -> T:
+        """Parse a document that may hold anything.
+
+        Raises:
+            ValueError: it cannot be used; the message says why.
+        """
+        try:
+            return self.from_document(document)
+        except Exception as error:  # whatever a made-up document leads to: it must not reach a group
+            raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
 
 
-def parse_value(parse: Parse) -> Callable[[Document], Any]:
-    """Return a function that parses the documents of `StoredValues`."""
-    return lambda document: parse(json.loads(str(document["value"])))
+def json_kind(name: str, parse: Callable[[Any], T]) -> Kind[T]:
+    """Return the kind of documents that `StoredValues.save` writes. ``parse``: makes a value from its JSON."""
+    return Kind(name, lambda document: parse(json.loads(str(document["value"]))))
 
 
 class Debounce:
@@ -77,65 +83,34 @@ class Debounce:
             self._work()
 
 
-class Restores:
-    """Notice when all documents were replaced by a saved state, so that nothing learned before overwrites it.
+class StoredValues(Generic[T]):
+    """Values of one kind. One that cannot be used counts as missing, is logged once, and learned again.
 
-    ``count``: how often they were, as far as noticed.
+    They are read at every use, so that a restore takes effect at once.
     """
 
-    def __init__(self, documents: DocumentStore) -> None:
-        self._documents = documents
-        self.count = documents.generation()
-
-    def noticed(self) -> bool:
-        """Return whether documents were replaced since the last call."""
-        before, self.count = self.count, self._documents.generation()
-        return self.count != before
-
-
-class StoredDocuments:
-    """Documents of one kind. One that cannot be used counts as missing, is logged once, and learned again.
-
-    They are read at every use, so that what another process learned, or a restore, takes effect at once.
-
-    ``parse``: makes a value from a document. It raises if another version of this server wrote something else.
-    """
-
-    def __init__(self, documents: DocumentStore, kind: str, parse: Callable[[Document], Any]) -> None:
+    def __init__(self, documents: DocumentStore, kind: Kind[T]) -> None:
         self._documents = documents
         self._kind = kind
-        self._parse = parse
         self._logged: set[str] = set()
 
-    def load(self, key: str) -> Any:
+    def load(self, key: str) -> T | None:
         """Return the value, or ``None`` if there is none that can be used: shaping aims worse for a while then."""
-        document = self._documents.get(self._kind, key)
+        document = self._documents.get(self._kind.name, key)
         try:
-            value = None if document is None else parse_document(document, self._parse)
+            return None if document is None else self._kind.parse(document)
         except ValueError as error:
             if key not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(key)
-                logger.warning(
-                    "the learned %s %.64s cannot be used, and is learned again: %.200s", self._kind, key, error
-                )
+                name = self._kind.name
+                logger.warning("the learned %s %.64s cannot be used, and is learned again: %.200s", name, key, error)
             return None
-        self._logged.discard(key)
-        return value
 
     def put(self, key: str, document: Document) -> None:
-        self._documents.put(self._kind, key, document)
-
-
-class StoredValues(StoredDocuments):
-    """Small JSON values of one kind, each read and written as a whole.
-
-    ``parse``: makes a value from its JSON, otherwise as for `StoredDocuments`.
-    """
-
-    def __init__(self, documents: DocumentStore, kind: str, parse: Parse = lambda value: value) -> None:
-        super().__init__(documents, kind, parse_value(parse))
+        self._documents.put(self._kind.name, key, document)
 
     def save(self, key: str, value: Any) -> None:
+        """Save a value of a `json_kind`, given as JSON values, in place of the previous one."""
         self.put(key, {"value": json.dumps(value)})
 
 
@@ -162,28 +137,28 @@ class BlobStore:
 
     A blob is split into parts, one document each, and a manifest: documents, and lines of a saved state, are small. A
     key has two slots: a new blob is written to the slot that the manifest does not name, and the manifest after it. So
-    every reader finds one blob or the other complete, also in another process, or after one was killed while it saved.
+    every reader finds one blob or the other complete, also after a process was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
         self._documents = documents
         self._kind = kind
-        self._manifests = StoredDocuments(documents, kind, _parse_manifest)
+        self._manifests = StoredValues(documents, Kind(kind, _parse_manifest))
 
     def digest(self, key: str) -> str | None:
         """Return the SHA-256 of the key's blob; ``None`` if there is none that can be read."""
-        manifest: Manifest | None = self._manifests.load(key)
+        manifest = self._manifests.load(key)
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
         """Return the key's blob; ``None`` if there is none that is complete."""
-        manifest: Manifest | None = self._manifests.load(key)
-        if manifest is None:
+        if (manifest := self._manifests.load(key)) is None:
             return None
+        names = (_part_key(key, manifest.slot, number) for number in range(manifest.parts))
+        parts = (self._documents.get(self._kind + PART_SUFFIX, name) or {} for name in names)
         data = b""
-        with suppress(KeyError, ValueError):  # a part is damaged: the digest tells
-            parts = self._parts(key, manifest.slot, manifest.parts)
-            data = b"".join(b64decode(str(part["data"]), validate=True) for _, part in parts)
+        with suppress(KeyError, ValueError):  # a part is missing or damaged: the digest tells
+            data = b"".join(b64decode(str(part["data"]), validate=True) for part in parts)
         if hashlib.sha256(data).hexdigest() != manifest.digest:
             logger.warning("the learned %s %s is incomplete, and is learned again", self._kind, key)
             return None
@@ -191,33 +166,23 @@ class BlobStore:
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
         """Save a blob in place of the key's previous one. Returns its digest."""
-        previous: Manifest | None = self._manifests.load(key)
+        kind, previous = self._kind + PART_SUFFIX, self._manifests.load(key)
         slot = 0 if previous is None else 1 - previous.slot
         parts = [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
         for number, part in enumerate(parts):
-            text = b64encode(part).decode()
-            self._documents.put(self._kind + PART_SUFFIX, _part_key(key, slot, number), {"data": text})
+            self._documents.put(kind, _part_key(key, slot, number), {"data": b64encode(part).decode()})
         digest = hashlib.sha256(data).hexdigest()
         # The store's field is "side": it is in state files and archives.
         self._manifests.put(key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
-        if previous is not None:  # the store cannot delete: empty the old parts
-            for name, _ in self._parts(key, previous.slot, previous.parts):
-                self._documents.put(self._kind + PART_SUFFIX, name, {"data": ""})
+        # The store cannot delete: empty the old parts.
+        for number in range(0 if previous is None else previous.parts):
+            self._documents.put(kind, _part_key(key, 1 - slot, number), {"data": ""})
         return digest
 
-    def _parts(self, key: str, slot: int, count: int) -> Iterator[tuple[str, Document]]:
-        """Yield keys and documents of a slot in order, up to the first that is missing."""
-        for number in range(count):
-            name = _part_key(key, slot, number)
-            part = self._documents.get(self._kind + PART_SUFFIX, name)
-            if part is None:
-                return
-            yield name, part
 
-
-def blob_parsers(kind: str) -> dict[str, Callable[[Document], object]]:
-    """Return functions that parse the documents of blobs, by kind. They raise for what is none."""
-    return {kind: _parse_manifest, kind + PART_SUFFIX: _check_part}
+def blob_kinds(name: str) -> tuple[Kind[Manifest], Kind[None]]:
+    """Return the kinds of documents that blobs consist of."""
+    return Kind(name, _parse_manifest), Kind(name + PART_SUFFIX, _check_part)
 
 
 def _parse_manifest(document: Document) -> Manifest:

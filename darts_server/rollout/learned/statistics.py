@@ -1,7 +1,9 @@
-"""Everything that is learned from rollouts, as one value, and of it the length statistics of the whole data set."""
+"""Everything that is learned from rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
+from operator import add
 from statistics import fmean
 from typing import Any
 
@@ -9,29 +11,44 @@ import numpy as np
 
 from darts_server.engine.port import RequestTokens
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
+from darts_server.policy.latency import LatencyModel, LatencyState
 from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
-from darts_server.policy.lengths import DatasetStats, LengthEstimate, PromptStats, estimate_lengths
+from darts_server.policy.lengths import (
+    DatasetStats,
+    LengthEstimate,
+    Observation,
+    PromptStats,
+    estimate_lengths,
+    make_prompt_key,
+    update_stats,
+)
+from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import Expectation, predict_seconds
 from darts_server.records import GroupRecord
-from darts_server.rollout.learned.documents import Debounce, DocumentStore, Parse, Restores, StoredValues
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.prompts import Prompts, observations
-from darts_server.rollout.learned.rewards import Rewards
-from darts_server.types import Outcome
+from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
+from darts_server.types import FinishReason, Outcome
 
 STEP_GROUPS = 256
 """Groups that count as a step while the weight version does not change: a usual number of prompts."""
 WRITE_DELAY_SECONDS = 0.3
 """The store buffers for another half second, so that a killed process loses at most the last second."""
-KEY = "all"
+LATENCY_DELAY_SECONDS = 2.0
+"""A write has some 30 KB, and what a killed process loses is learned again in as many seconds."""
+KEY, ENGINE_KEY = "all", "engine"
 MIN_COHORT = 8
 """Number of prompts below which the cohort alone says too little."""
 PREDICTION_SEED, PREDICTION_RATIOS = 0, 512
 """The same statistics give the same prediction, and so many quantiles represent the distribution of lengths for it."""
+UNLIMITED = 1 << 20
+"""Sequences that an engine without a limit runs at once."""
+
+Step = list[tuple[int, LengthEstimate]]
+"""Weight version and lengths of each group of a step."""
 
 
-def _parse_step(value: Any) -> list[tuple[int, LengthEstimate]]:
+def _parse_step(value: Any) -> Step:
     check_length("groups", value, STEP_GROUPS)
     for version, mean, std in value:
         check_count("version", version)
@@ -41,12 +58,58 @@ def _parse_step(value: Any) -> list[tuple[int, LengthEstimate]]:
     return [(version, LengthEstimate(mean, std)) for version, mean, std in value]
 
 
-PARSERS: dict[str, Parse] = {
-    "dataset": lambda value: DatasetStats(**value),
-    "step": _parse_step,
-    "profile": lambda value: ProfileState(**value),
-}
-"""How values are parsed, by kind."""
+KIND = "prompt"
+PROMPT = Kind(KIND, lambda document: PromptStats(**document))  # type: ignore[arg-type]  # it checks the types itself
+DATASET = json_kind("dataset", lambda value: DatasetStats(**value))
+STEP = json_kind("step", _parse_step)
+PROFILE = json_kind("profile", lambda value: ProfileState(**value))
+LATENCY = json_kind("latency", lambda value: LatencyState(**value))
+PROMPT_REWARDS, DATASET_REWARDS = (json_kind(name, restore_stats) for name in ("prompt_rewards", "dataset_rewards"))
+KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
+
+
+def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
+    """The key of a prompt without a key of its caller's: a hash of its token ids and of its other inputs."""
+    # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
+    return make_prompt_key([*token_ids, *(-1 - byte for text in other_inputs for byte in text.encode())])
+
+
+def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
+    """Lengths of the group's candidates; censored for those that were stopped or cut, as they would be longer.
+
+    ``beyond_limit``: whether the length of a truncated candidate is censored too.
+    """
+    complete = {FinishReason.STOP} if beyond_limit else {FinishReason.STOP, FinishReason.LENGTH}
+    return [
+        Observation(c.tokens, censored=c.cut or c.finish_reason not in complete)
+        for c in record.candidates[record.restarted_from :]
+        if c.tokens > 0
+    ]
+
+
+class Prompts(StoredValues[PromptStats]):
+    """Keep length statistics by prompt key in ``documents``."""
+
+    def __init__(self, documents: DocumentStore) -> None:
+        super().__init__(documents, PROMPT)
+
+    def mean(self, key: str) -> float | None:
+        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new."""
+        stats = self.load(key)
+        return None if stats is None else stats.mean_ema
+
+    def learn(self, record: GroupRecord) -> PromptStats | None:
+        """Learn the lengths of a completed group, those of stopped candidates as censored; the statistics before it.
+
+        Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
+        """
+        observed = observations(record)
+        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observed:
+            return None
+        earlier = self.load(record.prompt_key)
+        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        self.put(record.prompt_key, asdict(update_stats(earlier, observed, version)))
+        return earlier
 
 
 class Dataset:
@@ -56,13 +119,14 @@ class Dataset:
     """
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._stats = StoredValues(documents, "dataset", PARSERS["dataset"])
-        self._steps = StoredValues(documents, "step", PARSERS["step"])
-        self._profiles = StoredValues(documents, "profile", PARSERS["profile"])
-        self._ratios: list[list[tuple[float, bool]]] = []  # by group: one fades all before it
-        self._groups: list[tuple[int, LengthEstimate]] = []
+        self._documents = documents
+        self._stats = StoredValues(documents, DATASET)
+        self._steps = StoredValues(documents, STEP)
+        self._profiles = StoredValues(documents, PROFILE)
+        # Groups that are not written yet: lengths, and ratios to the mean, of which those of one group fade all before.
+        self._groups: list[tuple[int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
-        self._restores = Restores(documents)
+        self._generation = documents.generation()
 
     @property
     def stats(self) -> DatasetStats:
@@ -83,8 +147,7 @@ class Dataset:
             return
         self._forget_replaced()
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        self._groups.append((version, estimate_lengths(observed)))
-        self._ratios.append(ratios_to_mean(observed, earlier))
+        self._groups.append((version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
         self._write_later.request()
 
     def flush(self) -> None:
@@ -93,27 +156,143 @@ class Dataset:
 
     def _forget_replaced(self) -> None:
         """Forget groups that ended before learned state was restored."""
-        if self._restores.noticed():
-            self._ratios, self._groups = [], []
+        if self._generation != (generation := self._documents.generation()):
+            self._generation, self._groups = generation, []
 
     def _write(self) -> None:
         self._forget_replaced()
         if not self._groups:
             return
-        ratios, groups = self._ratios, self._groups
-        self._ratios, self._groups = [], []
-        profile = LengthProfile(self._profiles.load(KEY))
-        for group in ratios:
-            profile.observe(group)
-        self._profiles.save(KEY, asdict(profile.state))
-        step: list[tuple[int, LengthEstimate]] = self._steps.load(KEY) or []
-        for version, estimate in groups:
+        groups, self._groups = self._groups, []
+        profile, step = LengthProfile(self._profiles.load(KEY)), self._steps.load(KEY) or []
+        for version, estimate, ratios in groups:
+            profile.observe(ratios)
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
-                stats: DatasetStats = self._stats.load(KEY) or DatasetStats()
-                self._stats.save(KEY, asdict(stats.with_step(group for _, group in step)))
+                stats = self._stats.load(KEY) or DatasetStats()
+                self._stats.save(KEY, asdict(stats.with_step(lengths for _, lengths in step)))
                 step = []
             step.append((version, estimate))
+        self._profiles.save(KEY, asdict(profile.state))
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
+
+
+class Latency:
+    """Learn the engine's latency curve and keep it in ``documents``.
+
+    ``capacity``: most sequences that run at once; ``kv_tokens``: most tokens in KV caches; both of all ``engines``, and
+    ``None`` if unknown.
+    """
+
+    def __init__(
+        self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
+    ) -> None:
+        self.engines = engines
+        self.capacity = capacity
+        self.kv_tokens = kv_tokens
+        self._documents = documents
+        self._states = StoredValues(documents, LATENCY)
+        self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
+        self._generation = documents.generation()
+        self._model = LatencyModel(self._states.load(ENGINE_KEY))
+
+    @property
+    def start_seconds(self) -> float | None:
+        """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` until it is known."""
+        return self._learned().start_seconds
+
+    def step_seconds(self, batch: int) -> float | None:
+        """Seconds of a decode step while ``batch`` sequences run on all engines; ``None`` until they are known."""
+        curve = self._learned().curve
+        return None if curve is None else curve.scaled(1 / self.engines).step_seconds(batch)
+
+    def machine(self) -> Machine | None:
+        """Describe the engine to the model of a rollout; ``None`` while the curve is unknown."""
+        model = self._learned()
+        if (curve := model.curve) is None:
+            return None
+        times = StepTime(curve, per_start=model.start_seconds or 0.0)
+        sequences = UNLIMITED if self.capacity is None else max(1, self.capacity // self.engines)
+        # Blocks of one token: how large they are is not known.
+        blocks = None if self.kv_tokens is None else max(1, self.kv_tokens // self.engines)
+        return Machine(times, replicas=self.engines, max_num_seqs=sequences, kv_blocks=blocks, block_size=1)
+
+    def observe(self, batch: int, seconds: float, started: int = 0) -> None:
+        """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
+        self._model.observe(batch, seconds, started)
+        self._write_later.request()
+
+    def flush(self) -> None:
+        """Write everything that is pending to ``documents``."""
+        self._write_later.run_pending()
+
+    def _learned(self) -> LatencyModel:
+        """Return the model, from restored state if there is any.
+
+        Steps after the restore are forgotten too if this comes later, which it does within `LATENCY_DELAY_SECONDS`.
+        """
+        if self._generation != (generation := self._documents.generation()):
+            self._generation, self._model = generation, LatencyModel(self._states.load(ENGINE_KEY))
+        return self._model
+
+    def _write(self) -> None:
+        before = self._model
+        if self._learned() is before:
+            self._states.save(ENGINE_KEY, asdict(before.state))
+
+
+class Rewards:
+    """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
+
+    def __init__(self, documents: DocumentStore) -> None:
+        self._prompts = StoredValues(documents, PROMPT_REWARDS)
+        self._dataset = StoredValues(documents, DATASET_REWARDS)
+
+    def of_prompt(self, key: str) -> RewardStats | None:
+        """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""
+        return self._prompts.load(key)
+
+    @property
+    def dataset(self) -> RewardStats:
+        """Statistics over all prompts, including those without a key."""
+        return self._dataset.load(KEY) or RewardStats()
+
+    def mean_length(self, answer: str) -> float | None:
+        """Mean length in tokens of all ``right`` or all ``wrong`` trajectories; ``None`` if there are none."""
+        lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
+        return lengths.mean if lengths.count else None
+
+    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
+        """Add statistics of newly rewarded trajectories, by prompt key."""
+        for key, stats in new_stats.items():
+            if key is not None:
+                self._prompts.save(key, ((self.of_prompt(key) or RewardStats()) + stats).state)
+        if new_stats:
+            self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
+
+
+def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
+    """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
+
+    The difference is right minus wrong. ``se``: a standard error, ``None`` for a single length.
+    """
+    if stats is None or stats.pass_rate is None:
+        return None
+
+    def mean_length(lengths: Moments) -> dict[str, Any] | None:
+        return {"mean": lengths.mean, "se": lengths.error, "count": lengths.count} if lengths.count else None
+
+    return {
+        "rewarded": stats.rewarded,
+        "right": stats.right.count,
+        "pass_rate": stats.pass_rate,
+        "zero_variance_groups": stats.zero_variance,
+        "rewarded_groups": stats.groups,
+        "length_right": mean_length(stats.right),
+        "length_wrong": mean_length(stats.wrong),
+        "pattern": stats.difference.pattern,
+        "difference": stats.difference.tokens,
+        "difference_se": stats.difference.error,
+    }
 
 
 class Statistics:
@@ -137,7 +316,7 @@ class Statistics:
 
     def expect(
         self,
-        keys: Sequence[str],
+        stats: Sequence[PromptStats | None],
         tokens: Sequence[RequestTokens],
         recent: Sequence[float],
         ratios: int,
@@ -146,15 +325,15 @@ class Statistics:
     ) -> Expectation | None:
         """Describe a cohort to the model of a rollout; ``None`` while too little was learned.
 
-        ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
+        ``stats``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
         the KV caches as what is generated does. ``recent``: mean lengths of which prompts that were never seen have
         one. ``ratios``: quantiles that represent the distribution of lengths. ``max_tokens``: at which trajectories are
         truncated where requests do not say.
         """
         limits = [one.most for one in tokens if one.most is not None]
         return Expectation.of(
-            [self.prompts.mean(key) for key in keys],
-            [self.prompts.std(key) for key in keys],
+            [None if one is None else one.mean_ema for one in stats],
+            [None if one is None else one.std_ema for one in stats],
             self.dataset.profile.quantiles(ratios),
             recent,
             rng,
@@ -163,19 +342,24 @@ class Statistics:
         )
 
     def predict_seconds(
-        self, mean: float, shaping: Shaping, size: int, keys: Sequence[str], tokens: Sequence[RequestTokens] = ()
+        self,
+        mean: float,
+        shaping: Shaping,
+        size: int,
+        stats: Sequence[PromptStats | None],
+        tokens: Sequence[RequestTokens] = (),
     ) -> float | None:
         """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown.
 
-        Of fewer than `MIN_COHORT` prompts it is unknown.
+        ``stats``: of its prompts; of fewer than `MIN_COHORT` it is unknown. ``tokens``: see `expect`.
         """
-        if len(keys) < MIN_COHORT:
+        if len(stats) < MIN_COHORT:
             return None
         machine, rng = self.latency.machine(), np.random.default_rng(PREDICTION_SEED)
-        means, usual = [self.prompts.mean(key) for key in keys], self.dataset.stats.mean
+        usual = self.dataset.stats.mean
         # Prompts that were never seen are like the others.
-        seen = [mean for mean in means if mean is not None] or ([usual] if usual else [])
-        expectation = self.expect(keys, tokens, seen, PREDICTION_RATIOS, rng)
+        seen = [one.mean_ema for one in stats if one is not None] or ([usual] if usual else [])
+        expectation = self.expect(stats, tokens, seen, PREDICTION_RATIOS, rng)
         if expectation is None or machine is None:
             return None
         return predict_seconds(mean, shaping, size, expectation, machine, rng)

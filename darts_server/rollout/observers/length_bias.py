@@ -6,7 +6,7 @@ import numpy as np
 
 from darts_server.policy.lengths import complete_sample
 from darts_server.records import GroupRecord
-from darts_server.rollout.learned.prompts import observations
+from darts_server.rollout.learned.statistics import observations
 from darts_server.types import Outcome
 
 MAX_GROUPS = 256

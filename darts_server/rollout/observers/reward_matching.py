@@ -13,7 +13,7 @@ from hashlib import blake2b
 from darts_server.identifiers import from_header
 from darts_server.policy.reward_stats import Moments, RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
-from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.serving.admission import caller
 from darts_server.types import Outcome

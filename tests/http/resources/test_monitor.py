@@ -23,7 +23,7 @@ from darts_server.http.resources.monitor import (
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import UpdateRecord
-from darts_server.rollout.learned.rewards import Rewards
+from darts_server.rollout.learned.statistics import Rewards
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator, State

@@ -29,7 +29,7 @@ from darts_server.http.resources.rollouts import (
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import GroupEnded
+from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from tests.rollout.batches.conftest import anyio_backend
@@ -203,7 +203,7 @@ async def test_streams_have_the_tokens_of_aborted_candidates_in_the_group(mode: 
     for _ in range(9):
         await harness.engine.step()
     harness.rollouts.abort_all("an update")
-    [(number, group)] = [(number, event) for number, event in await listening if isinstance(event, GroupEnded)]
+    [(number, group)] = [(number, event) for number, event in await listening if isinstance(event, GroupResult)]
     data = encode_event(number, group, mode).decode().split("data: ", 1)[1]
     assert [one["token_ids"] for one in json.loads(data)["aborted"]] == [list(range(9))] * 6
     assert data.rstrip().endswith('"code":503}}')
@@ -235,8 +235,9 @@ def parse_events(text: bytes) -> list[tuple[str, int, dict[str, Any]]]:
 async def test_events_that_come_between_two_reads_are_sent_together() -> None:
     harness = Harness(lengths(40))
     batch = await new_registry(harness, "off").open(batch_request(1, size=2), token_stream(4))
-    with batch.listen() as listener:
-        async with aclosing(event_chunks(listener, StreamMode.TOKENS)) as stream:
+    assert batch.feed is not None
+    with batch.listen():
+        async with aclosing(event_chunks(batch.feed, 0, StreamMode.TOKENS)) as stream:
             began = parse_events(await anext(stream))
             for _ in range(20):
                 await harness.engine.step()
@@ -255,8 +256,9 @@ async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
     batch = await new_registry(harness, "off").open(batch_request(10, size=8), token_stream(10_000), idempotency_key())
     await settle()
     await harness.engine.run()
-    with batch.listen() as listener:
-        sizes = [len(text) async for text in event_chunks(listener, StreamMode.TOKENS)]
+    assert batch.feed is not None
+    with batch.listen():
+        sizes = [len(text) async for text in event_chunks(batch.feed, 0, StreamMode.TOKENS)]
     assert len(sizes) > 10
     assert max(sizes) < 3 * CHUNK_BYTES
 

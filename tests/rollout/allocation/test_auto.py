@@ -85,9 +85,10 @@ async def allocate(made: Harness, name: str) -> list[Allocation]:
 
 
 async def choose_for(made: Harness, keys: list[str]) -> Choice:
-    auto = made.plan(SIZE, AUTO).auto
-    assert auto is not None
-    return await made.rollouts.allocator.auto.choose(auto, SIZE, keys, [UNKNOWN_TOKENS] * len(keys), None)
+    auto = made.rollouts.allocator.auto
+    choice = await auto.choose(made.plan(SIZE, AUTO), keys, [UNKNOWN_TOKENS] * len(keys))
+    assert choice is not None
+    return choice
 
 
 def learned(made: Harness, size: int = SIZE) -> AutoState:
@@ -359,14 +360,14 @@ async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> N
 
 
 async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivered(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = harness()
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_: object) -> AutoState:
         raise ValueError("cannot be learned")
 
-    made.rollouts.allocator.auto.end = fail  # type: ignore[method-assign]  # to fail
+    monkeypatch.setattr("darts_server.rollout.allocation.auto.learn", fail)
     await cohort(made, "step0")
     assert len(made.recorder.cohorts) == 1
     assert "cannot be learned" in caplog.text

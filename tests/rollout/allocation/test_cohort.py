@@ -96,15 +96,12 @@ async def test_a_group_that_joins_late_gets_the_deadline_once_in_a_later_turn() 
     assert harness.deadlines[2] == []
     await turn()
     assert harness.deadlines == [[(8, 16)]] * 3
-
-
-async def test_a_deadline_known_from_the_start_is_set_for_every_group() -> None:
-    harness = CohortHarness(2, tokens=33)
-    harness.join(2)
+    known = CohortHarness(2, tokens=33)  # from the start
+    known.join(2)
     await turn()
-    harness.need(50, 60)
+    known.need(50, 60)
     await turn()
-    assert harness.deadlines == [[(33, 66)]] * 2
+    assert known.deadlines == [[(33, 66)]] * 2
 
 
 # --- the record ----------------------------------------------------------------
@@ -134,10 +131,7 @@ async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_d
     harness.now = 15.5
     harness.cohort.end_group(2)
     assert harness.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
-
-
-async def test_a_cohort_of_which_nothing_started_took_no_time() -> None:
-    harness = CohortHarness(1)
-    harness.now = 18.0
-    harness.cohort.end_group()
-    assert [record.measured_seconds for record in harness.records] == [0.0]
+    none_started = CohortHarness(1)
+    none_started.now = 18.0
+    none_started.cohort.end_group()
+    assert none_started.records[0].measured_seconds == 0.0

@@ -8,12 +8,10 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
-from darts_server.policy.deadline import MIN_GROUPS
 from darts_server.policy.shaping import Shaping, Tail
-from darts_server.records import CohortRecord, GroupRecord
+from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
-from darts_server.rollout.learned.statistics import MIN_COHORT
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason
@@ -94,21 +92,6 @@ async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_fr
     assert [(r.groups, r.deadline) for r in records] == [(10, 9)]
 
 
-async def test_a_small_cohort_gets_its_deadline_from_earlier_groups() -> None:
-    harness = Harness(lengths(5, 5, 5, 5, 1000), {"cut": DARTS_CUT})
-    for task in await begun(harness):
-        await harness.engine.run()
-        await task
-    harness.engine.now = 0
-    [task] = await begun(harness, ["later"])
-    assert MIN_COHORT > 1
-    assert len(NAMES) >= MIN_GROUPS
-    await harness.engine.run()
-    await task
-    assert harness.record("later").deadline == 5
-    assert harness.recorder.cohorts[-1].deadline == 5
-
-
 # --- groups that gather first ----------------------------------------------------
 
 
@@ -146,24 +129,6 @@ async def test_a_group_that_failed_before_it_opened_is_dropped_from_its_cohort()
         await collect(run)
     assert len(harness.recorder.cohorts) == 1
     assert harness.recorder.started == 4, "nothing more is started"
-
-
-async def test_an_observer_that_fails_fails_neither_group_nor_cohort(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    harness = Harness(lengths(5), {"cut": DARTS_CUT})
-
-    def fail(_: GroupRecord) -> None:
-        raise RuntimeError("observer broke")
-
-    harness.rollouts.observers.group_ended.add(fail)
-    [task] = await begun(harness, ["p"])
-    await harness.engine.run()
-    await task
-    assert len(harness.recorder.cohorts) == 1
-    assert harness.rollouts.running == 0
-    assert harness.rollouts.observers.failures == 1
-    assert "observer broke" in caplog.text
 
 
 async def test_the_record_has_no_deadline_that_did_not_apply_to_the_group() -> None:

@@ -60,6 +60,10 @@ def cut(deadline: int, *lengths: int, weight: float | None = 1.0, stretch: float
     return replace(record, candidates=candidates, explored=False)
 
 
+def fresh(documents: Documents | None = None) -> Deadlines:
+    return Deadlines(documents or Documents(), np.random.default_rng(0))
+
+
 def report(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int = MIN_RIGHT) -> None:
     for _ in range(times):
         deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right))
@@ -67,11 +71,11 @@ def report(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int
 
 def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_stored() -> None:
     documents = Documents()
-    deadlines = Deadlines(documents, np.random.default_rng(0))
+    deadlines = fresh(documents)
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     assert deadlines.losses(POLICY).share(1.0) == pytest.approx(1 / 8)
     assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0.02)
-    rule = Deadlines(documents, np.random.default_rng(0)).current_rule(CUTTING, POLICY)
+    rule = fresh(documents).current_rule(CUTTING, POLICY)
     assert rule is not None
     assert rule.stretch == deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
@@ -79,7 +83,7 @@ def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_store
 
 def test_what_one_policy_loses_does_not_stretch_the_deadlines_of_another() -> None:
     """Nor under `auto` what one option loses those of another: their deadlines are at other lengths."""
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     late = replace(explored(50, *[40] * 7, 90), policy="auto", chosen=ChosenOption("cap at 0.9", "it is fast"))
     report(deadlines, late, right=True)
     assert late.applied_policy == applied_policy("auto", "cap at 0.9")
@@ -89,40 +93,42 @@ def test_what_one_policy_loses_does_not_stretch_the_deadlines_of_another() -> No
 
 
 def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     report(deadlines, explored(100, *[40] * 7, 90, stretch=2.0), right=True)
     assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
 def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     report(deadlines, replace(explored(100, *[40] * 7, 390, stretch=2.0), completion_length=400), right=True)
     assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(390 / 100, rel=0.05), (
         "half the deadline, twice the bound"
     )
-    waiting = Deadlines(Documents(), np.random.default_rng(0))
+    waiting = fresh()
     report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
     assert waiting.losses(POLICY).stretch(0.02) == 1
 
 
-def test_a_sampled_cut_answer_counts_by_its_weight() -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
-    report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    record = cut(50, *[40] * 7, 90)
-    record = replace(record, candidates=[replace(c, weight=3.0 if c.cut else 1.0) for c in record.candidates])
-    for _ in range(500):
-        deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.losses(POLICY).share(1.0) == pytest.approx(3 / 10, rel=0.03)
+TAIL = cut(50, *[40] * 7, 90)
+WAITED = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
+"""Its group needed 80 tokens and the deadline was at 50, so it is lost by stretches below 80 / 50 at least."""
 
 
-def test_what_was_cut_while_its_group_waited_was_longer_than_that() -> None:
-    """Its group needed 80 tokens and the deadline was at 50, so it is lost by stretches below 80 / 50 at least."""
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+@pytest.mark.parametrize(
+    ("record", "stretch", "share"),
+    [
+        (replace(TAIL, candidates=[replace(c, weight=3.0 if c.cut else 1.0) for c in TAIL.candidates]), 1.0, 3 / 10),
+        (WAITED, 1.5, 1 / 8),
+    ],
+)
+def test_a_cut_answer_counts_by_its_weight_and_was_longer_than_its_group_waited(
+    record: GroupRecord, stretch: float, share: float
+) -> None:
+    deadlines = fresh()
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
-    record = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
     for _ in range(500):
         deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.losses(POLICY).share(1.5) == pytest.approx(1 / 8, rel=0.03)
+    assert deadlines.losses(POLICY).share(stretch) == pytest.approx(share, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_what_was_cut_while_its_group_waited_was_longer_than_that() -> None:
     [cut(50, *[40] * 7, 90, weight=None), replace(cut(50, *[40] * 7, 90), max_lost=None)],
 )
 def test_groups_without_deadlines_or_weights_say_nothing_of_what_is_lost(record: GroupRecord) -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     before = deadlines.losses(POLICY)
     report(deadlines, record, right=True)
@@ -141,7 +147,7 @@ def learned(*, cut: bool, needed: int | None, outcome: Outcome = Outcome.COMPLET
     documents = Documents()
     record = explored(50, *[40] * 8)
     candidates = tuple(replace(c, cut=cut) for c in record.candidates)
-    Deadlines(documents, np.random.default_rng(0)).learn(
+    fresh(documents).learn(
         replace(record, candidates=candidates, tokens_needed=needed, outcome=outcome, explored=False), "darts_cut/8"
     )
     return json.loads(str(documents.kept["deadline", "darts_cut/8"]["value"])) if documents.kept else None
@@ -168,7 +174,7 @@ def test_groups_that_were_cut_before_they_had_a_completion_length_are_counted() 
 def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_deadline(
     record: GroupRecord, right: bool
 ) -> None:
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     report(deadlines, record, right=right)
     assert deadlines.losses(POLICY).stretch(0.02) == 1
     assert not deadlines.lost_share(POLICY, MaxLost())
@@ -176,15 +182,12 @@ def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_d
 
 def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     documents = Documents()
-    deadlines, unexplored = (
-        Deadlines(documents, np.random.default_rng(0)),
-        replace(explored(50, *[40] * 8), explored=False),
-    )
+    deadlines, unexplored = fresh(documents), replace(explored(50, *[40] * 8), explored=False)
     rule = Deadline(exploration=1e-12)
     report(deadlines, replace(unexplored, cohort_deadline=None), right=True)
     assert not deadlines.should_explore(rule, POLICY, 16), "it had no deadline"
     report(deadlines, unexplored, right=True, times=16)
-    assert Deadlines(documents, np.random.default_rng(0)).should_explore(rule, POLICY, 16), "also after a restart"
+    assert fresh(documents).should_explore(rule, POLICY, 16), "also after a restart"
     assert not deadlines.should_explore(Deadline(exploration=0.0), POLICY, 1)
     assert deadlines.losses(POLICY).stretch(0.02) == 1, "nothing was explored"
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
@@ -194,7 +197,7 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
 
 def lost_groups(*records: GroupRecord, right: bool | None) -> GroupLosses:
     """What a usual group and some others say, of which all answers are right, wrong or not rewarded."""
-    deadlines = Deadlines(Documents(), np.random.default_rng(0))
+    deadlines = fresh()
     report(deadlines, explored(50, *[40] * 8), right=True, times=1)
     for record in records:
         deadlines.learn_rewards(record, {} if right is None else dict.fromkeys(range(SIZE), right))

@@ -16,7 +16,6 @@ from darts_server.rollout.batches.events import (
     BatchDone,
     CandidateDiscarded,
     Event,
-    GroupEnded,
     GroupResult,
     TokenDelta,
     TrajectorySelected,
@@ -51,9 +50,7 @@ def new_registry(
     """Create a registry whose listeners poll candidates in every turn of the event loop."""
     planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
-    return BatchRegistry(
-        harness.rollouts, texts or Texts(), lambda _: planner, retention, interval=0, clock=clock, **more
-    )
+    return BatchRegistry(harness.rollouts, texts or Texts(), lambda _: planner, retention, clock=clock, **more)
 
 
 def run_on_stepped_clock(scenario: Coroutine[Any, Any, None]) -> None:
@@ -101,7 +98,7 @@ def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
 async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
     """Open a batch that has a listener to the end of the test, and run so many steps of it."""
     run = await registry.open(batch, WHOLE)
-    run.listen().__enter__()
+    run.listeners += 1
     await settle()
     for _ in range(steps):
         await harness.engine.step()
@@ -126,8 +123,11 @@ def lengths_of(result: GroupResult) -> dict[int, int]:
 async def read_events(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (0,)) -> Events:
     """Read all events after a number; ``pauses``: turns of the event loop to wait between two events."""
     events: Events = []
-    with batch.listen(after) as listener:
-        while (found := await listener.next()) is not None:
+    feed = batch.feed
+    assert feed is not None
+    with batch.listen():
+        while (found := await feed.next(after)) is not None:
+            after = found[0]
             events.append(found)
             for _ in range(pauses[len(events) % len(pauses)]):
                 await settle()
@@ -167,7 +167,7 @@ def by_candidate(events: Events) -> dict[str, CandidateEvents]:
                 candidate.logprobs += event.logprobs or ()
             else:
                 candidate.end = event
-        elif isinstance(event, GroupEnded):
-            of_group = [c for name, c in candidates.items() if name.startswith(f"{event.result.group_id}:")]
+        elif isinstance(event, GroupResult):
+            of_group = [c for name, c in candidates.items() if name.startswith(f"{event.group_id}:")]
             assert all(candidate.end is not None for candidate in of_group)
     return candidates

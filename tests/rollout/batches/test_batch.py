@@ -27,8 +27,6 @@ POLICIES = {
     "darts": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
     "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
 }
-
-
 TAILED = [str(1000 + number) for number in range(12)]
 
 
@@ -41,8 +39,6 @@ def script(prompt: str, index: int) -> Script:
 
 
 AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(("uniform", "cap"), most_lost=1.0))
-
-
 UNIFORM_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits(("uniform",), most_bias=1.0))
 
 
@@ -70,18 +66,6 @@ async def play(harness: Harness, batch: BatchRun) -> Sequence[GroupResult]:
 def unfinished(batch: BatchRun) -> Sequence[Unfinished]:
     assert isinstance(batch.end, BatchDone)
     return batch.end.unfinished
-
-
-async def test_groups_are_yielded_as_they_end_with_samples_and_records() -> None:
-    harness = Harness(script)
-    results = await play(harness, await submit(harness, batch_request("30", "10", "20")))
-    assert [result.number for result in results] == [1, 2, 0]
-    for result in results:
-        assert result.record is not None
-        assert sorted(result.samples) == [c.index for c in result.record.selected] == [0, 1, 2, 3]
-        assert result.prompt_key == result.record.prompt_key
-        assert result.group_id == result.record.group_id
-    assert harness.rollouts.running == 0
 
 
 async def test_prompts_that_take_longest_start_first() -> None:
@@ -157,7 +141,7 @@ async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defe
 async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: str) -> None:
     harness = with_latency()
     batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
-    for _ in range(5):
+    for _ in range(3):
         run = await submit(harness, batch, policy)
         assert len(await play(harness, run)) == 11
         assert unfinished(run) == []
@@ -230,34 +214,24 @@ async def test_an_invalid_batch_starts_nothing(wrong: BatchRequest, field: str) 
     assert not harness.engine.started
 
 
-async def test_cancelling_stops_everything_and_ends_the_cohort() -> None:
+@pytest.mark.parametrize(
+    ("texts", "num_groups", "ended", "left"),
+    [
+        (["30", "10", "7", "20", "31"], 2, [(1, True), (2, False), (3, True)], [0, 4]),
+        (["7", "10", "7", "20"], 3, [(0, False), (1, True), (2, False), (3, True)], []),
+    ],
+)
+async def test_enough_groups_cancel_the_others_which_are_unfinished_and_all_end_if_too_few_succeed(
+    texts: list[str], num_groups: int, ended: list[tuple[int, bool]], left: list[int]
+) -> None:
     harness = Harness(script)
-    batch = await submit(harness, batch_request(*map(str, range(10, 20))), "cut")
-    await settle()
-    for _ in range(20):
-        await harness.engine.step()
-    assert batch.cancel("enough")
-    await settle()
-    assert not harness.engine.running
-    assert harness.rollouts.running == 0
-    [cohort] = harness.recorder.cohorts
-    assert cohort.groups == 10
-
-
-async def test_enough_groups_cancel_the_others_which_are_listed_as_unfinished() -> None:
-    harness = Harness(script)
-    run = await submit(harness, batch_request("30", "10", "7", "20", "31", num_groups=2), "cut")
+    run = await submit(harness, batch_request(*texts, num_groups=num_groups), "cut")
     results = await play(harness, run)
-    assert [(result.number, result.error is None) for result in results] == [(1, True), (2, False), (3, True)]
-    assert [(u.number, u.prompt_key) for u in unfinished(run)] == [(0, "key of 30"), (4, "key of 31")]
-    outcomes = {record.group_id[-1]: record.outcome for record in harness.recorder.records}
-    assert outcomes["0"] == outcomes["4"] == Outcome.CANCELLED
-    assert harness.rollouts.running == 0
+    assert sorted((result.number, result.error is None) for result in results) == ended
+    assert [(u.number, u.prompt_key) for u in unfinished(run)] == [
+        (number, f"key of {texts[number]}") for number in left
+    ]
+    outcomes = {int(record.group_id[-1]): record.outcome for record in harness.recorder.records}
+    assert {number for number, outcome in outcomes.items() if outcome is Outcome.CANCELLED} == set(left)
+    assert harness.rollouts.running == len(harness.engine.running) == 0
     assert len(harness.recorder.cohorts) == 1
-
-
-async def test_all_groups_are_yielded_if_too_few_succeed() -> None:
-    harness = Harness(script)
-    run = await submit(harness, batch_request("7", "10", "7", "20", num_groups=3))
-    assert len(await play(harness, run)) == 4
-    assert unfinished(run) == []

@@ -15,7 +15,7 @@ from darts_server.rollout.batches.events import (
     BatchFailed,
     BatchStarted,
     CandidateDiscarded,
-    GroupEnded,
+    GroupResult,
     TokenDelta,
     TrajectorySelected,
 )
@@ -45,7 +45,7 @@ def check_events_match_answer(events: Events, batch: BatchRun) -> None:
     done = events[-1][1]
     assert isinstance(done, BatchDone)
     assert done is batch.end
-    decided = [event.result for _, event in events if isinstance(event, GroupEnded)]
+    decided = [event for _, event in events if isinstance(event, GroupResult)]
     assert {id(result) for result in decided} == {id(result) for result in done.results}
     candidates = by_candidate(events)
     assert all(candidate.end is not None for candidate in candidates.values())
@@ -120,11 +120,13 @@ def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy:
         harness = Harness(random_script(seed, 0.1))
         batch = await new_registry(harness, policy).open(batch_request(4), token_stream(2), idempotency_key())
         first: Events = []
-        with batch.listen() as listener:
+        feed = batch.feed
+        assert feed is not None
+        with batch.listen():
             while len(first) < leave and not (first and isinstance(first[-1][1], BatchDone)):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0):
-                        if (found := await listener.next()) is not None:
+                        if (found := await feed.next(len(first))) is not None:
                             first.append(found)
                 await harness.engine.step()
         rest = await play(harness, asyncio.ensure_future(read_events(batch, len(first))))
@@ -147,13 +149,14 @@ async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
 async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -> None:
     harness = Harness(lengths(200))
     batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1), idempotency_key())
-    with batch.listen() as listener:
-        assert await listener.next() is not None
+    feed = batch.feed
+    assert feed is not None
+    with batch.listen():
+        assert await feed.next(0) is not None
         for _ in range(190):
             await harness.engine.step()
-        assert batch.feed is not None
-        assert len(batch.feed._log) == 1
-        events = [await listener.next() for _ in range(6)]
+        assert len(feed._log) == 1
+        events = [await feed.next(number) for number in range(1, 7)]
     assert all(
         found is not None and isinstance(found[1], TokenDelta) and len(found[1].token_ids) >= 180 for found in events
     )
@@ -185,8 +188,8 @@ async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
     harness = Harness(lambda prompt, index: Script(10 - int(prompt)))
     batch = await new_registry(harness, "shortest").open(batch_request(3), AnswerFormat(StreamMode.GROUPS))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
-    assert [e.result.number for _, e in events if isinstance(e, GroupEnded)] == [2, 1, 0]
-    assert [type(e) for _, e in events] == [BatchStarted, GroupEnded, GroupEnded, GroupEnded, BatchDone]
+    assert [e.number for _, e in events if isinstance(e, GroupResult)] == [2, 1, 0]
+    assert [type(e) for _, e in events] == [BatchStarted, GroupResult, GroupResult, GroupResult, BatchDone]
 
 
 async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
@@ -194,7 +197,7 @@ async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
     batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
     events = await play(harness, asyncio.ensure_future(read_events(batch)))
     order = [type(event) for _, event in events]
-    assert order.index(TrajectorySelected) < order.index(GroupEnded) - 4
+    assert order.index(TrajectorySelected) < order.index(GroupResult) - 4
 
 
 async def test_listeners_of_a_cancelled_batch_get_an_error_and_the_engine_is_idle() -> None:

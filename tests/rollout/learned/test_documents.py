@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.allocation import ShadowPrice
 from darts_server.policy.shaping import Shaping
+from darts_server.rollout.allocation.allocator import PRICE
 from darts_server.rollout.learned.documents import PART_BYTES, Blob, BlobStore, Scalar, StoredValues
 from darts_server.rollout.plan import Plan
 from darts_server.store import Store
@@ -30,7 +31,7 @@ from tests.rollout.helpers import Documents, new_allocator
 def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], caplog: pytest.LogCaptureFixture) -> None:
     documents = Documents()
     documents.put("price", "a", document)
-    values = StoredValues(documents, "price", lambda value: ShadowPrice(**value))
+    values = StoredValues(documents, PRICE)
     assert values.load("a") is None
     assert values.load("a") is None
     assert caplog.text.count("the learned price a cannot be used, and is learned again") == 1
@@ -41,29 +42,24 @@ def test_an_invalid_value_is_treated_as_missing(document: dict[str, Scalar], cap
 # --- a restart --------------------------------------------------------------------
 
 
-async def spread(documents: Documents, restarts: bool) -> list[int]:
-    """Candidates of prompts that arrive one at a time, with a restart before each or none."""
-    given, allocator = [], new_allocator(documents)
-    for number in range(60):
-        if restarts:
-            allocator = new_allocator(documents)
-        given.append(
-            (
-                await allocator.allocate(Plan("darts", Shaping(redundancy=1.3, adaptive=True), 8), f"p{number}")
-            ).candidates
-        )
-    return given
-
-
 @pytest.mark.anyio
 async def test_the_price_is_restored_after_a_restart() -> None:
-    def known() -> Documents:
-        return Documents().add_stds(**{f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)})
+    async def spread(documents: Documents, restarts: bool) -> list[int]:
+        """Candidates of prompts that arrive one at a time, with a restart before each or none."""
+        given, allocator = [], new_allocator(documents)
+        for number in range(60):
+            if restarts:
+                allocator = new_allocator(documents)
+            plan = Plan("darts", Shaping(redundancy=1.3, adaptive=True), 8)
+            given.append((await allocator.allocate(plan, f"p{number}")).candidates)
+        return given
 
-    kept, restarted = known(), known()
-    assert await spread(kept, restarts=False) == await spread(restarted, restarts=True)
+    stds = {f"p{number}": float(number * 37 % 60) ** 2 for number in range(60)}
+    kept, restarted = Documents().add_stds(**stds), Documents().add_stds(**stds)
+    found = await spread(kept, restarts=False)
+    assert found == await spread(restarted, restarts=True)
     assert kept.kept["price", "darts/8"] == restarted.kept["price", "darts/8"]
-    assert len(set(await spread(restarted, restarts=True))) > 1
+    assert len(set(found)) > 1
 
 
 # --- blobs ------------------------------------------------------------------------
@@ -142,9 +138,7 @@ def test_an_incomplete_or_unknown_blob_is_treated_as_missing(caplog: pytest.LogC
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"parts": 10**9},
-        {"parts": -1},
-        {"parts": 1.0},
+        *({"parts": parts} for parts in (10**9, -1, 1.0)),
         {"side": 2},
         {"digest": None},
         {"steps": 10**400},

@@ -14,8 +14,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.latency import Latency
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import Latency, Statistics
 from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.helpers import Documents
 
@@ -61,7 +60,7 @@ def seconds(
     latency: Latency | None = None,
 ) -> float:
     learned.latency = KnownLatency(Documents()) if latency is None else latency
-    found = learned.predict_seconds(mean, shaping, SIZE, keys, tokens)
+    found = learned.predict_seconds(mean, shaping, SIZE, [learned.prompts.load(key) for key in keys], tokens)
     assert found is not None
     return found
 
@@ -99,7 +98,7 @@ def test_prompts_that_were_never_seen_are_like_the_others(learned: Statistics) -
 
 
 def test_a_few_prompts_say_too_little_for_a_prediction(learned: Statistics) -> None:
-    assert learned.predict_seconds(12, ADAPTIVE, SIZE, KEYS[:7]) is None
+    assert learned.predict_seconds(12, ADAPTIVE, SIZE, [None] * 7) is None
 
 
 def test_what_does_not_fit_into_the_engine_queues(learned: Statistics) -> None:

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from darts_server.policy.lengths import PromptStats
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.prompts import Prompts, key_of
+from darts_server.rollout.learned.statistics import Prompts, key_of
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
@@ -17,6 +18,14 @@ def record(*candidates: CandidateRecord) -> GroupRecord:
     return GroupRecord("g", "p", "uniform", 2, Outcome.COMPLETED, candidates, 0.0, 1.0, 0.5)
 
 
+def learned(ended: GroupRecord) -> PromptStats:
+    prompts = Prompts(Documents())
+    assert prompts.learn(ended) is None, "it was new"
+    stats = prompts.load("p")
+    assert stats is not None
+    return stats
+
+
 FINISHED = (
     candidate(0, 10, FinishReason.STOP, SelectedAs.SHORT),
     candidate(1, 20, FinishReason.STOP, SelectedAs.SHORT),
@@ -25,36 +34,30 @@ FINISHED = (
 
 
 def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() -> None:
-    prompts = Prompts(Documents())
-    assert prompts.std("p") is None
-    prompts.learn(record(*FINISHED))
-    stats = prompts.stats("p")
-    assert stats is not None
+    stats = learned(record(*FINISHED))
     assert (stats.mean_ema, stats.std_ema, stats.groups, stats.candidates) == (20, 10, 1, 3)
     assert stats.weight_version == 4
 
 
 def test_the_length_of_a_pruned_candidate_is_censored() -> None:
     pruned = CandidateRecord(3, 15, None, None, DiscardReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
-    with_it, without = Prompts(Documents()), Prompts(Documents())
-    with_it.learn(record(*FINISHED, pruned))
-    without.learn(record(*FINISHED))
-    stats = with_it.stats("p")
-    assert stats is not None
+    stats = learned(record(*FINISHED, pruned))
     assert stats.candidates == 4
     assert stats.mean_ema > 20  # of three lengths beyond 15 and one that is 15 it would not be
 
 
 def test_lengths_of_stopped_and_truncated_candidates_are_censored() -> None:
-    short, full = Prompts(Documents()), Prompts(Documents())
-    full.learn(record(*FINISHED))
-    short.learn(record(*FINISHED[:2], candidate(2, 20, None)))
-    truncated = Prompts(Documents())
-    truncated.learn(record(*FINISHED[:2], candidate(2, 30, FinishReason.LENGTH)))
-    naive = Prompts(Documents())
-    naive.learn(record(*FINISHED[:2]))
-    assert (short.std("p") or 0) > (naive.std("p") or 0)
-    assert (truncated.std("p") or 0) > (full.std("p") or 0)
+    full, short, truncated, naive = (
+        learned(record(*ended)).std_ema or 0.0
+        for ended in (
+            FINISHED,
+            (*FINISHED[:2], candidate(2, 20, None)),
+            (*FINISHED[:2], candidate(2, 30, FinishReason.LENGTH)),
+            FINISHED[:2],
+        )
+    )
+    assert short > naive
+    assert truncated > full
 
 
 @pytest.mark.parametrize(

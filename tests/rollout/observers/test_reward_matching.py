@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
-from darts_server.rollout.learned.rewards import DATASET_KIND, Rewards
+from darts_server.rollout.learned.statistics import DATASET_REWARDS, Rewards
 from darts_server.rollout.observers.reward_matching import (
     MAX_UNKNOWN_INDICES,
     REWARDS_PER_TURN,
@@ -396,4 +396,4 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     trainer.report(by_id("g:0", 1.0))
     assert trainer.rewards.dataset.rewarded == 1
     assert isinstance(trainer.store, Documents)
-    assert {kind for kind, _ in trainer.store.kept} == {DATASET_KIND}
+    assert {kind for kind, _ in trainer.store.kept} == {DATASET_REWARDS.name}
