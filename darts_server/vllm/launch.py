@@ -169,7 +169,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
     core: Any = llm.engine_core
 
     def state_of_others() -> tuple[Any, ...]:
-        return model.state, llm.weight_version, llm.engine_pause.is_wanted
+        return model.state, llm.weight_version, llm.is_pause_wanted
 
     def is_changing() -> bool:
         """Whether it has to wait; for the next weights from files, if those of now are in none."""
@@ -184,7 +184,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
         except UpdateFailed:
             if state == state_of_others():  # otherwise other weights have taken the place of these
                 raise
-        pause = ("pause_scheduler", "keep", True) if llm.engine_pause.is_wanted else ("resume_scheduler",)
+        pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
         await core._call_utility_async(*pause, engine=engine.name)
         if state == state_of_others() and not is_changing():
             return

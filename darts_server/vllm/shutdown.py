@@ -180,9 +180,9 @@ async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
     """
     interval, silent = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES), 0.0
     while silent < limit:
-        llm.has_sent = False
+        before = llm.held.messages
         await asyncio.sleep(interval)
-        silent = silent + interval if llm.should_respond and not llm.has_sent else 0.0
+        silent = silent + interval if llm.should_respond and llm.held.messages == before else 0.0
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:

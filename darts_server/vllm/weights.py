@@ -69,13 +69,13 @@ class VllmModel:
     async def pause(self) -> None:
         # "keep" leaves running requests in the scheduler's queue. With clear_cache vLLM drops their KV blocks too, and
         # computes them again with the new weights when they continue.
-        await self._llm.engine_pause.pause("keep")
+        await self._llm.pause_engine("keep")
 
     async def resume(self) -> None:
-        await self._llm.engine_pause.resume()
+        await self._llm.resume_engine()
 
     async def abort_requests(self) -> None:
-        await self._llm.engine_pause.pause("abort")
+        await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
         await self._call_workers("darts_load_weights", _plan_of(files))

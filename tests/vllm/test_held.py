@@ -304,12 +304,8 @@ class Process:
     def __init__(self) -> None:
         self.core: Any = Core()
         self.processor = OutputProcessor(None, log_stats=True)
-        self.messages = 0
-        self.held = HeldRequests(self.core, self.processor, self, self.note)
+        self.held = HeldRequests(self.core, self.processor, self)
         self.logged: list[int | None] = []
-
-    def note(self) -> None:
-        self.messages += 1
 
     def record(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0) -> None:
         """vLLM's loggers."""
@@ -345,7 +341,7 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
     assert process.held.tokens(ID) == 5
     assert process.held.tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
-    assert process.messages == 2
+    assert process.held.messages == 2
     request = new_request("resumed")
     collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "resumed")
     process.processor.add_request(request, None, None, 0, collector)
