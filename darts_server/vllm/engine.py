@@ -44,7 +44,7 @@ from darts_server.vllm.held import OncePerTurn, changing_state
 from darts_server.vllm.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable
-from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
+from darts_server.vllm.ranks import has_priorities, place
 from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
@@ -143,41 +143,23 @@ class VllmEngine:
         self._aborts = OncePerTurn(self._abort)
         """A completed group stops all of its running candidates in the same turn."""
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+        config, cache = llm.vllm_config, llm.vllm_config.cache_config
+        self.engines: int = config.parallel_config.data_parallel_size
+        self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
+        self.kv_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+        self.has_priorities = has_priorities(config)
 
     @property
     def weight_version(self) -> int:
         return self._llm.weight_version
 
     @property
-    def capacity(self) -> int:
-        config = self._llm.vllm_config
-        return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
-
-    @property
-    def kv_tokens(self) -> int | None:
-        config = self._llm.vllm_config.cache_config
-        return config.num_gpu_blocks * config.block_size if config.num_gpu_blocks else None
-
-    @property
-    def engines(self) -> int:
-        return int(self._llm.vllm_config.parallel_config.data_parallel_size)
-
-    @property
     def unfinished(self) -> int:
         return len(self._llm.output_processor.request_states)
 
     @property
-    def has_priorities(self) -> bool:
-        return has_priorities(self._llm)
-
-    @property
     def probe_width(self) -> int | None:
         return self._probes.width
-
-    @property
-    def probe_fault(self) -> str | None:
-        """The reason why :attr:`probe_width` is ``None``."""
-        return self._probes.fault
 
     async def start(
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
@@ -227,9 +209,7 @@ class VllmEngine:
         group = ranks.group_of(request.request_id)
         rank = ranks.enter(group)
         cleanup.callback(ranks.leave, group)
-        options = on_rank(self._llm, request.options, rank)
-        if self.has_priorities:
-            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+        options = place(self._llm.vllm_config, request.options, rank, order)
         try:
             with changing_state(deferred.begin):
                 # The id that vLLM gives to the children of a request with n > 1.

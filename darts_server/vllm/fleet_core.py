@@ -72,8 +72,7 @@ class FleetCore(AsyncMPClient):
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
         self.core_engines: list[bytes] = []
         """Those that get requests and calls."""
-        self._effective_attention_block_sizes: set[int | None] = set()
-        self._kv_event_sources: dict[int, Any] = {}
+        self._effective_attention_block_sizes, self._kv_event_sources = set[int | None](), dict[int, Any]()
         self.stats_update_address = None
         self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
         """Brings an engine that has come to the state of the others, before it gets requests."""
@@ -106,8 +105,8 @@ class FleetCore(AsyncMPClient):
             self._apply_ready_response(hello.ready)
         engine = Engine(self, hello, connection)
         if (before := self.engines.get(engine.name)) is not None:
-            self._lose(before, "another one has come in its place")
-            before.connection.close("another one has come in its place")
+            self.lose(before, reason := "another one has come in its place", is_replaced=True)
+            before.connection.close(reason)
         self.engines[engine.name] = engine
         engine.joining = asyncio.get_running_loop().create_task(self._join(engine))
         return engine
@@ -134,13 +133,10 @@ class FleetCore(AsyncMPClient):
             self._change.clear()
             await self._change.wait()
 
-    def lose(self, engine: "Engine", reason: str) -> None:
-        """Let others do what an engine was doing, and let another be started."""
-        if self.engines.get(engine.name) is engine:
-            self._lose(engine, reason)
-            self.on_lost(engine.rank)
-
-    def _lose(self, engine: "Engine", reason: str) -> None:
+    def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
+        """Let others do what an engine was doing, and let another be started unless it is there already."""
+        if self.engines.get(engine.name) is not engine:
+            return
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.lost += 1
@@ -151,6 +147,8 @@ class FleetCore(AsyncMPClient):
         engine.joining.cancel()
         self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
         self.outputs_queue.put_nowait(self._lost[-1])
+        if not is_replaced:
+            self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
@@ -247,8 +245,10 @@ class FleetCore(AsyncMPClient):
         if left:  # those of an engine that is lost; the others have ended, and this is ignored
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all engines; return the results of those that are not lost meanwhile. Those that come get the state.
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Call all engines; return the result of one, where they differ what says most, and of workers all of them.
+
+        What is lost meanwhile does not count, and what comes gets the state of the others.
 
         Raises:
             EngineError: vLLM's own transfer of weights would not reach all engines that have joined it.
@@ -260,21 +260,16 @@ class FleetCore(AsyncMPClient):
             elif args[0] in TRANSFERS and self._transfer not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
         calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         answers = [each for each in results if not isinstance(each, EngineLost)]
         for each in answers:
             if isinstance(each, BaseException):
                 raise each
-        return answers
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call all engines; the result of one, or where they differ what says most."""
-        results = await self.call_all(method, *args)
         if method == "collective_rpc":
-            return [each for result in results for each in result]
-        if len(results) > 1 and all(isinstance(each, bool) for each in results):
-            return all(results)
-        return results[0] if results else None
+            return [each for answer in answers for each in answer]
+        if len(answers) > 1 and all(isinstance(each, bool) for each in answers):
+            return all(answers)
+        return answers[0] if answers else None
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
@@ -282,8 +277,7 @@ class FleetCore(AsyncMPClient):
         there, call = self._engine(engine), next(self._calls)
         future = there.calls[call] = asyncio.get_running_loop().create_future()
         try:
-            message: Sequence[Any] = self.encoder.encode((self.client_index, call, method, args))
-            there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
+            await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call, method, args), engine)
             return await future
         finally:
             there.calls.pop(call, None)

@@ -25,7 +25,6 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.engine_host import Start
 from darts_server.vllm.fleet_core import Engine, FleetCore
-from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
 from darts_server.vllm.probe.receiver import probing
@@ -58,9 +57,8 @@ class RunningEngine:
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
         """Serve requests as groups of ``rollouts``, and vLLM's own weight routes through ``updates``."""
-        self.observe_steps(rollouts.statistics.latency.observe)
-        self.llm.shape(rollouts, merge_options)
-        self.llm.updates = updates
+        self.llm.held.on_step = rollouts.statistics.latency.observe
+        self.llm.rollouts, self.llm.merge_options, self.llm.updates = rollouts, merge_options, updates
 
     @property
     def up(self) -> int:
@@ -71,10 +69,6 @@ class RunningEngine:
     def lost(self) -> int:
         """How many engines were lost so far."""
         return self.llm.engine_core.lost if isinstance(self.llm.engine_core, FleetCore) else 0
-
-    def observe_steps(self, listener: StepListener) -> None:
-        """Report each step that decodes to ``listener``."""
-        self.llm.held.on_step = listener
 
 
 class Places(Protocol):
@@ -166,7 +160,6 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
     Raises:
         UpdateFailed: it could not load them.
     """
-    core: Any = llm.engine_core
 
     def state_of_others() -> tuple[Any, ...]:
         return model.state, llm.weight_version, llm.is_pause_wanted
@@ -185,16 +178,14 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             if state == state_of_others():  # otherwise other weights have taken the place of these
                 raise
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
-        await core._call_utility_async(*pause, engine=engine.name)
+        await llm.engine_core._call_utility_async(*pause, engine=engine.name)  # type: ignore[attr-defined]
         if state == state_of_others() and not is_changing():
             return
 
 
 @asynccontextmanager
-async def start_engine(
-    args: Namespace, gate: Gate | None = None, config: VllmConfig | None = None
-) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``gate``: what every request passes. ``config``: if not by ``args``."""
+async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
+    """Run the engine until the block ends. ``config``: if not by ``args``."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -212,14 +203,12 @@ async def start_engine(
     try:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM caches them; generate() needs them without waiting
-        llm.gate = gate or Gate()
+        llm.gate = Gate()
         async with probing(llm) as probes:
             model = VllmModel(llm)
             llm.loras = model.loras
-            renderer = VllmPromptRenderer(llm, args.chat_template)
-            port = VllmEngine(llm, probes)
-            name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, name, fingerprint)
+            port, renderer = VllmEngine(llm, probes), VllmPromptRenderer(llm, args.chat_template)
+            yield RunningEngine(llm, port, renderer, model, args.served_model_name[0], fingerprint)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

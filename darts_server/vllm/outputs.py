@@ -132,11 +132,11 @@ class Deferred:
 
     def _collect(self, logprobs_lists: LogprobsLists) -> None:
         # Copies, which do not keep the message that they came in.
-        rows = logprobs_lists
-        copies = rows.logprob_token_ids.copy(), rows.logprobs.copy(), rows.sampled_token_ranks.copy()
-        self._arrays.append(LogprobsLists(*copies))
+        self._arrays.append(LogprobsLists(*(each.copy() for each in logprobs_lists[:3])))
         assert self.values is not None
-        self.values.frombytes(rows.logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
+        self.values.frombytes(
+            logprobs_lists.logprobs[:, 0].astype(np.float64).tobytes()
+        )  # the sampled token's is the first
 
     def output(self, collected: RequestOutput) -> RequestOutput:
         """Return the candidate's output, which is finished."""
@@ -205,12 +205,13 @@ class Deferred:
             rows, step = min(left, len(arrays.logprobs)), max(1, SLICE // arrays.logprobs.shape[1])
             left -= rows
             for start in range(0, rows, step):
-                part = rows_of(arrays, start, min(start + step, rows))
+                end = min(start + step, rows)
+                part = LogprobsLists(*(each[start:end] for each in arrays[:3]))
                 ids, values, ranks = part.logprob_token_ids.tolist(), part.logprobs.tolist(), part.sampled_token_ranks
                 for row, (tokens, of_tokens, rank) in enumerate(zip(ids, values, ranks.tolist(), strict=True)):
                     texts = NONES if text is None else [text(token) for token in tokens]
                     if not incomplete.isdisjoint(tokens):  # vLLM corrects their texts by the tokens before
-                        processor._update_sample_logprobs(rows_of(part, row, row + 1))
+                        processor._update_sample_logprobs(LogprobsLists(*(each[row : row + 1] for each in part[:3])))
                         continue
                     append_logprobs_for_next_position(logprobs, tokens, of_tokens, texts, rank, processor.num_logprobs)
                     processor.cumulative_logprob += of_tokens[0]
@@ -219,12 +220,6 @@ class Deferred:
                     entries = 0
                     yield
         completion.logprobs, completion.cumulative_logprob = logprobs, processor.cumulative_logprob
-
-
-def rows_of(arrays: LogprobsLists, start: int, end: int) -> LogprobsLists:
-    return LogprobsLists(
-        arrays.logprob_token_ids[start:end], arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end]
-    )
 
 
 class DeferredCompletion(CompletionOutput):

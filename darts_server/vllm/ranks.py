@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.config import VllmConfig
+
 RANK = "data_parallel_rank"
 """vLLM's option of ``generate()``, which callers set by its header."""
 KEPT_GROUPS = 4096
 """Groups that have ended, and whose callers may not have their answers yet."""
-
-
 PRIORITY = "priority"
 """The argument of ``generate()``: ``--scheduling-policy priority`` starts waiting requests by it, the lowest first."""
 LEVEL = 1 << 40
@@ -92,18 +92,23 @@ def rank_of(options: Mapping[str, Any], otherwise: int | None = None) -> int | N
     return otherwise if chosen is None else chosen
 
 
-def on_rank(llm: Any, options: Mapping[str, Any], rank: int | None) -> Mapping[str, Any]:
-    """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one."""
-    if rank is None or options.get(RANK) is not None or llm.vllm_config.parallel_config.data_parallel_size == 1:
-        return options
-    return {**options, RANK: rank}
+def place(config: VllmConfig, options: Mapping[str, Any], rank: int | None, order: float | None) -> Mapping[str, Any]:
+    """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one.
+
+    ``order``: among requests of the same priority, in seconds; ``None`` or without priorities: as they come.
+    """
+    if rank is not None and options.get(RANK) is None and config.parallel_config.data_parallel_size > 1:
+        options = {**options, RANK: rank}
+    if order is not None and has_priorities(config):
+        options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+    return options
 
 
-def has_priorities(llm: Any) -> bool:
-    return bool(llm.vllm_config.scheduler_config.policy == "priority")
+def has_priorities(config: VllmConfig) -> bool:
+    return bool(config.scheduler_config.policy == "priority")
 
 
 def combined(priority: int, order: float) -> int:
     """Return a priority for vLLM: that of the caller, and among equal ones ``order``, in seconds."""
-    level, place = min(max(priority, -MOST), MOST), round(1000 * order)
-    return level * LEVEL + min(max(place, -LEVEL // 2), LEVEL // 2 - 1)
+    level, later = min(max(priority, -MOST), MOST), round(1000 * order)
+    return level * LEVEL + min(max(later, -LEVEL // 2), LEVEL // 2 - 1)

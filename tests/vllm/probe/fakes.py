@@ -167,7 +167,7 @@ class FakeScheduler:
 
     @property
     def tracked(self) -> int:
-        return len(self._capture._requests)
+        return len(self._capture.requests)
 
     def _step(self) -> None:
         for request in [r for r in self._running if r.done or self._rng.random() < 0.01]:  # or aborted

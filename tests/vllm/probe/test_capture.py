@@ -21,9 +21,9 @@ from darts_server.vllm.probe.capture import (
     STATES,
     Capture,
     CapturedRows,
-    HostCopies,
     ProbedRequest,
     Sender,
+    copy_to_host,
     create_message,
     unpack_states,
 )
@@ -144,12 +144,16 @@ def address() -> Iterator[str]:
 def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.bind(address)
-        sender, failures = Sender(address), list[bool]()
-        sender.on_failure = lambda: failures.append(True)
+        failures = list[bool]()
+        sender = Sender(address, lambda: failures.append(True))
         sender.start()
-        sender.put([READY, b"2"])
-        sender.put(CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
-        sender.put(CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
+        sender.queue.put([READY, b"2"])
+        sender.queue.put(
+            CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None)
+        )
+        sender.queue.put(
+            CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None)
+        )
         assert socket.poll(10_000)
         assert socket.recv_multipart() == [READY, b"2"]
         kind, *rest = socket.recv_multipart()
@@ -179,7 +183,7 @@ def test_copies_are_complete_after_their_event() -> None:
     device = torch.device("cuda")
     rows = torch.arange(1 << 20, device=device, dtype=torch.float32).reshape(1024, -1)
     wanted = (rows * 3).cpu()
-    [copied], ready = HostCopies(device)([rows * 3])
+    [copied], ready = copy_to_host([rows * 3], torch.cuda.Stream(device))
     assert ready is not None
     ready.synchronize()
     assert copied.is_pinned()
