@@ -28,7 +28,7 @@ from darts_server.vllm.engine import VllmRollouts
 from darts_server.vllm.outputs import ABORTED, make_deferred, merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import place, rank_of
-from darts_server.vllm.requests import RouteCall, current_route
+from darts_server.vllm.routes import RouteCall, current_route
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02

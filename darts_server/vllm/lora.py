@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateFailed
-from darts_server.vllm.requests import RAW_SUFFIX
+from darts_server.vllm.routes import RAW_SUFFIX
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import TensorSet
 

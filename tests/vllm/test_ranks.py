@@ -15,7 +15,7 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.llm import Generation, ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
-from darts_server.vllm.requests import RouteCall
+from darts_server.vllm.routes import RouteCall
 
 
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
