@@ -28,22 +28,20 @@ class ControlledLLM(AsyncLLM):
     calls raise `UpdateRunning`, `UpdateFailed` and `WeightsLost` too.
     """
 
-    gate: Gate
-    """What every request passes. Set by `start_engine` before anything uses it."""
+    gate: Gate  # what every request passes. Set by `start_engine` before anything uses it
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
     written_by_trainer = False
     """Whether the weights are those that a trainer has written by vLLM's routes, and so in no file."""
-    is_handling = False
-    """Whether vLLM's task is at work on outputs that it has taken from its queue."""
-    is_pause_wanted = False
-    """Whether the engine is to be paused, see `pause_engine`."""
+    is_handling = False  # whether vLLM's task is at work on outputs that it has taken from its queue
+    is_pause_wanted = False  # whether the engine is to be paused, see `pause_engine`
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         """What the engine has generated, and keeps until it is wanted."""
+        self._pauses = set[asyncio.Task[None]]()  # the event loop itself keeps weak references only
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -75,11 +73,7 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
-        """As vLLM's, with the LoRA adapter that is served now under the request's name.
-
-        Raises:
-            NotFound: the adapter was removed while the request waited.
-        """
+        """As vLLM's, with the LoRA adapter that is served now under the request's name, see `VllmLoras.resolve`."""
         if self.loras is not None and more.get("lora_request") is not None:
             more["lora_request"] = self.loras.resolve(more["lora_request"])
         return await super().add_request(*args, **more)
@@ -93,21 +87,13 @@ class ControlledLLM(AsyncLLM):
             raise
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's, whose routes may not replace a pushed LoRA adapter.
-
-        Raises:
-            Conflict
-        """
+        """As vLLM's, whose routes may not replace a pushed LoRA adapter: that is a `Conflict`."""
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        """As vLLM's.
-
-        Raises:
-            WeightsLost, EngineDead: nothing is served any more.
-        """
+        """As vLLM's; raises what the gate has failed with: nothing is served any more."""
         self.gate.check()
         await super().check_health()
 
@@ -131,14 +117,10 @@ class ControlledLLM(AsyncLLM):
 
         self.is_pause_wanted = True
         task = asyncio.create_task(pause())
-        self._pauses.add(task)  # the event loop itself keeps weak references only
+        self._pauses.add(task)
         task.add_done_callback(self._pauses.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have given up
         await asyncio.shield(task)
-
-    @cached_property
-    def _pauses(self) -> set[asyncio.Task[None]]:
-        return set()
 
     async def resume_engine(self) -> None:
         """Resume the engine, whoever wants it."""
@@ -161,11 +143,7 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """As vLLM's; during an update the engine resumes when that has ended.
-
-        Raises:
-            Conflict: the engine is asleep.
-        """
+        """As vLLM's; during an update the engine resumes when that has ended. `Conflict`: it is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 

@@ -36,8 +36,7 @@ from darts_server.vllm.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 3
-"""How often a request may lose its engine."""
+MAX_MOVES = 3  # how often a request may lose its engine
 INIT_TRANSFER, TRANSFERS = "init_weight_transfer_engine", ("start_weight_update", "update_weights")
 NCCL_BACKENDS = ("nccl", "sparse_nccl")
 """Of vLLM's ways to transfer weights, those in which each worker has a rank after that of the trainer."""
@@ -70,29 +69,21 @@ class FleetCore(AsyncMPClient):
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.client_index, self.client_count, self.engines_running = 0, 1, False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
-        self.core_engines: list[bytes] = []
-        """Those that get requests and calls."""
+        self.core_engines: list[bytes] = []  # those that get requests and calls
         self._effective_attention_block_sizes, self._kv_event_sources = set[int | None](), dict[int, Any]()
         self.stats_update_address = None
         self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
         """Brings an engine that has come to the state of the others, before it gets requests."""
-        self.on_lost: Callable[[int], None] = lambda _: None
-        """Called with the rank of each engine that is lost."""
-        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
-        """Called with each message of a probe."""
-        self.processor: OutputProcessor | None = None
-        """vLLM's, of the outputs of all requests."""
-        self.lost = 0
-        """Engines, so far."""
-        self.engines: dict[bytes, Engine] = {}
-        """All that are connected."""
-        self.moves = Counter[str]()
-        """How often requests have lost their engine."""
+        self.on_lost: Callable[[int], None] = lambda _: None  # called with the rank of each engine that is lost
+        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None  # called with each message of a probe
+        self.processor: OutputProcessor | None = None  # vLLM's, of the outputs of all requests
+        self.lost = 0  # engines, so far
+        self.engines: dict[bytes, Engine] = {}  # all that are connected
+        self.moves = Counter[str]()  # how often requests have lost their engine
         self._lost: list[Lost] = []  # in the queue
         self._transfer: list[Engine] | None = None
         self._seen: set[int] = set()
         self._calls = count()
-        self._change = asyncio.Event()
 
     # --- engines come and go ----------------------------------------------------
 
@@ -123,15 +114,8 @@ class FleetCore(AsyncMPClient):
             return
         if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
-            self._change.set()
             up, count = len(self.core_engines), len(self.engine_ranks_managed)
             logger.info("engine %d is there; %d of %d", engine.rank, up, count)
-
-    async def wait_for_all(self) -> None:
-        """Wait until every engine has come."""
-        while len(self.core_engines) < len(self.engine_ranks_managed):
-            self._change.clear()
-            await self._change.wait()
 
     def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
         """Let others do what an engine was doing, and let another be started unless it is there already."""
@@ -357,16 +341,13 @@ class Engine:
 
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank, self.name = hello.rank, hello.rank.to_bytes(2, "little")
-        self.hidden_states = hello.hidden_states
-        """Where its workers send hidden states."""
+        self.hidden_states = hello.hidden_states  # where its workers send hidden states
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
-        self.calls: dict[int, Any] = {}
-        """Futures of calls that it has not answered."""
+        self.calls: dict[int, Any] = {}  # futures of calls that it has not answered
         self.joining: asyncio.Task[None]
-        self.silent = 0.0
-        """Seconds since its last message."""
+        self.silent = 0.0  # seconds since its last message
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:

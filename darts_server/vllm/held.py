@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from functools import partial, wraps
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -40,10 +40,8 @@ logger = logging.getLogger(__name__)
 
 ARGUMENT = "darts_held"
 """Name in ``extra_args``, by which the engine knows a request that is held: its number; negative: not to be held."""
-PASSED_ON = "darts_passed_on"
-"""Name in ``extra_args`` of a request whose tokens are read while they are generated."""
-RELEASE = "darts_release"
-"""Name of the engine's method that releases requests."""
+PASSED_ON = "darts_passed_on"  # name in ``extra_args`` of a request whose tokens are read while they are generated
+RELEASE = "darts_release"  # name of the engine's method that releases requests
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable of an engine that is one of several, each of which vLLM takes to be the only one."""
 REPORT_SECONDS = 0.01
@@ -142,15 +140,31 @@ class Request:
         return len(self._tokens)
 
 
-class Holding:
-    """Holds back outputs of one engine. ``clock``: monotonic, in seconds."""
+class HoldingQueue:
+    """vLLM's queue of messages for its clients, of which the thread that sends them gets what is not held back.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    ``clock``: monotonic, in seconds.
+    """
+
+    def __init__(self, messages: "queue.Queue[Any]", clock: Callable[[], float] = time.monotonic) -> None:
+        self._messages, self._clock = messages, clock
+        self._next: list[tuple[int, EngineCoreOutputs]] = []
         self._requests: dict[str, Request] = {}
         self._steps: list[Step] = []
         self._kept = 0
         self._last_step = self._reported = -inf
+
+    def get(self) -> Any:
+        while not self._next:
+            item = self._messages.get()
+            if isinstance(item, bytes) or item[0] < 0:  # the engine's death; what is for vLLM's coordinator
+                return item
+            client, message = item
+            self._next = [(client, each) for each in reversed(self.pass_on(message))]
+        return self._next.pop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._messages, name)
 
     def pass_on(self, message: Any) -> list[EngineCoreOutputs]:
         """Return what is sent now of a message of the engine, or for a `Begin` or `Release`."""
@@ -246,47 +260,23 @@ def says_more(message: EngineCoreOutputs) -> bool:
     return bool(has_queries) or any(getattr(stats, name) for name in SAID_ONCE)
 
 
-class HoldingQueue:
-    """vLLM's queue of messages for its clients, of which the thread that sends them gets what `Holding` passes on."""
-
-    def __init__(self, messages: "queue.Queue[Any]") -> None:
-        self._messages = messages
-        self._holding = Holding()
-        self._next: list[tuple[int, EngineCoreOutputs]] = []
-
-    def get(self) -> Any:
-        while not self._next:
-            item = self._messages.get()
-            if isinstance(item, bytes) or item[0] < 0:  # the engine's death; what is for vLLM's coordinator
-                return item
-            client, message = item
-            self._next = [(client, each) for each in reversed(self._holding.pass_on(message))]
-        return self._next.pop()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._messages, name)
-
-
 def hold_outputs(engine: Any) -> None:
     """Let vLLM's class of engines, ``EngineCoreProc``, hold outputs, answer aborts, and have the method `RELEASE`."""
     if hasattr(engine, RELEASE):
         return
     add, abort, send = engine.preprocess_add_request, engine.abort_requests, engine.process_output_sockets
 
-    @wraps(add)
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         if number := number_of(request.sampling_params):
             begin = Begin(request.request_id, abs(number), held=number > 0)
             self.output_queue.put_nowait((request.client_index, begin))
         return add(self, request)
 
-    @wraps(abort)
     def abort_requests(self: Any, request_ids: list[str]) -> None:
         running = [self.scheduler.requests.get(each) for each in request_ids]
         abort(self, request_ids)
         self._send_abort_outputs([each for each in running if each is not None and number_of(each.sampling_params)])
 
-    @wraps(send)
     def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
         self.output_queue = HoldingQueue(self.output_queue)
         send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
@@ -352,9 +342,8 @@ class HeldRequests:
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self.messages = 0
-        """That engines have sent."""
-        self._core, self._states, self._names = engine_core, processor.request_states, processor.external_req_ids
+        self.messages = 0  # that engines have sent
+        self._core, self.states, self._names = engine_core, processor.request_states, processor.external_req_ids
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number
         self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
@@ -372,7 +361,7 @@ class HeldRequests:
 
     def tokens(self, request_id: str) -> int | None:
         """Return how many tokens a request has generated; ``None`` once it has its final output."""
-        state = self._states.get(request_id)
+        state = self.states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
         received = int(state.detokenizer.num_output_tokens())
@@ -402,7 +391,7 @@ class HeldRequests:
         return report
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
-        params, state = request.sampling_params, self._states.get(request.request_id)
+        params, state = request.sampling_params, self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
         if params is None or state is None or not is_final_only or request.resumable:
             await self._add(request)
@@ -432,7 +421,7 @@ class HeldRequests:
         names = list(request_ids)
         ids = names if internal else [each for name in names for each in self._names.get(name, ())]
         ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
-        ours = [each for each in ids if held_of(self._states.get(each))]
+        ours = [each for each in ids if held_of(self.states.get(each))]
         return [*ours, *self._forget([each for each in ids if each not in ours], True)]  # it calls this for children
 
     def _update_stats(self, state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:

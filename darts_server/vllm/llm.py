@@ -32,8 +32,7 @@ from darts_server.vllm.routes import RouteCall, current_route
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02
-ANSWER_SECONDS = 3.0
-"""Less than `HAND_BACK_SECONDS`, within which batches are handed back too."""
+ANSWER_SECONDS = 3.0  # less than `HAND_BACK_SECONDS`, within which batches are handed back too
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options from header and model alias with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 
@@ -64,10 +63,8 @@ class ShapingLLM(ControlledLLM):
 
     rollouts: VllmRollouts | None = None
     merge_options: MergeOptions = staticmethod(lambda options, _: options)
-    died: bool | None = None
-    """Whether the engine was dead when it was first shut down; ``None`` before that."""
-    on_death: Callable[[], None] = staticmethod(lambda: None)
-    """Called once, when the engine has died."""
+    died: bool | None = None  # whether the engine was dead when it was first shut down; ``None`` before that
+    on_death: Callable[[], None] = staticmethod(lambda: None)  # called once, when the engine has died
 
     @property
     def should_respond(self) -> bool:
@@ -128,11 +125,7 @@ class ShapingLLM(ControlledLLM):
         return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
-        """Check the options of a request for one trajectory that is not rendered yet.
-
-        Raises:
-            InvalidRequest
-        """
+        """Raise `InvalidRequest` for wrong options of a request for one trajectory that is not rendered yet."""
         shaping = self.merge_options(options, extra_args)
         if self.rollouts is not None:
             self.rollouts.plan(1, shaping)
@@ -222,16 +215,15 @@ class ShapingLLM(ControlledLLM):
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
                     await make_deferred(trajectory.output)
+                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
                         continue
-                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
                     if len(indices) < plan.size - 1:  # the first one has them
                         output.prompt_logprobs = None
                     yield output
                 if not streaming:
-                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
             finally:
                 run.cancel()

@@ -7,16 +7,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-RANK = "data_parallel_rank"
-"""vLLM's option of ``generate()``, which callers set by its header."""
-KEPT_GROUPS = 4096
-"""Groups that have ended, and whose callers may not have their answers yet."""
+RANK = "data_parallel_rank"  # vLLM's option of ``generate()``, which callers set by its header
+KEPT_GROUPS = 4096  # groups that have ended, and whose callers may not have their answers yet
 PRIORITY = "priority"
 """The argument of ``generate()``: ``--scheduling-policy priority`` starts waiting requests by it, the lowest first."""
-LEVEL = 1 << 40
-"""Between two priorities of callers: more milliseconds than a server runs."""
-MOST = (1 << 22) - 1
-"""The priority of callers beyond which all are the same: with the order they have 63 bits."""
+LEVEL = 1 << 40  # between two priorities of callers: more milliseconds than a server runs
+MOST = (1 << 22) - 1  # the priority of callers beyond which all are the same: with the order they have 63 bits
 
 
 class Ranks:
@@ -25,14 +21,13 @@ class Ranks:
     A new group gets the engine that is ``up`` with the fewest running candidates and later turns; of equals the first.
     """
 
-    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None, kept: int = KEPT_GROUPS) -> None:
+    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None) -> None:
         self._up = up or (lambda: range(count))
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
-        self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest `kept` groups
+        self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest groups
         self._joined: dict[str, str] = {}
-        self._kept = kept
 
     def enter(self, group: str) -> int:
         """Assign one more candidate of a group. Returns the engine's rank."""
@@ -53,7 +48,7 @@ class Ranks:
             del self._candidates[group]
             self._ended[group] = self._rank_of.pop(group)
             self._ended.move_to_end(group)
-            if len(self._ended) > self._kept:
+            if len(self._ended) > KEPT_GROUPS:
                 self._ended.popitem(last=False)
 
     @contextmanager

@@ -36,14 +36,11 @@ from darts_server.vllm.compat import GENERATION_HANDLERS
 
 logger = getLogger(__name__)
 
-RAW_SUFFIX = ":raw"
-"""Suffix of the alias under which a served model is never shaped."""
-REQUEST_ID_HEADER = "X-Request-Id"
-"""To vLLM it goes before the ``request_id`` of a body."""
+RAW_SUFFIX = ":raw"  # suffix of the alias under which a served model is never shaped
+REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
 XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
 ABORT = "/abort_requests"
-CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})
-"""Those whose handlers catch all exceptions."""
+CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})  # those whose handlers catch all exceptions
 ERROR_EVENT = 'data: {"error":'
 
 Handler = Callable[..., Awaitable[Any]]

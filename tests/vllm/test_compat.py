@@ -50,7 +50,7 @@ def test_every_flag_that_we_read_is_one_of_vllms() -> None:
         node.attr
         for source in SOURCES
         for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }
     fields = {name.rpartition(".")[2] for name in RECORDED if "FrontendArgs." in name or "EngineArgs." in name}
     added = {name.partition("[")[2].strip("-]").replace("-", "_") for name in RECORDED if "make_arg_parser[" in name}

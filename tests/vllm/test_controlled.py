@@ -58,6 +58,7 @@ class Engine(ControlledLLM):
         self.idle = asyncio.Event()
         self.is_halted = False
         self.error: Exception | None = None
+        self._pauses = set()
 
     async def handle_received(self) -> None:
         assert self.is_halted

@@ -60,8 +60,9 @@ def test_a_group_whose_candidates_have_ended_goes_on_where_it_was() -> None:
     assert ranks.enter("group") == 0
 
 
-def test_the_rank_of_a_group_is_known_for_a_while_after_its_end() -> None:
-    ranks = Ranks(2, kept=2)
+def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.vllm.ranks.KEPT_GROUPS", 2)
+    ranks = Ranks(2)
     for number in range(4):
         ranks.enter("running")
         assert ranks.enter(str(number)) == 1

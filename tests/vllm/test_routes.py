@@ -31,7 +31,7 @@ class Completions:
 
     create_error_response = staticmethod(create_error_response)
 
-    async def create_completion(self, request: Any, raw_request: Any = None) -> None: ...
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any: ...
 
 
 class Responses(Completions):
@@ -42,7 +42,7 @@ class Responses(Completions):
         self.response_store: dict[str, Any] = {}
         self.response_store_lock = asyncio.Lock()
 
-    async def create_responses(self, request: Any, raw_request: Any = None) -> None: ...
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any: ...
 
     async def _run_background_request(self, request: Any) -> None:
         raise self.error

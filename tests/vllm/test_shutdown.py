@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -262,22 +262,14 @@ async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks
 
 
 async def test_its_death_is_heard() -> None:
-    said: list[Any] = ["tokens", EngineDeadError()]
-
-    async def get_output() -> Any:
-        if isinstance(output := said.pop(0), Exception):
-            raise output
-        return output
-
-    deaths: list[int] = []
-    engine_core = SimpleNamespace(get_output_async=get_output)
-    llm: Any = SimpleNamespace(engine_core=engine_core, on_death=lambda: deaths.append(1))
+    deaths, core = Mock(), SimpleNamespace(get_output_async=AsyncMock(side_effect=["tokens", EngineDeadError()]))
+    llm: Any = SimpleNamespace(engine_core=core, on_death=deaths)
     ShapingLLM.observe_outputs(llm)
-    assert await engine_core.get_output_async() == "tokens"
-    assert not deaths
+    assert await core.get_output_async() == "tokens"
+    deaths.assert_not_called()
     with pytest.raises(EngineDeadError):
-        await engine_core.get_output_async()
-    assert deaths == [1]
+        await core.get_output_async()
+    deaths.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,12 @@ from darts_server.vllm.probe.steps import check_runner, read_step
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
-INSTALL = "darts_install_probe"
-"""Name of the workers' method that installs the probe."""
+INSTALL = "darts_install_probe"  # name of the workers' method that installs the probe
 
-READY = b"ready"
-"""Followed by the width of the states, as text: this worker will send states."""
+READY = b"ready"  # followed by the width of the states, as text: this worker will send states
 STATES = b"states"
 """Followed by the number and the tokens of each request, [n, 2] of int64, and by states, [n, width] of float32."""
-FAULT = b"fault"
-"""Followed by an error message: this worker will send nothing more."""
+FAULT = b"fault"  # followed by an error message: this worker will send nothing more
 
 
 def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
@@ -57,8 +54,7 @@ class ProbedRequest:
     number: int
     prompt_tokens: int
     points: tuple[int, ...]
-    prompt_step: int | None = None
-    """The step that computed the last token of its prompt."""
+    prompt_step: int | None = None  # the step that computed the last token of its prompt
 
     def reached(self, computed: int) -> int | None:
         """Return the number of generated tokens at the ``computed``-th token, prompt included, if it is at or past a
@@ -122,8 +118,7 @@ class Sender(threading.Thread):
         super().__init__(name="darts-probe", daemon=True)
         self._address = address
         self._on_failure = on_failure  # called from the thread when it cannot send states any more
-        self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
-        """Of rows, and of messages' frames."""
+        self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()  # of rows, and of messages' frames
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
@@ -186,11 +181,7 @@ class Capture:
     have reached its next point: however often it is preempted, a step adds a limited number of tokens to what it has
     generated since its prompt was computed.
 
-    Args:
-        put: queues what is to be sent, and returns at once.
-
-    Raises:
-        ValueError: see `check_runner`.
+    ``put``: queues what is to be sent, and returns at once. Raises `ValueError`, see `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
@@ -201,8 +192,7 @@ class Capture:
         self._max_step_tokens = 1 + int(runner.vllm_config.num_speculative_tokens)
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._put = put
-        self.requests: dict[str, ProbedRequest] = {}
-        """Those with a probe, from their first step to their end."""
+        self.requests: dict[str, ProbedRequest] = {}  # those with a probe, from their first step to their end
         self._due: dict[int, list[ProbedRequest]] = {}  # by the step in which they are looked at
         self._step = 0  # counted while there are any
 

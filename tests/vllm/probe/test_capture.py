@@ -37,11 +37,6 @@ drawn_requests = st.lists(
 )
 
 
-def requests(drawn: list[tuple[int, int, tuple[int, ...], int]]) -> list[Request]:
-    """Create requests, some with the id of an earlier one."""
-    return [Request(i, f"name-{name}", prompt, length, at) for i, (prompt, length, at, name) in enumerate(drawn)]
-
-
 def expected(request: Request) -> list[int]:
     """Return the tokens of the first step that reaches each point; once if it reaches several."""
     reached = [next((c for c in request.certain if c >= point), None) for point in request.points]
@@ -53,7 +48,8 @@ def expected(request: Request) -> list[int]:
 def test_every_passed_point_is_sent_once_in_order_and_with_its_own_state(
     runner: type[Runner], drawn: list[Any], max_drafts: int, seed: int
 ) -> None:
-    wanted = requests(drawn)
+    # Some have the id of an earlier one.
+    wanted = [Request(i, f"name-{name}", prompt, length, at) for i, (prompt, length, at, name) in enumerate(drawn)]
     scheduler = FakeScheduler(runner(max_drafts), Random(seed), wanted)
     scheduler.run()
     assert scheduler.faults == []
