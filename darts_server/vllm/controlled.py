@@ -154,10 +154,7 @@ class ControlledLLM(AsyncLLM):
             await abort()
             return
         # The route names internal ids if its caller named none.
-        everything = internal
-        await self._coordinate(
-            abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=everything)
-        )
+        await self._coordinate(abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=internal))
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine is awake."""
