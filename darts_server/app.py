@@ -51,7 +51,7 @@ from darts_server.startup_checks import Finding, Verdict, check_address, check_l
 from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
-from darts_server.vllm.launch import Fleet, RunningEngine, start_engine, start_fleet
+from darts_server.vllm.launch import RunningEngine, start_engine, start_fleet
 from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
@@ -128,7 +128,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     from darts_server.ray.place import Cluster  # imports Ray
 
     cluster = Cluster(settings.ray_address, settings.gpus_per_replica, settings.cpus_per_replica)
-    return start_fleet(args, Fleet(settings.replicas, argv, cluster.place, cluster.host, settings.engine_watchdog))
+    return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
 
 
 async def _serve(

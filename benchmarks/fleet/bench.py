@@ -35,6 +35,7 @@ from benchmarks.fleet.hosts import Scripted
 from benchmarks.overhead import cpu_seconds
 from darts_server import app, settings
 from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
+from darts_server.exceptions import InvalidSetting
 from darts_server.http.options import merge_options
 from darts_server.store import Store
 from darts_server.vllm import launch, server
@@ -80,12 +81,12 @@ class ScriptedPlaces:
 
     def __init__(self, rate: float, mean: float, *, echo: bool = False) -> None:
         self._rate, self._mean, self._echo = rate, mean, echo
+        self.failure: InvalidSetting | None = None
         self.late: list[float] = []
         self.tokens = 0
 
     @asynccontextmanager
     async def place(self, starts: Sequence[bytes], _: int) -> AsyncIterator["ScriptedPlaces"]:
-        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         first = msgspec.json.decode(starts[0], type=Start)
         script = Scripted(first.host, first.port, first.token, list(range(len(starts))))
         script.rate, script.mean, script.slots, script.ready = self._rate, self._mean, SLOTS, ready()
@@ -121,9 +122,8 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
         {"policy": "uniform", "redundancy": str(CANDIDATES / GROUP_SIZE), "log_level": "ERROR"}, None
     )
     args = server.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
-    fleet = launch.Fleet(engines, ARGV, places.place, "127.0.0.1", 0.0)
     with Store(None) as store, Staging(None) as staging, ExitStack() as closing:
-        async with launch.start_fleet(args, fleet) as engine:
+        async with launch.start_fleet(args, ARGV, engines, places.place, "127.0.0.1", 0.0) as engine:
             access = app._access(loaded, args)
             rooms = app.make_rooms(loaded, engine, access, store, staging, closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)

@@ -98,7 +98,7 @@ class Bench:
         """Pass every request through our code unshaped (policy ``off``); ``plain``: bypass our code."""
         self._running.shape(self._unshaped, merge_options)
         if plain:
-            self.llm.shape(None, merge_options)
+            self.llm.rollouts = None
         self._log_steps(learn=None if plain else self._unshaped.statistics.latency.observe)
 
     def _statistics(self, documents: DocumentStore) -> Statistics:
@@ -111,7 +111,7 @@ class Bench:
             if not started:
                 self.log.add(time.perf_counter(), sequences, seconds)
 
-        self._running.observe_steps(log)
+        self.llm.held.on_step = log
 
     async def drain(self) -> None:
         """Wait until nothing runs, and reset the prefix cache, so that every load starts from the same state.

@@ -23,11 +23,9 @@ Part = bytes | bytearray | memoryview
 LENGTH = struct.Struct("<I")
 HIDDEN_STATES = b"hidden states"
 """First part of a host's messages that are not its engine's, but of the probes in its workers."""
-MAX_PARTS = 4096
-"""Of a message: each large array is one."""
+MAX_PARTS = 4096  # of a message: each large array is one
 MAX_BYTES = 1 << 30
-HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0
-"""A connection that has not said who it is by then is closed."""
+HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0  # a connection that has not said who it is by then is closed
 KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """A host whose machine is gone, or whose network is, is noticed after some seconds without an answer, or with data that
 was not taken for so many milliseconds: longer than either end may be too busy to read."""
@@ -68,37 +66,28 @@ class Parser:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[list[bytes]]:
-        """Yield the messages that are complete now.
-
-        Raises:
-            Malformed
-        """
-        self._buffer += data
-        while (message := self._next()) is not None:
-            yield message
-
-    def _next(self) -> list[bytes] | None:
+        """Yield the messages that are complete now, or raise `Malformed`."""
         buffer = self._buffer
-        if len(buffer) < LENGTH.size:
-            return None
-        (count,) = LENGTH.unpack_from(buffer)
-        if not 0 < count <= MAX_PARTS:
-            raise Malformed(f"a message of {count} parts")
-        head = LENGTH.size * (count + 1)
-        if len(buffer) < head:
-            return None
-        lengths = struct.unpack_from(f"<{count}I", buffer, LENGTH.size)
-        if sum(lengths) > self.max_bytes:
-            raise Malformed(f"a message of {sum(lengths)} bytes")
-        if len(buffer) < head + sum(lengths):
-            return None
-        parts = []
-        with memoryview(buffer) as view:
-            for length in lengths:
-                parts.append(bytes(view[head : head + length]))
-                head += length
-        del buffer[:head]
-        return parts
+        buffer += data
+        while len(buffer) >= LENGTH.size:
+            (count,) = LENGTH.unpack_from(buffer)
+            if not 0 < count <= MAX_PARTS:
+                raise Malformed(f"a message of {count} parts")
+            end = LENGTH.size * (count + 1)
+            if len(buffer) < end:
+                return
+            lengths = struct.unpack_from(f"<{count}I", buffer, LENGTH.size)
+            if (size := sum(lengths)) > self.max_bytes:
+                raise Malformed(f"a message of {size} bytes")
+            if len(buffer) < end + size:
+                return
+            parts = []
+            with memoryview(buffer) as view:
+                for length in lengths:
+                    parts.append(bytes(view[end : end + length]))
+                    end += length
+            del buffer[:end]
+            yield parts
 
 
 class Connection(asyncio.Protocol):

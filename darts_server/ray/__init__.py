@@ -1,10 +1,6 @@
 """Several engines behind one server: Ray places their hosts, gives them GPUs, and starts them again.
 
-::
-
-    place.py  the cluster, and the hosts in it
-
-Only this folder imports Ray, and this module does not: it is imported before Ray may be.
+Only ``place.py`` imports Ray: this module is imported before Ray may be.
 """
 
 import os

@@ -25,17 +25,14 @@ from darts_server.exceptions import InvalidSetting
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-HERE = "local"
-"""Ray's name for a cluster that it starts."""
+HERE = "local"  # Ray's name for a cluster that it starts
 HOST = "darts_server.vllm.engine_host"
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before an engine is started again; twice as many after each that did not last."""
 LASTED_SECONDS = 120.0
-MAX_FAILURES = 3
-"""Of engines of one rank: then a server that has not started yet gives up."""
+MAX_FAILURES = 3  # of engines of one rank: then a server that has not started yet gives up
 STOP_SECONDS = 15.0
-END_SECONDS = 2.0
-"""Within which an actor ends its host, and notices it."""
+END_SECONDS = 2.0  # within which an actor ends its host, and notices it
 
 
 HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
@@ -71,7 +68,7 @@ class Placed:
     """Hosts, each of which is started again when it has ended. Implements :class:`darts_server.vllm.launch.Places`."""
 
     def __init__(self, group: Any, wanted: dict[str, float], environment: dict[str, str]) -> None:
-        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: InvalidSetting | None = None
         self._group = group
         self._wanted = wanted
         self._environment = environment
@@ -105,9 +102,8 @@ class Placed:
             lasted = time.monotonic() - began > LASTED_SECONDS
             failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
             logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
-            if failures == MAX_FAILURES and not self.given_up.done():
-                self.given_up.set_exception(InvalidSetting(f"engine {rank} does not start: {reason}"))
-                self.given_up.exception()  # maybe without a reader, about which asyncio would complain
+            if failures == MAX_FAILURES:
+                self.failure = InvalidSetting(f"engine {rank} does not start: {reason}")
             await asyncio.sleep(pause)
 
     def restart(self, rank: int) -> None:

@@ -6,8 +6,7 @@ The names of vLLM that we use are listed in ``tests/vllm/signatures``, and compa
 
 from importlib.metadata import PackageNotFoundError, version
 
-TESTED_SERIES = ("0.31", "0.32")
-"""The series that tests run against, the oldest first."""
+TESTED_SERIES = ("0.31", "0.32")  # the series that tests run against, the oldest first
 
 # (attribute of the app's state, method) that each generation route calls with the parsed request. All have the
 # signature ``(request, raw_request) -> response``.

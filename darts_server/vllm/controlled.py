@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,32 +18,30 @@ from darts_server.vllm.routes import is_abort_by_route, note_own_error
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.updates import Updates
 
+T = TypeVar("T")
+
 
 class ControlledLLM(AsyncLLM):
     """Coordinates vLLM's control calls with groups and with updates through our routes. Results and errors are vLLM's.
 
-    ``updates`` and ``loras`` are set once, after construction; without ``updates`` every call is vLLM's own.
+    ``updates`` and ``loras`` are set once, after construction; without ``updates`` every call is vLLM's own. With them
+    calls raise `UpdateRunning`, `UpdateFailed` and `WeightsLost` too.
     """
 
-    gate: Gate
-    """What every request passes. Set by `start_engine` before anything uses it."""
+    gate: Gate  # what every request passes. Set by `start_engine` before anything uses it
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
     written_by_trainer = False
     """Whether the weights are those that a trainer has written by vLLM's routes, and so in no file."""
-    has_sent = False
-    """Whether the engine has sent anything since this was last reset."""
-    is_handling = False
-    """Whether vLLM's task is at work on outputs that it has taken from its queue."""
+    is_handling = False  # whether vLLM's task is at work on outputs that it has taken from its queue
+    is_pause_wanted = False  # whether the engine is to be paused, see `pause_engine`
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager, self._note_message)
+        self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         """What the engine has generated, and keeps until it is wanted."""
-
-    def _note_message(self) -> None:
-        self.has_sent = True
+        self._pauses = set[asyncio.Task[None]]()  # the event loop itself keeps weak references only
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -51,11 +49,6 @@ class ControlledLLM(AsyncLLM):
         core = self.engine_core
         up = lambda: [int.from_bytes(name, "little") for name in core.core_engines]  # noqa: E731
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, up)
-
-    @cached_property
-    def engine_pause(self) -> "EnginePause":
-        """Pauses and resumes the engine, whoever asks for it."""
-        return EnginePause(self)
 
     async def handle_received(self) -> None:
         """Wait until everything that engines have sent so far is handled, as by the count of a request's tokens.
@@ -74,18 +67,13 @@ class ControlledLLM(AsyncLLM):
         """As vLLM's, but returns the answers of all data-parallel engines' workers, not of the first engine's alone."""
         core, call = self.engine_core, ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
-            results = await core.call_all(*call)
-        else:
-            calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
-            results = await asyncio.gather(*calls)
-        return [answer for answers in results for answer in answers]
+            answers: list[Any] = await core.call_utility_async(*call)
+            return answers
+        calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
-        """As vLLM's, with the LoRA adapter that is served now under the request's name.
-
-        Raises:
-            NotFound: the adapter was removed while the request waited.
-        """
+        """As vLLM's, with the LoRA adapter that is served now under the request's name, see `VllmLoras.resolve`."""
         if self.loras is not None and more.get("lora_request") is not None:
             more["lora_request"] = self.loras.resolve(more["lora_request"])
         return await super().add_request(*args, **more)
@@ -99,103 +87,100 @@ class ControlledLLM(AsyncLLM):
             raise
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's, whose routes may not replace a pushed LoRA adapter.
-
-        Raises:
-            Conflict
-        """
+        """As vLLM's, whose routes may not replace a pushed LoRA adapter: that is a `Conflict`."""
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
         return await super().add_lora(lora_request)
 
-    async def pause_generation(
-        self, *, mode: Any = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
-    ) -> None:
-        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine resumes.
-
-        Raises:
-            UpdateRunning, UpdateFailed
-        """
-        mode = "wait" if wait_for_inflight_requests else mode
-        pause = partial(self.engine_pause.pause, mode, clear_cache)
-        with note_own_error():
-            await (pause() if self.updates is None else self.updates.coordinator.pause_by_trainer(mode, pause))
-
-    async def resume_generation(self) -> None:
-        """As vLLM's; during an update the engine resumes when that has ended.
-
-        Raises:
-            Conflict: the engine is asleep.
-        """
-        resume = self.engine_pause.resume
-        with note_own_error():
-            await (resume() if self.updates is None else self.updates.coordinator.resume_by_trainer(resume))
-
-    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """As vLLM's; all groups fail where ``/abort_requests`` aborts everything.
-
-        Raises:
-            UpdateRunning, WeightsLost: of that route.
-        """
-        abort = partial(super().abort, request_id, internal=internal)
-        with note_own_error():
-            if not is_abort_by_route() or self.updates is None:
-                await abort()
-            else:  # the route names internal ids if its caller named none
-                await self.updates.coordinator.abort_by_trainer(abort, everything=internal)
-
     async def check_health(self) -> None:
-        """As vLLM's.
-
-        Raises:
-            WeightsLost, EngineDead: nothing is served any more.
-        """
+        """As vLLM's; raises what the gate has failed with: nothing is served any more."""
         self.gate.check()
         await super().check_health()
 
-    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine is awake.
+    # --- pauses ------------------------------------------------------------------
 
-        Raises:
-            UpdateRunning, UpdateFailed, WeightsLost
+    async def pause_engine(self, mode: Any, clear_cache: bool = True) -> None:
+        """Pause the engine, whoever wants it; resume it again if it was resumed while it was being paused.
+
+        In vLLM 0.31 a pause that waits for running requests takes effect when the engine is next idle, also after a
+        resume (``EngineCoreProc.pause_scheduler`` leaves a callback). The engine would then be paused while the server
+        takes it for resumed. The same holds for a pause whose caller gave up: it goes on here.
         """
-        sleep = partial(super().sleep, level, mode)
-        if self.updates is None:
-            await sleep()
-        else:
-            await self.updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
+
+        async def pause() -> None:
+            try:
+                await AsyncLLM.pause_generation(self, mode=mode, clear_cache=clear_cache)
+                await self.handle_received()
+            finally:
+                if not self.is_pause_wanted:
+                    await AsyncLLM.resume_generation(self)
+
+        self.is_pause_wanted = True
+        task = asyncio.create_task(pause())
+        self._pauses.add(task)
+        task.add_done_callback(self._pauses.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have given up
+        await asyncio.shield(task)
+
+    async def resume_engine(self) -> None:
+        """Resume the engine, whoever wants it."""
+        self.is_pause_wanted = False
+        await AsyncLLM.resume_generation(self)
+
+    # --- control calls of trainers -------------------------------------------------
+
+    async def _coordinate(self, vllms: Callable[[], Awaitable[T]], ours: Callable[[Updates], Awaitable[T]]) -> T:
+        """Make a call of vLLM's as the coordinator of updates does, if there is one."""
+        with note_own_error():
+            return await (vllms() if self.updates is None else ours(self.updates))
+
+    async def pause_generation(
+        self, *, mode: Any = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine resumes."""
+        mode = "wait" if wait_for_inflight_requests else mode
+        pause = partial(self.pause_engine, mode, clear_cache)
+        await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
+
+    async def resume_generation(self) -> None:
+        """As vLLM's; during an update the engine resumes when that has ended. `Conflict`: it is asleep."""
+        resume = self.resume_engine
+        await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As vLLM's; all groups fail where ``/abort_requests`` aborts everything."""
+        abort = partial(super().abort, request_id, internal=internal)
+        if not is_abort_by_route():
+            await abort()
+            return
+        # The route names internal ids if its caller named none.
+        await self._coordinate(abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=internal))
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        """As vLLM's, but whole groups are waited for or aborted, and new requests wait until the engine is awake."""
+        sleep, frees = partial(super().sleep, level, mode), level > 0
+        await self._coordinate(
+            sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=frees)
+        )
 
     async def release_kv_cache_memory(self) -> None:
-        """As vLLM's.
-
-        Raises:
-            UpdateRunning, WeightsLost
-        """
         free = super().release_kv_cache_memory
-        await (free() if self.updates is None else self.updates.coordinator.free_by_trainer(KV_CACHE, free))
+        await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
-        """As vLLM's, which since 0.32 returns whether the whole engine is awake.
-
-        Raises:
-            UpdateRunning, WeightsLost
-        """
+        """As vLLM's, which since 0.32 returns whether the whole engine is awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
-        return await (wake_up() if self.updates is None else self.updates.coordinator.wake_up_by_trainer(wake_up, tags))
+        return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def start_weight_update(self) -> None:
-        """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it.
-
-        Raises:
-            UpdateRunning, UpdateFailed, WeightsLost
-        """
+        """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it."""
         start = super().start_weight_update
-        await (start() if self.updates is None else self.updates.external.start(start))
+        await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def start_draft_weight_update(self) -> None:
         """The same for a draft model."""
         start = super().start_draft_weight_update
-        await (start() if self.updates is None else self.updates.external.start(start))
+        await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
         """As vLLM's; a failure ends the update."""
@@ -209,7 +194,7 @@ class ControlledLLM(AsyncLLM):
         infos = request.update_info if isinstance(request.update_info, list) else [request.update_info]
         listed = infos[0].get("names") if infos and isinstance(infos[0], dict) else None
         names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-        await (write() if self.updates is None else self.updates.external.write(write, names))
+        await self._coordinate(write, lambda updates: updates.external.write(write, names))
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
         """Call `update_weights` with what vLLM's route takes as ``update_info``."""
@@ -224,45 +209,6 @@ class ControlledLLM(AsyncLLM):
             await self.collective_rpc("darts_pack_heads")
             self.weight_version = version
 
-        await (finish_as(self.weight_version + 1) if self.updates is None else self.updates.external.finish(finish_as))
-
-
-class EnginePause:
-    """Resume the engine again if it was resumed while it was being paused.
-
-    In vLLM 0.31 a pause that waits for running requests takes effect when the engine is next idle, also after a resume
-    (``EngineCoreProc.pause_scheduler`` leaves a callback). The engine would then be paused while the server takes it
-    for resumed. The same holds for a pause whose caller gave up: it goes on here.
-    """
-
-    def __init__(self, llm: ControlledLLM) -> None:
-        self._llm = llm
-        self.is_wanted = False
-        """Whether the engine is to be paused."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def pause(self, mode: Any, clear_cache: bool = True) -> None:
-        """Pause the engine. ``mode`` and ``clear_cache``: as for `AsyncLLM.pause_generation`."""
-        self.is_wanted = True
-        task = asyncio.get_running_loop().create_task(self._pause(mode, clear_cache))
-        self._tasks.add(task)  # the event loop itself keeps weak references only
-        task.add_done_callback(self._forget)
-        await asyncio.shield(task)
-
-    async def resume(self) -> None:
-        """Resume the engine."""
-        self.is_wanted = False
-        await AsyncLLM.resume_generation(self._llm)
-
-    async def _pause(self, mode: Any, clear_cache: bool) -> None:
-        try:
-            await AsyncLLM.pause_generation(self._llm, mode=mode, clear_cache=clear_cache)
-            await self._llm.handle_received()
-        finally:
-            if not self.is_wanted:
-                await AsyncLLM.resume_generation(self._llm)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved: the caller may have given up
+        await self._coordinate(
+            partial(finish_as, self.weight_version + 1), lambda updates: updates.external.finish(finish_as)
+        )

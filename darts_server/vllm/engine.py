@@ -15,6 +15,7 @@ It relies on six details of vLLM that are not documented, each covered by a test
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,11 +41,11 @@ from darts_server.rollout.voting import VoteRunner
 from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.types import FinishReason
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.held import OncePerTurn, changing_state
+from darts_server.vllm.held import HeldRequests, OncePerTurn, changing_state
 from darts_server.vllm.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable
-from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank
+from darts_server.vllm.ranks import has_priorities, place
 from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
@@ -65,73 +66,63 @@ VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
 VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 
+@dataclass(slots=True, eq=False)
 class VllmCandidate:
     """Implements :class:`darts_server.engine.port.RunningCandidate`."""
 
-    def __init__(
-        self,
-        llm: ControlledLLM,
-        collector: RequestOutputCollector,
-        aborts: OncePerTurn[RequestOutputCollector],
-        on_end: Callable[[], None],
-        deferred: Deferred,
-        *,
-        constrained: bool,
-    ) -> None:
-        self._states = llm.output_processor.request_states
-        self._held = llm.held
-        self._released = False
-        self._collector = collector
-        self._aborts = aborts
-        self._on_end = on_end
-        self._deferred = deferred
-        self._constrained = constrained
+    held: HeldRequests
+    collector: RequestOutputCollector
+    aborts: OncePerTurn[RequestOutputCollector]
+    on_end: Callable[[], None]
+    deferred: Deferred
+    constrained: bool
+    released: bool = False
 
     def tokens(self) -> int | None:
-        return self._held.tokens(self._collector.request_id)
+        return self.held.tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        state = self._states.get(self._collector.request_id)
+        state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
-        if not self._released:  # the first ones come now
-            self._released = True
-            self._held.release(self._collector.request_id)
+        if not self.released:  # the first ones come now
+            self.released = True
+            self.held.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
-        values = self._deferred.values
-        return TokenSlice(tokens, None if values is None else values[start:], self._deferred.returns_logprobs)
+        values = self.deferred.values
+        return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
 
     def stop(self) -> int:
-        self._aborts.add(self._collector)
+        self.aborts.add(self.collector)
         if (tokens := self.tokens()) is not None:
             return tokens
         # The candidate has finished, but `result` has not taken its output from the collector yet.
-        output = self._collector.output
+        output = self.collector.output
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
         try:
-            output = await self._collector.get()
+            output = await self.collector.get()
         except Exception as error:
             raise translate(error) from error
         finally:
-            self._on_end()
+            self.on_end()
         assert isinstance(output, RequestOutput)
         completion = output.outputs[0]
         if completion.finish_reason == "error":
-            if self._constrained and len(completion.token_ids) <= 1:  # none: not compiled; one: no token can be first
+            if self.constrained and len(completion.token_ids) <= 1:  # none: not compiled; one: no token can be first
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
-            raise CandidateFailed(f"vLLM failed on request {self._collector.request_id} while generating")
-        if self._deferred.values is not None and np.isnan(self._deferred.values).any():
+            raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
+        if self.deferred.values is not None and np.isnan(self.deferred.values).any():
             raise CandidateFailed(
-                f"log-probs of request {self._collector.request_id} are NaN: the model's weights are broken, "
+                f"log-probs of request {self.collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
             )
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        return CandidateResult(len(completion.token_ids), reason, self._deferred.output(output))
+        return CandidateResult(len(completion.token_ids), reason, self.deferred.output(output))
 
 
 class VllmEngine:
@@ -143,41 +134,23 @@ class VllmEngine:
         self._aborts = OncePerTurn(self._abort)
         """A completed group stops all of its running candidates in the same turn."""
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+        config, cache = llm.vllm_config, llm.vllm_config.cache_config
+        self.engines: int = config.parallel_config.data_parallel_size
+        self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
+        self.kv_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+        self.has_priorities = has_priorities(config)
 
     @property
     def weight_version(self) -> int:
         return self._llm.weight_version
 
     @property
-    def capacity(self) -> int:
-        config = self._llm.vllm_config
-        return config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
-
-    @property
-    def kv_tokens(self) -> int | None:
-        config = self._llm.vllm_config.cache_config
-        return config.num_gpu_blocks * config.block_size if config.num_gpu_blocks else None
-
-    @property
-    def engines(self) -> int:
-        return int(self._llm.vllm_config.parallel_config.data_parallel_size)
-
-    @property
     def unfinished(self) -> int:
         return len(self._llm.output_processor.request_states)
 
     @property
-    def has_priorities(self) -> bool:
-        return has_priorities(self._llm)
-
-    @property
     def probe_width(self) -> int | None:
         return self._probes.width
-
-    @property
-    def probe_fault(self) -> str | None:
-        """The reason why :attr:`probe_width` is ``None``."""
-        return self._probes.fault
 
     async def start(
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
@@ -227,23 +200,15 @@ class VllmEngine:
         group = ranks.group_of(request.request_id)
         rank = ranks.enter(group)
         cleanup.callback(ranks.leave, group)
-        options = on_rank(self._llm, request.options, rank)
-        if self.has_priorities:
-            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+        options = place(self._llm.vllm_config, request.options, rank, order)
         try:
             with changing_state(deferred.begin):
                 # The id that vLLM gives to the children of a request with n > 1.
                 collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
         except Exception as error:
             raise translate(error) from error
-        return VllmCandidate(
-            self._llm,
-            collector,
-            self._aborts,
-            cleanup.pop_all().close,
-            deferred,
-            constrained=params.structured_outputs is not None,
-        )
+        constrained, on_end = params.structured_outputs is not None, cleanup.pop_all().close
+        return VllmCandidate(self._llm.held, collector, self._aborts, on_end, deferred, constrained)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         try:

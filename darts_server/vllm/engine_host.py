@@ -30,8 +30,7 @@ from darts_server.vllm.plugin import end_with_process
 logger = logging.getLogger(__name__)
 
 
-WATCH_SECONDS = 0.1
-"""How often the host looks whether its engine runs."""
+WATCH_SECONDS = 0.1  # how often the host looks whether its engine runs
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):

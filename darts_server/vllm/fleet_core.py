@@ -36,8 +36,7 @@ from darts_server.vllm.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 3
-"""How often a request may lose its engine."""
+MAX_MOVES = 3  # how often a request may lose its engine
 INIT_TRANSFER, TRANSFERS = "init_weight_transfer_engine", ("start_weight_update", "update_weights")
 NCCL_BACKENDS = ("nccl", "sparse_nccl")
 """Of vLLM's ways to transfer weights, those in which each worker has a rank after that of the trainer."""
@@ -70,30 +69,21 @@ class FleetCore(AsyncMPClient):
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.client_index, self.client_count, self.engines_running = 0, 1, False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
-        self.core_engines: list[bytes] = []
-        """Those that get requests and calls."""
-        self._effective_attention_block_sizes: set[int | None] = set()
-        self._kv_event_sources: dict[int, Any] = {}
+        self.core_engines: list[bytes] = []  # those that get requests and calls
+        self._effective_attention_block_sizes, self._kv_event_sources = set[int | None](), dict[int, Any]()
         self.stats_update_address = None
         self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
         """Brings an engine that has come to the state of the others, before it gets requests."""
-        self.on_lost: Callable[[int], None] = lambda _: None
-        """Called with the rank of each engine that is lost."""
-        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
-        """Called with each message of a probe."""
-        self.processor: OutputProcessor | None = None
-        """vLLM's, of the outputs of all requests."""
-        self.lost = 0
-        """Engines, so far."""
-        self.engines: dict[bytes, Engine] = {}
-        """All that are connected."""
-        self.moves = Counter[str]()
-        """How often requests have lost their engine."""
+        self.on_lost: Callable[[int], None] = lambda _: None  # called with the rank of each engine that is lost
+        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None  # called with each message of a probe
+        self.processor: OutputProcessor | None = None  # vLLM's, of the outputs of all requests
+        self.lost = 0  # engines, so far
+        self.engines: dict[bytes, Engine] = {}  # all that are connected
+        self.moves = Counter[str]()  # how often requests have lost their engine
         self._lost: list[Lost] = []  # in the queue
         self._transfer: list[Engine] | None = None
         self._seen: set[int] = set()
         self._calls = count()
-        self._change = asyncio.Event()
 
     # --- engines come and go ----------------------------------------------------
 
@@ -106,8 +96,8 @@ class FleetCore(AsyncMPClient):
             self._apply_ready_response(hello.ready)
         engine = Engine(self, hello, connection)
         if (before := self.engines.get(engine.name)) is not None:
-            self._lose(before, "another one has come in its place")
-            before.connection.close("another one has come in its place")
+            self.lose(before, reason := "another one has come in its place", is_replaced=True)
+            before.connection.close(reason)
         self.engines[engine.name] = engine
         engine.joining = asyncio.get_running_loop().create_task(self._join(engine))
         return engine
@@ -124,23 +114,13 @@ class FleetCore(AsyncMPClient):
             return
         if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
-            self._change.set()
             up, count = len(self.core_engines), len(self.engine_ranks_managed)
             logger.info("engine %d is there; %d of %d", engine.rank, up, count)
 
-    async def wait_for_all(self) -> None:
-        """Wait until every engine has come."""
-        while len(self.core_engines) < len(self.engine_ranks_managed):
-            self._change.clear()
-            await self._change.wait()
-
-    def lose(self, engine: "Engine", reason: str) -> None:
-        """Let others do what an engine was doing, and let another be started."""
-        if self.engines.get(engine.name) is engine:
-            self._lose(engine, reason)
-            self.on_lost(engine.rank)
-
-    def _lose(self, engine: "Engine", reason: str) -> None:
+    def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
+        """Let others do what an engine was doing, and let another be started unless it is there already."""
+        if self.engines.get(engine.name) is not engine:
+            return
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.lost += 1
@@ -151,6 +131,8 @@ class FleetCore(AsyncMPClient):
         engine.joining.cancel()
         self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
         self.outputs_queue.put_nowait(self._lost[-1])
+        if not is_replaced:
+            self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
         """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
@@ -247,8 +229,10 @@ class FleetCore(AsyncMPClient):
         if left:  # those of an engine that is lost; the others have ended, and this is ignored
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all engines; return the results of those that are not lost meanwhile. Those that come get the state.
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Call all engines; return the result of one, where they differ what says most, and of workers all of them.
+
+        What is lost meanwhile does not count, and what comes gets the state of the others.
 
         Raises:
             EngineError: vLLM's own transfer of weights would not reach all engines that have joined it.
@@ -260,21 +244,16 @@ class FleetCore(AsyncMPClient):
             elif args[0] in TRANSFERS and self._transfer not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
         calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         answers = [each for each in results if not isinstance(each, EngineLost)]
         for each in answers:
             if isinstance(each, BaseException):
                 raise each
-        return answers
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call all engines; the result of one, or where they differ what says most."""
-        results = await self.call_all(method, *args)
         if method == "collective_rpc":
-            return [each for result in results for each in result]
-        if len(results) > 1 and all(isinstance(each, bool) for each in results):
-            return all(results)
-        return results[0] if results else None
+            return [each for answer in answers for each in answer]
+        if len(answers) > 1 and all(isinstance(each, bool) for each in answers):
+            return all(answers)
+        return answers[0] if answers else None
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == "collective_rpc":
@@ -282,8 +261,7 @@ class FleetCore(AsyncMPClient):
         there, call = self._engine(engine), next(self._calls)
         future = there.calls[call] = asyncio.get_running_loop().create_future()
         try:
-            message: Sequence[Any] = self.encoder.encode((self.client_index, call, method, args))
-            there.connection.send([EngineCoreRequestType.UTILITY.value, *message])
+            await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call, method, args), engine)
             return await future
         finally:
             there.calls.pop(call, None)
@@ -363,16 +341,13 @@ class Engine:
 
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank, self.name = hello.rank, hello.rank.to_bytes(2, "little")
-        self.hidden_states = hello.hidden_states
-        """Where its workers send hidden states."""
+        self.hidden_states = hello.hidden_states  # where its workers send hidden states
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
-        self.calls: dict[int, Any] = {}
-        """Futures of calls that it has not answered."""
+        self.calls: dict[int, Any] = {}  # futures of calls that it has not answered
         self.joining: asyncio.Task[None]
-        self.silent = 0.0
-        """Seconds since its last message."""
+        self.silent = 0.0  # seconds since its last message
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:

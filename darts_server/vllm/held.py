@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from functools import partial, wraps
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -40,16 +40,20 @@ logger = logging.getLogger(__name__)
 
 ARGUMENT = "darts_held"
 """Name in ``extra_args``, by which the engine knows a request that is held: its number; negative: not to be held."""
-PASSED_ON = "darts_passed_on"
-"""Name in ``extra_args`` of a request whose tokens are read while they are generated."""
-RELEASE = "darts_release"
-"""Name of the engine's method that releases requests."""
+PASSED_ON = "darts_passed_on"  # name in ``extra_args`` of a request whose tokens are read while they are generated
+RELEASE = "darts_release"  # name of the engine's method that releases requests
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable of an engine that is one of several, each of which vLLM takes to be the only one."""
 REPORT_SECONDS = 0.01
 """How often counts are reported. Half of the interval at which they are looked at: late counts are tokens too many."""
 MOST_KEPT = 256
 """Tokens of a request that are kept at most; twice that for some: requests that began together are sent one by one."""
+
+SAID_ONCE = (
+    *("kv_cache_eviction_events", "iteration_details", "spec_decoding_stats", "kv_connector_stats"),
+    *("ec_connector_stats", "cudagraph_stats", "perf_stats"),
+)
+"""Of vLLM's ``SchedulerStats``, those of one step that no later message repeats."""
 
 T = TypeVar("T")
 Step = tuple[int, float, int]
@@ -104,7 +108,6 @@ class Request:
         self._nans = 0
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Keep what an output has."""
         self._tokens += output.new_token_ids
         if (logprobs := output.new_logprobs) is not None:
             # Copies: they may be parts of arrays of a whole step, in memory that later steps use again.
@@ -118,7 +121,15 @@ class Request:
         """Put what was kept before what an output has."""
         self.keep(output)
         output.new_token_ids = self._tokens
-        output.new_logprobs = join(self._logprobs) if self._logprobs else None
+        output.new_logprobs = None
+        if parts := self._logprobs:
+            # Those of a step are as wide as its request that wants most, so some may be wider than others.
+            width = min(part.logprobs.shape[1] for part in parts)
+            output.new_logprobs = LogprobsLists(
+                np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
+                np.concatenate([part.logprobs[:, :width] for part in parts]),
+                np.concatenate([part.sampled_token_ranks for part in parts]),
+            )
         output.events = self._events or None
         output.num_nans_in_logits = self._nans
         self._clear()
@@ -129,25 +140,31 @@ class Request:
         return len(self._tokens)
 
 
-def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
-    """Join log-probs. Those of a step are as wide as its request that wants most, so some may be wider than others."""
-    width = min(part.logprobs.shape[1] for part in parts)
-    return LogprobsLists(
-        np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
-        np.concatenate([part.logprobs[:, :width] for part in parts]),
-        np.concatenate([part.sampled_token_ranks for part in parts]),
-    )
+class HoldingQueue:
+    """vLLM's queue of messages for its clients, of which the thread that sends them gets what is not held back.
 
+    ``clock``: monotonic, in seconds.
+    """
 
-class Holding:
-    """Holds back outputs of one engine. ``clock``: monotonic, in seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, messages: "queue.Queue[Any]", clock: Callable[[], float] = time.monotonic) -> None:
+        self._messages, self._clock = messages, clock
+        self._next: list[tuple[int, EngineCoreOutputs]] = []
         self._requests: dict[str, Request] = {}
         self._steps: list[Step] = []
         self._kept = 0
         self._last_step = self._reported = -inf
+
+    def get(self) -> Any:
+        while not self._next:
+            item = self._messages.get()
+            if isinstance(item, bytes) or item[0] < 0:  # the engine's death; what is for vLLM's coordinator
+                return item
+            client, message = item
+            self._next = [(client, each) for each in reversed(self.pass_on(message))]
+        return self._next.pop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._messages, name)
 
     def pass_on(self, message: Any) -> list[EngineCoreOutputs]:
         """Return what is sent now of a message of the engine, or for a `Begin` or `Release`."""
@@ -236,41 +253,11 @@ def says_more(message: EngineCoreOutputs) -> bool:
         return True
     if message.finished_requests or message.wave_complete is not None or message.start_wave is not None:
         return True
-    stats: Any = message.scheduler_stats
-    return stats is not None and any(
-        (
-            stats.prefix_cache_stats.requests,
-            stats.connector_prefix_cache_stats is not None and stats.connector_prefix_cache_stats.requests,
-            stats.kv_cache_eviction_events,
-            stats.iteration_details,
-            stats.spec_decoding_stats,
-            stats.kv_connector_stats,
-            stats.ec_connector_stats,
-            stats.cudagraph_stats,
-            stats.perf_stats,
-        )
-    )
-
-
-class HoldingQueue:
-    """vLLM's queue of messages for its clients, of which the thread that sends them gets what `Holding` passes on."""
-
-    def __init__(self, messages: "queue.Queue[Any]") -> None:
-        self._messages = messages
-        self._holding = Holding()
-        self._next: list[tuple[int, EngineCoreOutputs]] = []
-
-    def get(self) -> Any:
-        while not self._next:
-            item = self._messages.get()
-            if isinstance(item, bytes) or item[0] < 0:  # the engine's death; what is for vLLM's coordinator
-                return item
-            client, message = item
-            self._next = [(client, each) for each in reversed(self._holding.pass_on(message))]
-        return self._next.pop()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._messages, name)
+    if (stats := message.scheduler_stats) is None:
+        return False
+    connector = stats.connector_prefix_cache_stats
+    has_queries = stats.prefix_cache_stats.requests or (connector is not None and connector.requests)
+    return bool(has_queries) or any(getattr(stats, name) for name in SAID_ONCE)
 
 
 def hold_outputs(engine: Any) -> None:
@@ -279,20 +266,17 @@ def hold_outputs(engine: Any) -> None:
         return
     add, abort, send = engine.preprocess_add_request, engine.abort_requests, engine.process_output_sockets
 
-    @wraps(add)
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         if number := number_of(request.sampling_params):
             begin = Begin(request.request_id, abs(number), held=number > 0)
             self.output_queue.put_nowait((request.client_index, begin))
         return add(self, request)
 
-    @wraps(abort)
     def abort_requests(self: Any, request_ids: list[str]) -> None:
         running = [self.scheduler.requests.get(each) for each in request_ids]
         abort(self, request_ids)
         self._send_abort_outputs([each for each in running if each is not None and number_of(each.sampling_params)])
 
-    @wraps(send)
     def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
         self.output_queue = HoldingQueue(self.output_queue)
         send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
@@ -348,34 +332,36 @@ class HeldRequest(NamedTuple):
 
 
 class HeldRequests:
-    """The requests of this process that engines hold.
+    """The requests of this process that engines hold: changes vLLM's objects so that they leave these to the engines.
 
     Args:
         engine_core: vLLM's client of the engines.
         processor: vLLM's, of their outputs.
         loggers: vLLM's, of statistics; ``None`` if there are none.
-        on_message: called with each message of an engine.
     """
 
-    def __init__(
-        self, engine_core: Any, processor: OutputProcessor, loggers: Any, on_message: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self._core, self._states, self._on_message = engine_core, processor.request_states, on_message
+        self.messages = 0  # that engines have sent
+        self._core, self.states, self._names = engine_core, processor.request_states, processor.external_req_ids
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number
         self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
         self._releases = OncePerTurn(self._send_released)
-        self._receive_reports()
-        self._number_requests()
-        self._leave_aborts_to_engine(processor)
-        self._follow(processor)
+        # Methods of these objects, not of their classes; vLLM's task has the decoder already.
+        vllms: Any = engine_core.decoder
+        self._decode_report = MsgpackDecoder(Report, oob_tensor_provider=vllms.oob_tensor_provider).decode
+        vllms.decode = self._decode
+        self._add, engine_core.add_request_async = engine_core.add_request_async, self._add_numbered
+        changed: Any = processor
+        self._forget, changed.abort_requests = processor.abort_requests, self._abort
+        self._update, changed._update_stats_from_output = processor._update_stats_from_output, self._update_stats
         if loggers is not None:
-            self._log_kept(loggers)
+            self._record, loggers.record = loggers.record, self._record_kept
 
     def tokens(self, request_id: str) -> int | None:
         """Return how many tokens a request has generated; ``None`` once it has its final output."""
-        state = self._states.get(request_id)
+        state = self.states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
         received = int(state.detokenizer.num_output_tokens())
@@ -394,102 +380,75 @@ class HeldRequests:
             if isinstance(answer, Exception):  # of a dead engine, which ends all requests anyway
                 logger.error("an engine did not release requests: %s", answer)
 
-    def _receive_reports(self) -> None:
-        vllms: Any = self._core.decoder
-        ours = MsgpackDecoder(Report, oob_tensor_provider=vllms.oob_tensor_provider)
+    def _decode(self, frames: Any) -> Report:
+        report: Report = self._decode_report(frames)
+        self.messages += 1
+        self._kept[report.engine_index] += report.kept
+        self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
+        if self.on_step is not None:
+            for step in report.steps:
+                self.on_step(*step)
+        return report
 
-        def decode(frames: Any) -> Report:
-            report: Report = ours.decode(frames)
-            self._on_message()
-            self._kept[report.engine_index] += report.kept
-            self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
-            if self.on_step is not None:
-                for step in report.steps:
-                    self.on_step(*step)
-            return report
+    async def _add_numbered(self, request: EngineCoreRequest) -> None:
+        params, state = request.sampling_params, self.states.get(request.request_id)
+        is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
+        if params is None or state is None or not is_final_only or request.resumable:
+            await self._add(request)
+            return
+        is_candidate = False
+        if (moved := held_of(state)) is not None:
+            self._counts.pop(moved.number, None)
+        elif changes := _changes.get():
+            changes.pop()(request, state)
+            is_candidate = True
+        extra = params.extra_args or {}
+        number = next(self._numbers)
+        before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
+        setattr(state, ARGUMENT, HeldRequest(number, before, is_candidate))
+        # Stop strings are searched for in this process.
+        is_read = bool(params.stop) or PASSED_ON in extra
+        request.sampling_params = copy(params)  # other requests may have the same
+        request.sampling_params.extra_args = {**extra, ARGUMENT: -number if is_read else number}
+        try:
+            await self._add(request)
+        except BaseException:
+            setattr(state, ARGUMENT, None)  # no engine answers its abort
+            raise
 
-        vllms.decode = decode  # of this one decoder, which vLLM's task has already
-
-    def _number_requests(self) -> None:
-        add = self._core.add_request_async
-
-        async def add_request_async(request: EngineCoreRequest) -> None:
-            params, state = request.sampling_params, self._states.get(request.request_id)
-            is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
-            if params is None or state is None or not is_final_only or request.resumable:
-                await add(request)
-                return
-            is_candidate = False
-            if (moved := held_of(state)) is not None:
-                self._counts.pop(moved.number, None)
-            elif changes := _changes.get():
-                changes.pop()(request, state)
-                is_candidate = True
-            extra = params.extra_args or {}
-            number = next(self._numbers)
-            before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-            setattr(state, ARGUMENT, HeldRequest(number, before, is_candidate))
-            # Stop strings are searched for in this process.
-            is_read = bool(params.stop) or PASSED_ON in extra
-            request.sampling_params = copy(params)  # other requests may have the same
-            request.sampling_params.extra_args = {**extra, ARGUMENT: -number if is_read else number}
-            try:
-                await add(request)
-            except BaseException:
-                setattr(state, ARGUMENT, None)  # no engine answers its abort
-                raise
-
-        self._core.add_request_async = add_request_async
-
-    def _leave_aborts_to_engine(self, processor: OutputProcessor) -> None:
+    def _abort(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         """Let vLLM not end an aborted request that has a number: the engine does, with everything it has generated."""
-        forget = processor.abort_requests
+        names = list(request_ids)
+        ids = names if internal else [each for name in names for each in self._names.get(name, ())]
+        ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
+        ours = [each for each in ids if held_of(self.states.get(each))]
+        return [*ours, *self._forget([each for each in ids if each not in ours], True)]  # it calls this for children
 
-        def abort_requests(request_ids: Iterable[str], internal: bool) -> list[str]:
-            names = list(request_ids)
-            ids = names if internal else [each for name in names for each in processor.external_req_ids.get(name, ())]
-            ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
-            ours = [each for each in ids if held_of(self._states.get(each))]
-            return [*ours, *forget([each for each in ids if each not in ours], True)]  # which calls this for children
-
-        processor.abort_requests = abort_requests  # type: ignore[method-assign]  # of this one
-
-    def _follow(self, processor: OutputProcessor) -> None:
+    def _update_stats(self, state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
         """Forget the counts of requests that have ended, and let vLLM's metrics have times that say something."""
-        update = processor._update_stats_from_output
+        if (held := held_of(state)) is None:
+            self._update(state, output, timestamp, stats)
+            return
+        if output.finish_reason is not None:
+            self._counts.pop(held.number, None)
+        if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
+            return  # it has no first token, and so no times
+        before = 0 if stats is None else len(stats.inter_token_latencies_iter)
+        self._update(state, output, timestamp, stats)
+        if stats is not None and len(stats.inter_token_latencies_iter) > before:
+            # The mean time between tokens that come together, in place of their sum.
+            latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
+            if tokens:
+                stats.inter_token_latencies_iter.append(latency / tokens)
 
-        def update_stats(state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-            if (held := held_of(state)) is None:
-                update(state, output, timestamp, stats)
-                return
-            if output.finish_reason is not None:
-                self._counts.pop(held.number, None)
-            if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
-                return  # it has no first token, and so no times
-            before = 0 if stats is None else len(stats.inter_token_latencies_iter)
-            update(state, output, timestamp, stats)
-            if stats is not None and len(stats.inter_token_latencies_iter) > before:
-                # The mean time between tokens that come together, in place of their sum.
-                latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
-                if tokens:
-                    stats.inter_token_latencies_iter.append(latency / tokens)
-
-        changed: Any = processor  # this one, not its class
-        changed._update_stats_from_output = update_stats
-
-    def _log_kept(self, loggers: Any) -> None:
+    def _record_kept(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0, **more: Any) -> None:
         """Let vLLM's loggers count tokens when they are generated, though they come later."""
-        record = loggers.record
-
-        def record_kept(*, iteration_stats: IterationStats | None = None, engine_idx: int = 0, **more: Any) -> None:
-            if kept := self._kept[engine_idx]:
-                iteration_stats = iteration_stats or IterationStats()
-                tokens = iteration_stats.num_generation_tokens + kept
-                # Negative: some of a later message, which has come but was not processed yet.
-                iteration_stats.num_generation_tokens, self._kept[engine_idx] = max(0, tokens), min(0, tokens)
-            record(iteration_stats=iteration_stats, engine_idx=engine_idx, **more)
-
-        loggers.record = record_kept
+        if kept := self._kept[engine_idx]:
+            iteration_stats = iteration_stats or IterationStats()
+            tokens = iteration_stats.num_generation_tokens + kept
+            # Negative: some of a later message, which has come but was not processed yet.
+            iteration_stats.num_generation_tokens, self._kept[engine_idx] = max(0, tokens), min(0, tokens)
+        self._record(iteration_stats=iteration_stats, engine_idx=engine_idx, **more)
 
 
 def held_of(state: RequestState | None) -> HeldRequest | None:

@@ -25,7 +25,6 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.engine_host import Start
 from darts_server.vllm.fleet_core import Engine, FleetCore
-from darts_server.vllm.held import StepListener
 from darts_server.vllm.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.platform import refuse_speculation
 from darts_server.vllm.probe.receiver import probing
@@ -35,8 +34,7 @@ from darts_server.vllm.structured_outputs import limit_checks
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.updates import Updates
 
-JOIN_POLL_SECONDS = 0.05
-"""How often an engine that joins looks whether an update has ended."""
+JOIN_POLL_SECONDS = 0.05  # how often is looked whether engines have come, and whether an update has ended
 MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
 """Of a model in a folder: its weights, and what they are put together by."""
 
@@ -58,9 +56,8 @@ class RunningEngine:
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
         """Serve requests as groups of ``rollouts``, and vLLM's own weight routes through ``updates``."""
-        self.observe_steps(rollouts.statistics.latency.observe)
-        self.llm.shape(rollouts, merge_options)
-        self.llm.updates = updates
+        self.llm.held.on_step = rollouts.statistics.latency.observe
+        self.llm.rollouts, self.llm.merge_options, self.llm.updates = rollouts, merge_options, updates
 
     @property
     def up(self) -> int:
@@ -72,16 +69,11 @@ class RunningEngine:
         """How many engines were lost so far."""
         return self.llm.engine_core.lost if isinstance(self.llm.engine_core, FleetCore) else 0
 
-    def observe_steps(self, listener: StepListener) -> None:
-        """Report each step that decodes to ``listener``."""
-        self.llm.held.on_step = listener
-
 
 class Places(Protocol):
     """Hosts of engines that run somewhere, each started again whenever it ends."""
 
-    given_up: asyncio.Future[None]
-    """Fails if one cannot be started, again and again."""
+    failure: InvalidSetting | None  # why one of them cannot be started, again and again
 
     def restart(self, rank: int) -> None:
         """End what is left of an engine, so that it is started again."""
@@ -92,24 +84,14 @@ Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
 engine's model is divided over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Engines behind one process.
-
-    ``count``: of engines. ``place``: starts them with vLLM's flags ``argv``. ``host``: address at which their hosts
-    reach this process. ``watchdog``: seconds in which an engine that has requests must send something; 0 for any.
-    """
-
-    count: int
-    argv: Sequence[str]
-    place: Place
-    host: str
-    watchdog: float
-
-
 @asynccontextmanager
-async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEngine]:
+async def start_fleet(
+    args: Namespace, argv: Sequence[str], count: int, place: Place, host: str, watchdog: float
+) -> AsyncIterator[RunningEngine]:
     """Run several engines behind this process until the block ends.
+
+    ``place``: starts ``count`` engines with vLLM's flags ``argv``. ``host``: address at which their hosts reach this
+    process. ``watchdog``: seconds in which an engine that has requests must send something; 0 for any.
 
     Raises:
         InvalidSetting: they cannot be placed, or do not start.
@@ -118,27 +100,26 @@ async def start_fleet(args: Namespace, fleet: Fleet) -> AsyncIterator[RunningEng
     if config.parallel_config.data_parallel_size > 1:
         raise InvalidSetting("--data-parallel-size cannot be used with --replicas: it makes one engine of several")
     divided_over = config.parallel_config.world_size
-    config.parallel_config.data_parallel_size = fleet.count  # to everything above, each engine is a rank
+    config.parallel_config.data_parallel_size = count  # to everything above, each engine is a rank
     core, token = FleetCore(config), secrets.token_hex(16)
-    hub = await listen(fleet.host, token, core.joined)
+    hub = await listen(host, token, core.joined)
     port = int(hub.sockets[0].getsockname()[1])
-    start = Start(without_keys(fleet.argv), fleet.host, port, token, 0)
-    starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(fleet.count)]
+    start = Start(without_keys(argv), host, port, token, 0)
+    starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(count)]
     try:
-        async with fleet.place(starts, divided_over) as places:
+        async with place(starts, divided_over) as places:
             core.on_lost = places.restart
-            coming = asyncio.ensure_future(core.wait_for_all())
-            await asyncio.wait([coming, places.given_up], return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                coming.cancel()
-                places.given_up.result()
+            while len(core.core_engines) < count:
+                if places.failure is not None:
+                    raise places.failure
+                await asyncio.sleep(JOIN_POLL_SECONDS)
             # vLLM makes its client of the engine while that starts.
             with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: core)):
                 async with start_engine(args, config=config) as running:
                     llm = running.llm
                     core.processor = llm.output_processor
                     core.bring_to_state = partial(bring_to_state, llm, running.model)
-                    watching = asyncio.ensure_future(core.lose_silent(fleet.watchdog, lambda: llm.should_respond))
+                    watching = asyncio.ensure_future(core.lose_silent(watchdog, lambda: llm.should_respond))
                     try:
                         yield running
                     finally:
@@ -166,10 +147,9 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
     Raises:
         UpdateFailed: it could not load them.
     """
-    core: Any = llm.engine_core
 
     def state_of_others() -> tuple[Any, ...]:
-        return model.state, llm.weight_version, llm.engine_pause.is_wanted
+        return model.state, llm.weight_version, llm.is_pause_wanted
 
     def is_changing() -> bool:
         """Whether it has to wait; for the next weights from files, if those of now are in none."""
@@ -184,17 +164,15 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
         except UpdateFailed:
             if state == state_of_others():  # otherwise other weights have taken the place of these
                 raise
-        pause = ("pause_scheduler", "keep", True) if llm.engine_pause.is_wanted else ("resume_scheduler",)
-        await core._call_utility_async(*pause, engine=engine.name)
+        pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
+        await llm.engine_core._call_utility_async(*pause, engine=engine.name)
         if state == state_of_others() and not is_changing():
             return
 
 
 @asynccontextmanager
-async def start_engine(
-    args: Namespace, gate: Gate | None = None, config: VllmConfig | None = None
-) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``gate``: what every request passes. ``config``: if not by ``args``."""
+async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
+    """Run the engine until the block ends. ``config``: if not by ``args``."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -212,14 +190,12 @@ async def start_engine(
     try:
         await llm.reset_mm_cache()
         await llm.get_supported_tasks()  # vLLM caches them; generate() needs them without waiting
-        llm.gate = gate or Gate()
+        llm.gate = Gate()
         async with probing(llm) as probes:
             model = VllmModel(llm)
             llm.loras = model.loras
-            renderer = VllmPromptRenderer(llm, args.chat_template)
-            port = VllmEngine(llm, probes)
-            name = args.served_model_name[0]
-            yield RunningEngine(llm, port, renderer, model, name, fingerprint)
+            port, renderer = VllmEngine(llm, probes), VllmPromptRenderer(llm, args.chat_template)
+            yield RunningEngine(llm, port, renderer, model, args.served_model_name[0], fingerprint)
     finally:
         if llm.rollouts is not None:
             llm.rollouts.statistics.flush()

@@ -27,13 +27,12 @@ from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts
 from darts_server.vllm.outputs import ABORTED, make_deferred, merge_outputs, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
-from darts_server.vllm.ranks import PRIORITY, combined, has_priorities, on_rank, rank_of
-from darts_server.vllm.requests import RouteCall, current_route
+from darts_server.vllm.ranks import place, rank_of
+from darts_server.vllm.routes import RouteCall, current_route
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02
-ANSWER_SECONDS = 3.0
-"""Less than `HAND_BACK_SECONDS`, within which batches are handed back too."""
+ANSWER_SECONDS = 3.0  # less than `HAND_BACK_SECONDS`, within which batches are handed back too
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options from header and model alias with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 
@@ -60,19 +59,12 @@ class Generation:
 
 
 class ShapingLLM(ControlledLLM):
-    """Shape requests once `shape` was called; until then serve all as vLLM does."""
+    """Shape requests as groups of ``rollouts`` once that is set; until then serve all as vLLM does."""
 
     rollouts: VllmRollouts | None = None
-    died: bool | None = None
-    """Whether the engine was dead when it was first shut down; ``None`` before that."""
-    on_death: Callable[[], None] = staticmethod(lambda: None)
-    """Called once, when the engine has died."""
-    _merge_options: MergeOptions = staticmethod(lambda options, _: options)
-
-    def shape(self, rollouts: VllmRollouts | None, merge_options: MergeOptions) -> None:
-        """Serve requests as groups of ``rollouts`` from now on; ``None``: shape nothing."""
-        self.rollouts = rollouts
-        self._merge_options = merge_options
+    merge_options: MergeOptions = staticmethod(lambda options, _: options)
+    died: bool | None = None  # whether the engine was dead when it was first shut down; ``None`` before that
+    on_death: Callable[[], None] = staticmethod(lambda: None)  # called once, when the engine has died
 
     @property
     def should_respond(self) -> bool:
@@ -94,7 +86,7 @@ class ShapingLLM(ControlledLLM):
         check_name("session_id", options.get("session_id") or "")
         request, route = PromptRequest(prompt, sampling_params, request_id, options), current_route()
         check_request(self.vllm_config, request)
-        shaping = self._merge_options(route.options, sampling_params.extra_args or {})
+        shaping = self.merge_options(route.options, sampling_params.extra_args or {})
         rollouts, n = self.rollouts, sampling_params.n
         turns, turn, plan, prompt_key, group_name = None, Turn(), None, "", None
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
@@ -133,12 +125,8 @@ class ShapingLLM(ControlledLLM):
         return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
-        """Check the options of a request for one trajectory that is not rendered yet.
-
-        Raises:
-            InvalidRequest
-        """
-        shaping = self._merge_options(options, extra_args)
+        """Raise `InvalidRequest` for wrong options of a request for one trajectory that is not rendered yet."""
+        shaping = self.merge_options(options, extra_args)
         if self.rollouts is not None:
             self.rollouts.plan(1, shaping)
 
@@ -188,11 +176,10 @@ class ShapingLLM(ControlledLLM):
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does, a later turn on the engine that has its prefix."""
         request, turn = generation.request, generation.turn
-        options = on_rank(self, request.options, turn.rank)
+        # Its place is among the candidates of groups.
+        order = None if self.rollouts is None else self.rollouts.starting_order(None)(0)
+        options = place(self.vllm_config, request.options, turn.rank, order)
         turn.rank = rank_of(options)
-        if self.rollouts is not None and has_priorities(self):  # its place among the candidates of groups
-            order = self.rollouts.starting_order(None)(0)
-            options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
         outputs = super().generate(request.prompt, request.params, request.request_id, **options)
         with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
             async with self.gate.enter(unshaped=True), aclosing(outputs):
@@ -226,16 +213,15 @@ class ShapingLLM(ControlledLLM):
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
                     await make_deferred(trajectory.output)
+                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
                         continue
-                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
                     if len(indices) < plan.size - 1:  # the first one has them
                         output.prompt_logprobs = None
                     yield output
                 if not streaming:
-                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
                     yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
             finally:
                 run.cancel()

@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import Conflict, InvalidRequest, NotFound, UpdateFailed
-from darts_server.vllm.requests import RAW_SUFFIX
+from darts_server.vllm.routes import RAW_SUFFIX
 from darts_server.weights.lora_config import LoraLayers
 from darts_server.weights.tensors import TensorSet
 
@@ -30,10 +30,8 @@ class VllmLoras:
         self._checkpoint = checkpoint
         self._registry: Any = None
         self._raw_names: set[str] = set()
-        self.pushed: dict[str, LoRARequest] = {}
-        """The adapters that are served and were pushed, by name."""
-        self.changes = 0
-        """Number of adapters that were loaded or removed."""
+        self.pushed: dict[str, LoRARequest] = {}  # the adapters that are served and were pushed, by name
+        self.changes = 0  # number of adapters that were loaded or removed
         self._removed_ids: set[int] = set()
         self._layers: LoraLayers | None = None
 
@@ -46,11 +44,8 @@ class VllmLoras:
         if self._layers is None:
             tensors = await self._checkpoint()
             names = (await self._llm.collective_rpc("darts_lora_layers"))[0]
-            shapes = {
-                name: file.tensors[name + WEIGHT].shape
-                for name in names
-                if (file := tensors.get(name + WEIGHT)) is not None
-            }
+            files = [(name, file) for name in names if (file := tensors.get(name + WEIGHT)) is not None]
+            shapes = {name: file.tensors[name + WEIGHT].shape for name, file in files}
             config: Any = self._llm.vllm_config.lora_config
             matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
             self._layers = LoraLayers(matrices, config.max_lora_rank)
@@ -94,11 +89,7 @@ class VllmLoras:
             await self._llm.remove_lora(request.lora_int_id)
 
     def check_foreign_load(self, request: LoRARequest) -> None:
-        """Check that vLLM's own routes do not load over a pushed LoRA adapter.
-
-        Raises:
-            Conflict
-        """
+        """Raise `Conflict` if vLLM's own routes would load over a pushed LoRA adapter."""
         if any(pushed.lora_int_id == request.lora_int_id for pushed in self.pushed.values()):
             raise Conflict(
                 "name", f"the LoRA adapter {request.lora_name!r} was pushed; push it again, or delete it first"

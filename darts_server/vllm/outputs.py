@@ -36,12 +36,9 @@ from darts_server.types import FinishReason
 SLICE = 512
 """Tokens that are detokenized, and log-probs that are formatted, before others get a turn: some three milliseconds."""
 TEXT, LOGPROBS = "text", ("logprobs", "cumulative_logprob")
-INCOMPLETE = "\ufffd"
-"""In a token's text: the token has a part of a character."""
-ABORTED = "abort"
-"""vLLM's finish reason of requests that were aborted."""
-STOP = "stop"
-"""vLLM's finish reason of an output whose last token may be no part of its text."""
+INCOMPLETE = "\ufffd"  # in a token's text: the token has a part of a character
+ABORTED = "abort"  # vLLM's finish reason of requests that were aborted
+STOP = "stop"  # vLLM's finish reason of an output whose last token may be no part of its text
 _one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
 
 
@@ -52,8 +49,7 @@ class CachingTokenizer:
         self.tokenizer = tokenizer
         self._decode = cache(lambda token: tokenizer.decode([token]))
         self.text = cache(self._text)
-        self.incomplete: set[int] = set()
-        """Of the tokens whose text was returned, those with a part of a character."""
+        self.incomplete: set[int] = set()  # of the tokens whose text was returned, those with a part of a character
 
     def _text(self, token: int) -> str:
         """Return a token's text as vLLM's log-probs have it, before it corrects incomplete ones."""
@@ -132,16 +128,14 @@ class Deferred:
 
     def _collect(self, logprobs_lists: LogprobsLists) -> None:
         # Copies, which do not keep the message that they came in.
-        rows = logprobs_lists
-        copies = rows.logprob_token_ids.copy(), rows.logprobs.copy(), rows.sampled_token_ranks.copy()
-        self._arrays.append(LogprobsLists(*copies))
+        token_ids, logprobs, ranks = logprobs_lists[:3]
+        self._arrays.append(LogprobsLists(token_ids.copy(), logprobs.copy(), ranks.copy()))
         assert self.values is not None
-        self.values.frombytes(rows.logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
+        self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
 
     def output(self, collected: RequestOutput) -> RequestOutput:
         """Return the candidate's output, which is finished."""
-        later = [] if self._params.stop else [TEXT]
-        return self._output(collected, later)
+        return self._output(collected, [] if self._params.stop else [TEXT])
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
         """Make the output of a candidate whose tokens are those that were generated before, if there are some.
@@ -222,9 +216,8 @@ class Deferred:
 
 
 def rows_of(arrays: LogprobsLists, start: int, end: int) -> LogprobsLists:
-    return LogprobsLists(
-        arrays.logprob_token_ids[start:end], arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end]
-    )
+    token_ids, logprobs, ranks = arrays[:3]
+    return LogprobsLists(token_ids[start:end], logprobs[start:end], ranks[start:end])
 
 
 class DeferredCompletion(CompletionOutput):

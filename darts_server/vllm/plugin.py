@@ -18,12 +18,10 @@ from typing import Any
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
 """Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
 
-POLL_SECONDS = 1e-5
-"""A hundredth of a decode step; no loss of throughput was measured."""
+POLL_SECONDS = 1e-5  # a hundredth of a decode step; no loss of throughput was measured
 RECHECK_MS = 10
 """How often a reader looks for a message in the `BUSY_SECONDS` after the last one, should a notification be lost."""
-BUSY_SECONDS = 1.0
-"""How long vLLM spins after a message; it relies on notifications only after that."""
+BUSY_SECONDS = 1.0  # how long vLLM spins after a message; it relies on notifications only after that
 SERVER_PID = "DARTS_SERVER_PID"
 """Environment variable with the process id of the server, for the processes of its engine."""
 ENGINE = "vllm.v1.engine.core"

@@ -38,8 +38,7 @@ SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 """What a template puts before an answer, and not there again when the answer has become a part of the chat: it begins
 the reasoning, or leaves it out at once, and white space joins that of the answer in one token."""
-LONGEST_END = 24
-"""Tokens of it, at most."""
+LONGEST_END = 24  # tokens of it, at most
 SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group, as may our own extra arguments."""
 
@@ -148,10 +147,7 @@ def leave_rest(params: SamplingParams, tokens: int) -> None:
 
 
 def check_resumable(params: SamplingParams) -> None:
-    """
-    Raises:
-        InvalidRequest: names the first parameter that depends on where the prompt ends or needs more than is kept.
-    """
+    """Raise `InvalidRequest` for the first parameter that depends on the prompt's end, or needs what is not kept."""
     if params.logprobs is not None and not 0 <= params.logprobs <= 1:
         raise InvalidRequest(
             "sampling.logprobs",

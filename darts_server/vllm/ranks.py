@@ -5,18 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-RANK = "data_parallel_rank"
-"""vLLM's option of ``generate()``, which callers set by its header."""
-KEPT_GROUPS = 4096
-"""Groups that have ended, and whose callers may not have their answers yet."""
+from vllm.config import VllmConfig
 
-
+RANK = "data_parallel_rank"  # vLLM's option of ``generate()``, which callers set by its header
+KEPT_GROUPS = 4096  # groups that have ended, and whose callers may not have their answers yet
 PRIORITY = "priority"
 """The argument of ``generate()``: ``--scheduling-policy priority`` starts waiting requests by it, the lowest first."""
-LEVEL = 1 << 40
-"""Between two priorities of callers: more milliseconds than a server runs."""
-MOST = (1 << 22) - 1
-"""The priority of callers beyond which all are the same: with the order they have 63 bits."""
+LEVEL = 1 << 40  # between two priorities of callers: more milliseconds than a server runs
+MOST = (1 << 22) - 1  # the priority of callers beyond which all are the same: with the order they have 63 bits
 
 
 class Ranks:
@@ -25,14 +21,13 @@ class Ranks:
     A new group gets the engine that is ``up`` with the fewest running candidates and later turns; of equals the first.
     """
 
-    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None, kept: int = KEPT_GROUPS) -> None:
+    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None) -> None:
         self._up = up or (lambda: range(count))
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
-        self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest `kept` groups
+        self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest groups
         self._joined: dict[str, str] = {}
-        self._kept = kept
 
     def enter(self, group: str) -> int:
         """Assign one more candidate of a group. Returns the engine's rank."""
@@ -53,7 +48,7 @@ class Ranks:
             del self._candidates[group]
             self._ended[group] = self._rank_of.pop(group)
             self._ended.move_to_end(group)
-            if len(self._ended) > self._kept:
+            if len(self._ended) > KEPT_GROUPS:
                 self._ended.popitem(last=False)
 
     @contextmanager
@@ -92,18 +87,23 @@ def rank_of(options: Mapping[str, Any], otherwise: int | None = None) -> int | N
     return otherwise if chosen is None else chosen
 
 
-def on_rank(llm: Any, options: Mapping[str, Any], rank: int | None) -> Mapping[str, Any]:
-    """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one."""
-    if rank is None or options.get(RANK) is not None or llm.vllm_config.parallel_config.data_parallel_size == 1:
-        return options
-    return {**options, RANK: rank}
+def place(config: VllmConfig, options: Mapping[str, Any], rank: int | None, order: float | None) -> Mapping[str, Any]:
+    """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one.
+
+    ``order``: among requests of the same priority, in seconds; ``None`` or without priorities: as they come.
+    """
+    if rank is not None and options.get(RANK) is None and config.parallel_config.data_parallel_size > 1:
+        options = {**options, RANK: rank}
+    if order is not None and has_priorities(config):
+        options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+    return options
 
 
-def has_priorities(llm: Any) -> bool:
-    return bool(llm.vllm_config.scheduler_config.policy == "priority")
+def has_priorities(config: VllmConfig) -> bool:
+    return bool(config.scheduler_config.policy == "priority")
 
 
 def combined(priority: int, order: float) -> int:
     """Return a priority for vLLM: that of the caller, and among equal ones ``order``, in seconds."""
-    level, place = min(max(priority, -MOST), MOST), round(1000 * order)
-    return level * LEVEL + min(max(place, -LEVEL // 2), LEVEL // 2 - 1)
+    level, later = min(max(priority, -MOST), MOST), round(1000 * order)
+    return level * LEVEL + min(max(later, -LEVEL // 2), LEVEL // 2 - 1)

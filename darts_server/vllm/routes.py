@@ -1,7 +1,9 @@
-"""What we change in vLLM's own routes: our errors in their answers, and streams with several choices.
+"""What we change in vLLM's own routes: shaping options, our errors in their answers, streams with several choices.
 
-vLLM's routes answer every exception that they do not know with a 500. An error that is raised before its answer begins
-reaches FastAPI's handlers, ours among them. These do not:
+vLLM's handlers pass nothing on to ``generate()`` that they do not know, so options go there in a context variable.
+
+They answer every exception that they do not know with a 500. An error that is raised before an answer begins reaches
+FastAPI's handlers, ours among them. These do not:
 
 * in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
 * streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event, and
@@ -11,45 +13,75 @@ reaches FastAPI's handlers, ours among them. These do not:
 """
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from http import HTTPStatus
 from logging import getLogger
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from darts_server.exceptions import DartsError
-from darts_server.serving.admission import caller
+from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.identifiers import SESSION_HEADERS, check_name
+from darts_server.serving.admission import Ticket, caller
+from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS
 
 logger = getLogger(__name__)
 
+RAW_SUFFIX = ":raw"  # suffix of the alias under which a served model is never shaped
+REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
+XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
 ABORT = "/abort_requests"
-CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})
-"""Those whose handlers catch all exceptions."""
+CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})  # those whose handlers catch all exceptions
 ERROR_EVENT = 'data: {"error":'
 
+Handler = Callable[..., Awaitable[Any]]
 ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
-Handler = Callable[..., Awaitable[Any]]
+ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
+CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
+"""Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
 
 
-def attach(application: FastAPI, fields_of: ErrorFields) -> None:
-    """Let vLLM's routes answer our errors as FastAPI's handlers do, with ``fields_of`` an error."""
+class Extension(Protocol):
+    """Reads further fields of a parsed request, and adds some to its answer."""
+
+    def before(self, request: Any) -> None:
+        """Raises ``InvalidRequest``."""
+        ...
+
+    def after(self, request: Any, answer: Any) -> None: ...
+
+
+def attach(
+    application: FastAPI,
+    fields_of: ErrorFields,
+    read_options: ReadOptions,
+    raw_names: Set[str],
+    check_options: CheckOptions,
+    extensions: Sequence[Extension],
+) -> None:
+    """Let vLLM's generation routes read headers and model name first, and all its routes answer our errors.
+
+    ``fields_of``: an error. ``check_options``: raises for options that ``generate()`` would refuse. Streams of the
+    Responses API call that after their status was sent. ``extensions``: further fields of requests and answers.
+    """
     for route in application.routes:
         if isinstance(route, APIRoute) and route.path in CONTROL_PATHS and route.dependant.call is not None:
             route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
     state = application.state
-    for attribute, _ in GENERATION_HANDLERS:
+    for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
+            handler = getattr(serving, method)
+            setattr(serving, method, _behind_options(handler, read_options, raw_names, check_options, extensions))
             serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         _end_responses(responses)
@@ -61,6 +93,140 @@ def attach(application: FastAPI, fields_of: ErrorFields) -> None:
         tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
             request, with_all_choices(outputs, request.sampling_params.n), *more
         )
+
+
+# --- options of generation routes -------------------------------------------------
+
+
+@dataclass(slots=True)
+class RouteCall:
+    """What ``generate()`` reads of the call of a route that it serves, and notes.
+
+    ``options``: of its headers and model name. ``session``: that a header names. ``beams``: of a beam search, over all
+    its prompts; it calls ``generate()`` for every token of every beam, and is admitted once: ``ticket`` holds them from
+    the first call to the end. ``groups``: ids of those that it is served as. ``named``: prompts that the caller's
+    prompt key is used for.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    session: str | None = None
+    beams: int = 0
+    ticket: Ticket | None = None
+    groups: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
+
+    def name_prompt(self, fingerprint: str, key: str | None) -> str:
+        """Return the key of a prompt's statistics: the caller's, if it has sent one.
+
+        Raises:
+            InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
+        """
+        if key is None:
+            return fingerprint
+        self.named.add(fingerprint)
+        if len(self.named) > 1:
+            raise InvalidRequest(
+                "X-Darts-Prompt-Key", "names one prompt, and the request has several; send them one by one"
+            )
+        return key
+
+
+_route: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
+
+
+def current_route() -> RouteCall:
+    """Return the call of a route that is being handled; a new one outside of them."""
+    return _route.get() or RouteCall()
+
+
+def _behind_options(
+    handler: Handler,
+    read_options: ReadOptions,
+    raw_names: Set[str],
+    check_options: CheckOptions,
+    extensions: Sequence[Extension],
+) -> Handler:
+    @wraps(handler)
+    async def handle(request: Any, raw_request: Any = None) -> Any:
+        headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
+        # Before vLLM logs the id.
+        check_name("request_id", str(getattr(request, "request_id", None) or ""))
+        check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
+        for extension in extensions:
+            extension.before(request)
+        options = read_options(headers)
+        if getattr(request, "model", None) in raw_names:
+            options = replace(options, policy=OFF)
+        await move_xargs(request, raw_request)
+        params = getattr(request, SAMPLING_PARAMS, None)
+        xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
+        # Of the Responses API, which calls `generate` while its stream is read.
+        is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
+        if is_late:
+            check_options(options, xargs)
+        beams = 0
+        if getattr(request, "use_beam_search", False):
+            prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+            if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+                beams *= len(prompts)
+            if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
+                raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
+        session_header = next((name for name in SESSION_HEADERS if headers.get(name)), "")
+        check_name(session_header, session := headers.get(session_header, ""))
+        call = RouteCall(options, session or None, beams)
+        token = _route.set(call)
+        try:
+            answer = await handler(request, raw_request)
+        finally:
+            _route.reset(token)
+            if call.ticket is not None:
+                call.ticket.release()
+        for extension in extensions:
+            extension.after(request, answer)
+        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+        if call.groups and metadata is not None:
+            # What finds the groups: the id of the response, or that of the one it shares with other requests.
+            shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
+            raw_request.state.darts_group_id = call.groups[0] if shared else metadata.request_id
+        return _stream_in(call, answer) if is_late and isinstance(answer, AsyncGenerator) else answer
+
+    return handle
+
+
+async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Read a stream with the context of its request, in the task that sends it and ends with it."""
+    _route.set(call)
+    async with aclosing(answer):
+        async for part in answer:
+            yield part
+
+
+async def move_xargs(request: Any, raw_request: Any) -> None:
+    """Move extra arguments of the token route to where it has them, ``extra_args`` of the sampling parameters.
+
+    Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
+
+    Raises:
+        InvalidRequest: they are no object, or are in two places with different values.
+    """
+    params = getattr(request, SAMPLING_PARAMS, None)
+    if raw_request is None or params is None:
+        return
+    body = await raw_request.body()  # it was read before, and is kept
+    if XARGS.encode() not in body:
+        return
+    sent = json.loads(body)
+    places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
+    merged = dict(params.extra_args or {})
+    for place, xargs in places.items():
+        if xargs is None:
+            continue
+        if not isinstance(xargs, dict):
+            raise InvalidRequest(place, "must be an object; correct or omit it")
+        for name, value in xargs.items():
+            if merged.setdefault(name, value) != value:
+                raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
+    params.extra_args = merged or None
 
 
 # --- control routes -------------------------------------------------------------

@@ -31,8 +31,6 @@ NO_EFFECT_ON_DISTRIBUTION = frozenset(
 versions of vLLM, are taken to change the distribution that tokens are sampled from."""
 PROCESSED_LOGPROBS, RAW_LOGPROBS = "processed_logprobs", "raw_logprobs"
 LOGPROBS = "logprobs"
-LOGPROBS_OF_FLAG = {True: 0, False: None}
-"""vLLM's number for ``logprobs: true``, the sampled token only, and for ``false``."""
 NESTED = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
 """Sampling parameters that are objects. Decoding ignores keys that it does not know, and accepts private ones."""
 AT = re.compile(r" - at .*?\$\.?(?P<path>[^`]*)`$")
@@ -73,7 +71,7 @@ class SamplingReader:
                     )
         given = dict(sampling)
         if isinstance(flag := given.get(LOGPROBS), bool):
-            given[LOGPROBS] = LOGPROBS_OF_FLAG[flag]
+            given[LOGPROBS] = 0 if flag else None  # 0 is vLLM's number for the sampled token only
         try:
             converted = msgspec.convert(given, self._model, str_keys=True)
             values = {name: value for name, value in msgspec.structs.asdict(converted).items() if value is not UNSET}
@@ -101,14 +99,10 @@ class SamplingReader:
                     f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server "
                     f"with --logprobs-mode {PROCESSED_LOGPROBS}",
                 )
-            set_names = [name for name in self._allowed if name not in NO_EFFECT_ON_DISTRIBUTION]
-            values = {name: getattr(params, name) for name in set_names if hasattr(params, name)}
-            changing = [
-                name
-                for name, value in values.items()
-                # 0 and -1 are both for all tokens.
-                if (value > 0 if name == "top_k" else value != getattr(self._neutral, name))
-            ]
+            names = [name for name in self._allowed if name not in NO_EFFECT_ON_DISTRIBUTION and hasattr(params, name)]
+            # 0 and -1 are both for all tokens.
+            values = {name: getattr(params, name) for name in names} | {"top_k": max(params.top_k, 0)}
+            changing = [name for name, value in values.items() if value != getattr(self._neutral, name)]
             if changing:
                 raise InvalidRequest(
                     f"sampling.{LOGPROBS}",

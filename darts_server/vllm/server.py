@@ -3,7 +3,7 @@
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from logging import NOTSET, WARNING, getLogger
 from typing import Any
@@ -21,11 +21,10 @@ from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.vllm import routes
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.platform import prepare, refuse_speculation
-from darts_server.vllm.requests import RAW_SUFFIX, Extension, ReadOptions, attach
+from darts_server.vllm.routes import RAW_SUFFIX, ErrorFields, Extension, ReadOptions, attach
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
 
@@ -98,8 +97,8 @@ async def make_app(
     llm: ShapingLLM,
     args: Namespace,
     read_options: ReadOptions,
-    error_fields: routes.ErrorFields,
-    extensions: Iterable[Extension] = (),
+    error_fields: ErrorFields,
+    extensions: Sequence[Extension] = (),
 ) -> FastAPI:
     """Build vLLM's app on this engine; its generation routes read our options from headers and model names.
 
@@ -110,8 +109,7 @@ async def make_app(
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
-    attach(application.state, read_options, raw_names, llm.check_options, extensions)
-    routes.attach(application, error_fields)
+    attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added

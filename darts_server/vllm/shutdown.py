@@ -29,12 +29,9 @@ PROMPTS_LOST = 3
 """Exit code of a server that ended in order, but could not save all prompts that it had promised to keep."""
 POLL_SECONDS = 0.05
 MAX_WATCH_SECONDS = 5.0
-MIN_WATCHES = 10
-"""How often the watchdog looks at the engine, within its time limit."""
-CONNECTION_SECONDS = 5
-"""For answers to reach slow readers after everything else has ended."""
-RETRY_SECONDS = 30
-"""``Retry-After`` of a stopping server: about the time in which another one starts."""
+MIN_WATCHES = 10  # how often the watchdog looks at the engine, within its time limit
+CONNECTION_SECONDS = 5  # for answers to reach slow readers after everything else has ended
+RETRY_SECONDS = 30  # ``Retry-After`` of a stopping server: about the time in which another one starts
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
@@ -108,17 +105,17 @@ class Shutdown:
     async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
         """Watch the engine, and call ``exit``, which stops the HTTP server, when the server has stopped."""
 
-        def report_death() -> None:
-            self._lifecycle.stop(EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}"))
-
         async def watch_engine() -> None:
             await wait_until_hung(self._llm, self._watchdog)
             silent = f"it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
             self._lifecycle.stop(EngineDead(f"the engine is hung: {silent}"))
 
-        self._llm.on_death = report_death
-        works = (self.run(exit), *([watch_engine()] if self._watchdog else []))
-        tasks = [asyncio.create_task(work) for work in works]
+        self._llm.on_death = lambda: self._lifecycle.stop(
+            EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}")
+        )
+        tasks = [asyncio.create_task(self.run(exit))]
+        if self._watchdog:
+            tasks.append(asyncio.create_task(watch_engine()))
         try:
             yield
         finally:
@@ -147,29 +144,26 @@ class Shutdown:
     async def run(self, exit: Callable[[], None]) -> None:
         """Wait for the stop, give running work its grace time, hand it back or fail it, and exit."""
         reason = await self._lifecycle.wait_for_stop()
-        if isinstance(reason, ServerStopping):
-            await self._wait_until_idle(self._grace)
-            if self._is_busy:
-                try:
-                    async with asyncio.timeout(HAND_BACK_SECONDS):
-                        await asyncio.gather(self._llm.hand_back(), self._batches.hand_back(reason))
-                except Exception:  # it fails then, as other work does
-                    logger.exception("running work could not be handed back")
-        if self._is_busy:
+        if isinstance(reason, ServerStopping) and await self._is_busy_after(self._grace):
+            try:
+                async with asyncio.timeout(HAND_BACK_SECONDS):
+                    await asyncio.gather(self._llm.hand_back(), self._batches.hand_back(reason))
+            except Exception:  # it fails then, as other work does
+                logger.exception("running work could not be handed back")
+        if await self._is_busy_after(0.0):
             self._batches.fail(reason)
             self._llm.fail(reason)
-            await self._wait_until_idle(ANSWER_SECONDS)
+            await self._is_busy_after(ANSWER_SECONDS)
         exit()
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether any caller waits for running work."""
-        return self._llm.admission.requests > 0 or self._lifecycle.requests > 0
-
-    async def _wait_until_idle(self, remaining: float) -> None:
-        while self._is_busy and remaining > 0:
+    async def _is_busy_after(self, remaining: float) -> bool:
+        """Wait until no caller waits for running work, but so many seconds at most; return whether any still does."""
+        while is_busy := self._llm.admission.requests > 0 or self._lifecycle.requests > 0:
+            if remaining <= 0:
+                break
             await asyncio.sleep(POLL_SECONDS)
             remaining -= POLL_SECONDS
+        return is_busy
 
 
 async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
@@ -180,9 +174,9 @@ async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
     """
     interval, silent = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES), 0.0
     while silent < limit:
-        llm.has_sent = False
+        before = llm.held.messages
         await asyncio.sleep(interval)
-        silent = silent + interval if llm.should_respond and not llm.has_sent else 0.0
+        silent = silent + interval if llm.should_respond and llm.held.messages == before else 0.0
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:

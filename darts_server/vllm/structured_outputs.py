@@ -35,8 +35,7 @@ MAX_BRACKETS = 256
 """Brackets in each other, in a pattern, regular expression or grammar. xgrammar's stack has room for some 20,000."""
 CHECK_SECONDS = 0.5
 """For which the event loop waits for a check: usual ones take a few milliseconds, and the worst that fit a minute."""
-KEPT_VERDICTS = 256
-"""Of all callers together. All requests of a training run have one schema or a few."""
+KEPT_VERDICTS = 256  # of all callers together. All requests of a training run have one schema or a few
 BRACKET = re.compile(r"[(\[{)\]}]")
 
 Converted = tuple[list[str] | None, str | None]
@@ -126,11 +125,7 @@ def too_large(field: str, size: int) -> InvalidRequest:
 
 
 def check_depth(content: Mapping[str, Any]) -> None:
-    """Check the fields of structured outputs.
-
-    Raises:
-        InvalidRequest
-    """
+    """Raise `InvalidRequest` if a field of structured outputs has too much in each other."""
 
     def check_part(value: object, depth: int) -> None:
         if isinstance(value, str):

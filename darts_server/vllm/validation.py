@@ -21,13 +21,10 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import REFUSALS, split_place
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
-CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")
-"""Options of ``generate()`` that vLLM may refuse."""
-PROMPT = "prompt"
-"""The field that errors name for a prompt: our own routes replace it by theirs."""
+CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")  # options of ``generate()`` that vLLM may refuse
+PROMPT = "prompt"  # the field that errors name for a prompt: our own routes replace it by theirs
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-MAX_CANDIDATES = 2**32
-"""More than any group starts, restarts included. Candidate i is generated with ``seed`` + i."""
+MAX_CANDIDATES = 2**32  # more than any group starts, restarts included. Candidate i is generated with ``seed`` + i
 PARAMS = "sampling_params"
 
 
@@ -59,17 +56,8 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         )
     sent = copy(params)
     sent.n = 1  # as it is sent for each candidate
-    message = EngineCoreRequest(
-        request_id=request.request_id,
-        prompt_token_ids=token_ids,
-        mm_features=None,
-        sampling_params=sent,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=prompt.get("cache_salt"),
-        data_parallel_rank=None,
-    )
+    salt = prompt.get("cache_salt")
+    message = EngineCoreRequest(request.request_id, token_ids, None, sent, None, 0.0, None, salt, None)
     for name in message.__struct_fields__:
         if name in request.options:
             setattr(message, name, request.options[name])

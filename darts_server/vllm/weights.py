@@ -17,8 +17,7 @@ from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, r
 logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Tensors of old checkpoints that no model loads."""
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # tensors of old checkpoints that no model loads
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 
 
@@ -54,11 +53,7 @@ class VllmModel:
         return await self._tensors()
 
     async def _tensors(self) -> TensorSet:
-        """The tensors of the checkpoint that vLLM loaded its model from.
-
-        Raises:
-            UpdateUnsupported: the weights of such a model cannot be replaced.
-        """
+        """The tensors of the checkpoint that vLLM loaded its model from; `UpdateUnsupported` if they are unknown."""
         if self._checkpoint is None:
             self._check_supported()
             self._checkpoint = await run_sync(self._read_checkpoint)
@@ -69,13 +64,13 @@ class VllmModel:
     async def pause(self) -> None:
         # "keep" leaves running requests in the scheduler's queue. With clear_cache vLLM drops their KV blocks too, and
         # computes them again with the new weights when they continue.
-        await self._llm.engine_pause.pause("keep")
+        await self._llm.pause_engine("keep")
 
     async def resume(self) -> None:
-        await self._llm.engine_pause.resume()
+        await self._llm.resume_engine()
 
     async def abort_requests(self) -> None:
-        await self._llm.engine_pause.pause("abort")
+        await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
         await self._call_workers("darts_load_weights", _plan_of(files))
@@ -87,11 +82,7 @@ class VllmModel:
         return self._loaded, () if self.loras is None else self.loras.changes
 
     async def bring_to_state(self, engine: bytes) -> None:
-        """Bring an engine that has started again to the weights and LoRA adapters of the others.
-
-        Raises:
-            UpdateFailed
-        """
+        """Bring an engine that has started again to the weights and LoRA adapters of the others, or `UpdateFailed`."""
         core: Any = self._llm.engine_core
         try:
             if self._loaded is not None:
@@ -164,9 +155,6 @@ def _plan_of(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
 
 
 def _raise_error(answers: Sequence[str | None]) -> None:
-    """
-    Raises:
-        UpdateFailed: of the first worker that has one.
-    """
+    """Raise `UpdateFailed` with the error of the first worker that has one."""
     if errors := [error for error in answers if error is not None]:
         raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")

@@ -29,28 +29,31 @@ class WorkerExtension:
     call.
     """
 
+    # vLLM's worker's.
+    model_runner: Any
+    weight_transfer_engine: Any
+    reload_weights: Any
+    _weight_update_active: bool
+
     def darts_load_weights(self, plan: Plan) -> str | None:
         """Load all of the model's tensors.
 
         After a failure the model's layers are complete, but their weights are undefined.
         """
-        worker: Any = self
-        model = worker.model_runner.get_model()
+        model = self.model_runner.get_model()
         try:
-            worker.reload_weights(weights_iterator=_tensors(plan))
+            self.reload_weights(weights_iterator=_tensors(plan))
         except Exception as error:
             # A reload moves every layer to the meta device, and puts it together again when all of its tensors have
             # arrived. Layers that were not reached would be left there, and the engine's next step would crash.
-            finalize_layerwise_reload(model, worker.model_runner.model_config)
+            finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
         return None
 
     def darts_abandon_update(self) -> str | None:
         """End an update of vLLM's own routes. A layer that has not received all of its tensors keeps its old ones."""
-        worker: Any = self
-        runner = worker.model_runner
-        model = runner.get_model()
+        model = self.model_runner.get_model()
         try:
             for layer in model.modules():
                 info = get_layerwise_info(layer)
@@ -59,19 +62,18 @@ class WorkerExtension:
                     # places the old tensors back only where none was loaded. So forget those that were.
                     info.load_numel = 0
                     info.loaded_weights.clear()
-            finalize_layerwise_reload(model, runner.model_config)
+            finalize_layerwise_reload(model, self.model_runner.model_config)
             _pack_heads(model)
             # What finish_weight_update would reset.
-            worker._weight_update_active = False
-            worker.weight_transfer_engine.reset_weight_update_target()
+            self._weight_update_active = False
+            self.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
     def darts_lora_layers(self) -> list[str]:
         """Names of the linear layers that LoRA adapters can change, as in checkpoints: q_proj, not vLLM's qkv_proj."""
-        worker: Any = self
-        manager = worker.model_runner.lora_manager._adapter_manager
+        manager = self.model_runner.lora_manager._adapter_manager
         names = []
         for name, module in manager.modules.items():
             if isinstance(module, BaseLinearLayerWithLoRA):
@@ -87,8 +89,7 @@ class WorkerExtension:
     def darts_pack_heads(self) -> None:
         """Complete an update of vLLM's own routes on CPU, see `_pack_heads`."""
         if current_platform.is_cpu():
-            worker: Any = self
-            _pack_heads(worker.model_runner.get_model())
+            _pack_heads(self.model_runner.get_model())
 
 
 @cache

@@ -27,61 +27,37 @@ class Environment:
     """
 
     module: str
-    packages: tuple[str, ...]
+    packages: str
     python: str | None = None
 
 
-HYDRA = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
+HYDRA = "hydra-core omegaconf antlr4-python3-runtime==4.9.3"
 ENVIRONMENTS = {
     "areal": Environment(
         "areal.engine.vllm_remote",
-        (
-            *("areal==1.0.4", "aiofiles", "blinker", "colorlog", "flask", *HYDRA, "itsdangerous", "orjson", "pybase64"),
-            *("ray", "tenacity", "torchdata", "werkzeug", "zstandard"),
-        ),
+        f"areal==1.0.4 aiofiles blinker colorlog flask {HYDRA} itsdangerous orjson pybase64 ray tenacity torchdata "
+        "werkzeug zstandard",
     ),
     "art": Environment(
         "art",
-        (
-            *("openpipe-art==0.5.18", "distro", "fastuuid", "importlib-metadata", "litellm==1.82.0", "nest-asyncio"),
-            *("openai<3", "polars", "polars-runtime-32", "setproctitle", "tblib", "tenacity", "weave", "zipp"),
-        ),
+        "openpipe-art==0.5.18 distro fastuuid importlib-metadata litellm==1.82.0 nest-asyncio openai<3 polars "
+        "polars-runtime-32 setproctitle tblib tenacity weave zipp",
     ),
     "nemo_gym": Environment(
         "responses_api_models.openai_model.app",
-        (
-            *(
-                "nemo-gym==0.4.0",
-                "aiohttp",
-                "anthropic<=0.109.2",
-                "fastapi",
-                "gprof2dot",
-                "hydra-core",
-                "itsdangerous",
-                "numpy",
-                "openai<=2.7.2",
-            ),
-            *("orjson", "psutil", "pydot", "python-multipart", "ray", "requests", "rich", "tqdm", "uvicorn", "uvloop"),
-            *("wandb", "yappi"),
-        ),
+        "nemo-gym==0.4.0 aiohttp anthropic<=0.109.2 fastapi gprof2dot hydra-core itsdangerous numpy openai<=2.7.2 "
+        "orjson psutil pydot python-multipart ray requests rich tqdm uvicorn uvloop wandb yappi",
         python="python3.12",
     ),
-    "openrlhf": Environment("openrlhf.utils.agent", ("openrlhf==0.11.2", "pylatexenc")),
-    "skyrl": Environment(
-        "skyrl", ("skyrl==0.3.0", "skyrl-gym==0.4.0", "omegaconf", "antlr4-python3-runtime==4.9.3", "func_timeout")
-    ),
+    "openrlhf": Environment("openrlhf.utils.agent", "openrlhf==0.11.2 pylatexenc"),
+    "skyrl": Environment("skyrl", "skyrl==0.3.0 skyrl-gym==0.4.0 omegaconf antlr4-python3-runtime==4.9.3 func_timeout"),
     "verifiers": Environment(
         "verifiers.v1",
-        (
-            *("verifiers==0.4.0", "antlr4-python3-runtime==4.13.2", "aiofiles", "connectrpc<0.12", "distro", "gepa"),
-            *("latex2sympy2-extended", "math-verify", "mcp==2.0.0", "openai<3"),
-            *("openai-harmony", "prime-pydantic-config", "prime-runs", "prime-sandboxes", "prime-traces"),
-            *("prime-tunnel", "protobuf-py==0.1.1", "protobuf-py-ext==0.1.1", "pyqwest", "renderers", "tenacity"),
-        ),
+        "verifiers==0.4.0 antlr4-python3-runtime==4.13.2 aiofiles connectrpc<0.12 distro gepa latex2sympy2-extended "
+        "math-verify mcp==2.0.0 openai<3 openai-harmony prime-pydantic-config prime-runs prime-sandboxes prime-traces "
+        "prime-tunnel protobuf-py==0.1.1 protobuf-py-ext==0.1.1 pyqwest renderers tenacity",
     ),
-    "verl": Environment(
-        "verl.experimental.agent_loop", ("verl==0.9.1", "codetiming", *HYDRA, "orjson", "pyvers", "ray", "tensordict")
-    ),
+    "verl": Environment("verl.experimental.agent_loop", f"verl==0.9.1 codetiming {HYDRA} orjson pyvers ray tensordict"),
 }
 
 
@@ -97,7 +73,8 @@ def create(name: str) -> Path:
     """
     home, wanted = FOLDER / name, ENVIRONMENTS[name]
     python, stamp = home / "bin" / "python", home / "installed"
-    text = "\n".join((wanted.python or sys.prefix, wanted.module, *wanted.packages))
+    packages = wanted.packages.split()
+    text = "\n".join((wanted.python or sys.prefix, wanted.module, *packages))
     if stamp.exists() and stamp.read_text() == text:
         return python
     # Without a command of its own the Python of .venv, so that compiled packages fit.
@@ -105,12 +82,12 @@ def create(name: str) -> Path:
     install = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "-q"]
     if wanted.python is None:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        packages = f"lib/{version}/site-packages"
-        (home / packages / "base.pth").write_text(f"{Path(sys.prefix) / packages}\n")
-        _run([*install, "--no-deps", *wanted.packages])
+        site = f"lib/{version}/site-packages"
+        (home / site / "base.pth").write_text(f"{Path(sys.prefix) / site}\n")
+        _run([*install, "--no-deps", *packages])
     else:
-        _run([*install, "--no-deps", wanted.packages[0]])
-        _run([*install, *wanted.packages[1:]])
+        _run([*install, "--no-deps", packages[0]])
+        _run([*install, *packages[1:]])
     _run([str(python), "-c", f"import {wanted.module}"])
     stamp.write_text(text)
     return python

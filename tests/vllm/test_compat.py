@@ -14,6 +14,7 @@ from tests.vllm.signatures import extract
 
 ROOM = Path(darts_server.vllm.__file__).parent
 SOURCES = [*sorted(ROOM.rglob("*.py")), ROOM.parents[1] / "examples" / "tiny_rl" / "engine.py"]
+NODES = [node for source in SOURCES for node in ast.walk(ast.parse(source.read_text()))]
 INSTALLED = ".".join((vllm_version() or "").split(".")[:2])
 RECORDED: dict[str, str] = json.loads((Path(extract.__file__).parent / f"{TESTED_SERIES[-1]}.json").read_text())
 DIFFERENT = {
@@ -36,8 +37,7 @@ def test_every_name_that_we_import_is_recorded() -> None:
     modules = {name.partition(":")[0] for name in RECORDED}
     imported = {
         (node.module or "", alias.name)
-        for source in SOURCES
-        for node in ast.walk(ast.parse(source.read_text()))
+        for node in NODES
         if isinstance(node, ast.ImportFrom) and re.match(r"vllm\b", node.module or "") and not node.level
         for alias in node.names
     }
@@ -48,9 +48,8 @@ def test_every_name_that_we_import_is_recorded() -> None:
 def test_every_flag_that_we_read_is_one_of_vllms() -> None:
     read = {
         node.attr
-        for source in SOURCES
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"
+        for node in NODES
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }
     fields = {name.rpartition(".")[2] for name in RECORDED if "FrontendArgs." in name or "EngineArgs." in name}
     added = {name.partition("[")[2].strip("-]").replace("-", "_") for name in RECORDED if "make_arg_parser[" in name}

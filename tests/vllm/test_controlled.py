@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.exceptions import UpdateFailed
-from darts_server.vllm.controlled import ControlledLLM, EnginePause
+from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.weights import VllmModel
 
@@ -34,99 +34,88 @@ class Engines:
         return [answer]
 
 
-def model_on(*answers: object) -> VllmModel:
-    engines: Any = Engines(*answers)
-    return VllmModel(engines)
-
-
-@pytest.mark.parametrize("answer", ["OSError: no such file", RuntimeError("OSError: no such file")])
+@pytest.mark.parametrize("answer", [None, "OSError: no such file", RuntimeError("OSError: no such file")])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_load_that_fails_on_any_data_parallel_engine_has_failed(rank: int, answer: object) -> None:
-    model = model_on(*(answer if engine == rank else None for engine in range(2)))
+async def test_a_load_has_failed_if_it_fails_on_any_data_parallel_engine(rank: int, answer: object) -> None:
+    engines: Any = Engines(*(answer if engine == rank else None for engine in range(2)))
+    model = VllmModel(engines)
+    if answer is None:
+        await model.load([])
+        return
     with pytest.raises(UpdateFailed, match="no such file"):
         await model.load([])
     with pytest.raises(UpdateFailed, match="no such file"):
         await model.abandon_update()
 
 
-async def test_a_load_that_succeeds_on_all_data_parallel_engines_has_succeeded() -> None:
-    await model_on(None, None).load([])
-
-
 # --- A resume of the engine holds, whatever pause was under way
 
 
-class Engine:
+class Engine(ControlledLLM):
     """Pauses when it gets idle, as vLLM's engine does, resumed or not."""
 
     def __init__(self) -> None:
         self.idle = asyncio.Event()
-        self.is_paused = False
+        self.is_halted = False
         self.error: Exception | None = None
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("wait", True)
-        await self.idle.wait()
-        self.is_paused = True
-        if self.error is not None:
-            raise self.error
-
-    async def resume_generation(self) -> None:
-        self.is_paused = False
+        self._pauses = set()
 
     async def handle_received(self) -> None:
-        assert self.is_paused
+        assert self.is_halted
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Has nothing to end."""
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(AsyncLLM, "pause_generation", Engine.pause_generation)
-    monkeypatch.setattr(AsyncLLM, "resume_generation", Engine.resume_generation)
+    async def pause(engine: Engine, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", True)
+        await engine.idle.wait()
+        engine.is_halted = True
+        if engine.error is not None:
+            raise engine.error
+
+    async def resume(engine: Engine) -> None:
+        engine.is_halted = False
+
+    monkeypatch.setattr(AsyncLLM, "pause_generation", pause)
+    monkeypatch.setattr(AsyncLLM, "resume_generation", resume)
     return Engine()
 
 
-@pytest.fixture
-def pause(engine: Any) -> EnginePause:
-    return EnginePause(engine)
-
-
-async def test_a_pause_stays_until_the_engine_is_resumed(engine: Engine, pause: EnginePause) -> None:
+async def test_a_pause_stays_until_the_engine_is_resumed(engine: Engine) -> None:
     engine.idle.set()
-    await pause.pause("wait")
-    assert engine.is_paused
-    await pause.resume()
-    assert not engine.is_paused
+    await engine.pause_engine("wait")
+    assert engine.is_halted
+    await engine.resume_engine()
+    assert not engine.is_halted
 
 
-async def test_a_pause_that_takes_effect_after_a_resume_is_undone(engine: Engine, pause: EnginePause) -> None:
-    paused = asyncio.create_task(pause.pause("wait"))
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_pause_that_takes_effect_after_a_resume_is_undone_unless_there_is_another(
+    engine: Engine, again: bool
+) -> None:
+    pauses = [asyncio.create_task(engine.pause_engine("wait"))]
     await asyncio.sleep(0)
-    await pause.resume()
+    await engine.resume_engine()
+    if again:
+        pauses.append(asyncio.create_task(engine.pause_engine("wait")))
+        await asyncio.sleep(0)
     engine.idle.set()
-    await paused
-    assert not engine.is_paused
+    await asyncio.gather(*pauses)
+    assert engine.is_halted is again
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no")])
-async def test_also_if_its_caller_has_given_up(engine: Engine, pause: EnginePause, error: Exception | None) -> None:
+async def test_also_if_its_caller_has_given_up(engine: Engine, error: Exception | None) -> None:
     engine.error = error
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(pause.pause("wait"), 0.01)
-    await pause.resume()
+        await asyncio.wait_for(engine.pause_engine("wait"), 0.01)
+    await engine.resume_engine()
     engine.idle.set()
     await asyncio.sleep(0.01)
-    assert not engine.is_paused
-
-
-async def test_a_later_pause_is_not_undone(engine: Engine, pause: EnginePause) -> None:
-    first = asyncio.create_task(pause.pause("wait"))
-    await asyncio.sleep(0)
-    await pause.resume()
-    second = asyncio.create_task(pause.pause("wait"))
-    await asyncio.sleep(0)
-    engine.idle.set()
-    await asyncio.gather(first, second)
-    assert engine.is_paused
+    assert not engine.is_halted
 
 
 async def test_a_pause_waits_until_what_came_before_its_answer_is_handled() -> None:

@@ -16,7 +16,7 @@ from darts_server.serving.admission import Admission
 from darts_server.vllm.engine import translate
 from darts_server.vllm.llm import Generation, ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
-from darts_server.vllm.requests import RouteCall
+from darts_server.vllm.routes import RouteCall
 
 FULL: list[Any] = [QueueOverflowError, MaxQueuedTokensError]
 

@@ -15,11 +15,11 @@ from vllm.sampling_params import RequestOutputKind
 from benchmarks.fleet.bench import ARGV, ready
 from benchmarks.fleet.hosts import TOKEN, Scripted, ScriptedHost
 from darts_server.demo.server import ENVIRONMENT
-from darts_server.exceptions import EngineBusy
+from darts_server.exceptions import EngineBusy, InvalidSetting
 from darts_server.vllm import server
 from darts_server.vllm.engine_host import Start
 from darts_server.vllm.fleet_core import MAX_MOVES, FleetCore, for_engine
-from darts_server.vllm.launch import Fleet, start_fleet
+from darts_server.vllm.launch import start_fleet
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
 
@@ -32,6 +32,8 @@ SECONDS = 10.0
 class Places:
     """Runs hosts in this event loop."""
 
+    failure: InvalidSetting | None = None
+
     def __init__(self) -> None:
         self.hosts: dict[int, ScriptedHost] = {}
         self.restarts = False
@@ -41,7 +43,6 @@ class Places:
 
     @asynccontextmanager
     async def place(self, starts: Sequence[bytes], _: int) -> AsyncIterator["Places"]:
-        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._starts = [msgspec.json.decode(start, type=Start) for start in starts]
         for rank in range(len(starts)):
             self.start(rank)
@@ -108,7 +109,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def fleet_of(count: int, watchdog: float = 0.0) -> AsyncIterator[Running]:
     places = Places()
-    async with start_fleet(server.parse(ARGV), Fleet(count, ARGV, places.place, "127.0.0.1", watchdog)) as running:
+    async with start_fleet(server.parse(ARGV), ARGV, count, places.place, "127.0.0.1", watchdog) as running:
         yield Running(running.llm, places, running)
 
 

@@ -28,7 +28,6 @@ from darts_server.vllm.held import (
     REPORT_SECONDS,
     Begin,
     HeldRequests,
-    Holding,
     HoldingQueue,
     Release,
     Report,
@@ -50,7 +49,7 @@ class HeldFrontend(DeferringFrontend):
 
     def __init__(self, case: Case, released: int | None) -> None:
         super().__init__(case)
-        self.holding = Holding()
+        self.holding = HoldingQueue(queue.Queue())
         self.released = released
         self.received = 0
 
@@ -86,6 +85,9 @@ def test_what_was_held_is_vllms_own(random: Random) -> None:
 # --- the engine's process ---------------------------------------------------------
 
 
+ANSWER = EngineCoreOutputs(utility_output=UtilityOutput(1))
+
+
 class Clock:
     now = 0.0
 
@@ -99,9 +101,9 @@ def step(*tokens: tuple[str, int], at: float = 1.0, first: bool = False, more: A
     return EngineCoreOutputs(outputs=outputs, timestamp=at, scheduler_stats=more)
 
 
-def holding(*names: str, clock: Clock | None = None) -> Holding:
+def holding(*names: str, clock: Clock | None = None) -> HoldingQueue:
     """Return one with these requests, numbered from 1, each of which has its first token."""
-    made = Holding(clock or Clock())
+    made = HoldingQueue(queue.Queue(), clock or Clock())
     for number, name in enumerate(names, 1):
         assert made.pass_on(Begin(name, number, held=True)) == []
     (first,) = made.pass_on(step(*((name, 1) for name in names), first=True))
@@ -124,22 +126,13 @@ def test_counts_are_reported_at_intervals_and_nothing_else_is_sent() -> None:
     assert one.pass_on(step(("b", 1))) == []
 
 
-def test_an_end_is_sent_at_once() -> None:
-    one = holding("a", "b")
-    one.pass_on(step(("a", 1), ("b", 1)))
-    last = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7], finish_reason=FinishReason.STOP)])
-    (message,) = one.pass_on(last)
-    assert [(output.request_id, output.new_token_ids) for output in message.outputs] == [("a", [0, 7])]
-
-
 def test_the_answer_of_a_call_comes_after_all_counts() -> None:
     one = holding("a")
     one.pass_on(step(("a", 4)))
-    answer = EngineCoreOutputs(utility_output=UtilityOutput(1))
-    report, call = one.pass_on(answer)
+    report, call = one.pass_on(ANSWER)
     assert counts(report) == {1: 5}
-    assert call is answer
-    assert Holding().pass_on(answer) == [answer]
+    assert call is ANSWER
+    assert HoldingQueue(queue.Queue()).pass_on(ANSWER) == [ANSWER]
 
 
 @pytest.mark.parametrize("name", ["", "finished_requests", "wave_complete", "start_wave", "prefix cache", "perf_stats"])
@@ -163,7 +156,7 @@ def test_a_message_that_has_more_than_gauges_is_sent(name: str) -> None:
 
 
 def test_what_cannot_be_joined_is_passed_on() -> None:
-    made = Holding(Clock())
+    made = HoldingQueue(queue.Queue(), Clock())
     made.pass_on(Begin("a", 1, held=True))
     made.pass_on(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], kv_transfer_params={"block": 1})]))
     (message,) = made.pass_on(step(("a", 1)))
@@ -258,18 +251,14 @@ def test_an_engine_holds_and_releases_and_answers_aborts_of_what_it_runs() -> No
 
 
 def test_the_queue_hands_out_what_is_sent() -> None:
-    messages: queue.Queue[Any] = queue.Queue()
-    holding = HoldingQueue(messages)
-    holding.put_nowait((0, Begin("a", 1, held=True)))
-    holding.put_nowait((0, step(("a", 1), first=True)))
-    holding.put_nowait((0, EngineCoreOutputs(utility_output=UtilityOutput(1))))
-    holding.put_nowait((-1, "for the coordinator"))
-    holding.put_nowait(b"dead")
-    got = [holding.get() for _ in range(5)]
-    assert [client for client, _ in got[:4]] == [0, 0, 0, -1]
+    made = HoldingQueue(queue.Queue())
+    for client, message in ((0, Begin("a", 1, held=True)), (0, step(("a", 1), first=True)), (0, ANSWER), (-1, "wave")):
+        made.put_nowait((client, message))
+    made.put_nowait(b"dead")
+    *got, dead = [made.get() for _ in range(5)]
+    assert [client for client, _ in got] == [0, 0, 0, -1]
     assert [len(message.outputs) for _, message in got[:3]] == [1, 0, 0]
-    assert got[2][1].utility_output is not None
-    assert got[4] == b"dead"
+    assert (got[2][1], dead) == (ANSWER, b"dead")
 
 
 # --- the API process --------------------------------------------------------------
@@ -304,12 +293,8 @@ class Process:
     def __init__(self) -> None:
         self.core: Any = Core()
         self.processor = OutputProcessor(None, log_stats=True)
-        self.messages = 0
-        self.held = HeldRequests(self.core, self.processor, self, self.note)
+        self.held = HeldRequests(self.core, self.processor, self)
         self.logged: list[int | None] = []
-
-    def note(self) -> None:
-        self.messages += 1
 
     def record(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0) -> None:
         """vLLM's loggers."""
@@ -345,7 +330,7 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
     assert process.held.tokens(ID) == 5
     assert process.held.tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
-    assert process.messages == 2
+    assert process.held.messages == 2
     request = new_request("resumed")
     collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "resumed")
     process.processor.add_request(request, None, None, 0, collector)
@@ -470,7 +455,7 @@ def test_tokens_are_counted_when_they_are_generated() -> None:
 
 
 @pytest.mark.anyio
-async def test_latencies_are_means_of_a_request() -> None:
+async def test_latencies_are_means_of_a_request_and_one_without_a_token_has_no_times() -> None:
     process, stats = Process(), IterationStats()
     await process.add(new_request())
     process.processor.process_outputs([EngineCoreOutput(ID, [1])], 1.0, stats)
@@ -480,12 +465,7 @@ async def test_latencies_are_means_of_a_request() -> None:
     assert stats.inter_token_latencies_iter == [0.5]
     assert stats.num_generation_tokens == 5
     assert process.held.tokens(ID) is None
-
-
-@pytest.mark.anyio
-async def test_a_request_that_is_aborted_without_a_token_has_no_times() -> None:
-    process, stats = Process(), IterationStats()
-    await process.add(new_request())
-    process.processor.process_outputs([EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)], 9.0, stats)
-    (ended,) = stats.finished_requests
-    assert (ended.prefill_time, ended.inference_time, stats.time_to_first_tokens_iter) == (0, 0, [])
+    await process.add(new_request("another"))
+    process.processor.process_outputs([EngineCoreOutput("another", [], finish_reason=FinishReason.ABORT)], 9.0, stats)
+    ended = stats.finished_requests[-1]
+    assert (ended.prefill_time, ended.inference_time, len(stats.time_to_first_tokens_iter)) == (0, 0, 1)

@@ -18,6 +18,12 @@ class Users:
         return "here"
 
 
+def arguments() -> Namespace:
+    return Namespace(
+        worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
+    )
+
+
 def resolved(name: str) -> type:
     """Resolve a name as vLLM's worker does."""
     module, _, attribute = name.rpartition(".")
@@ -47,7 +53,7 @@ def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
         monkeypatch.delenv(PLUGINS)
     else:
         monkeypatch.setenv(PLUGINS, users)
-    prepare(Namespace(worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None))
+    prepare(arguments())
     assert os.environ.get(PLUGINS) == loaded
     assert os.environ[SERVER_PID] == str(os.getpid())
 
@@ -55,7 +61,7 @@ def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
 def test_without_our_plugin_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "OUR_PLUGIN", "not-installed")
     with pytest.raises(InvalidSetting, match="pip install it"):
-        prepare(Namespace(worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None))
+        prepare(arguments())
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
@@ -67,9 +73,7 @@ def test_without_a_compiler_compilation_is_disabled(
     for name in (NO_COMPILATION, SHARE_CORES, SERVER_PID):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
-    args = Namespace(
-        worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
-    )
+    args = arguments()
     compiles = can_compile()
     prepare(args)
     assert args.enforce_eager is not compiles

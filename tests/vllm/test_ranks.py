@@ -15,7 +15,7 @@ from darts_server.serving.gate import Gate
 from darts_server.vllm.llm import Generation, ShapingLLM
 from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
-from darts_server.vllm.requests import RouteCall
+from darts_server.vllm.routes import RouteCall
 
 
 def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
@@ -60,8 +60,9 @@ def test_a_group_whose_candidates_have_ended_goes_on_where_it_was() -> None:
     assert ranks.enter("group") == 0
 
 
-def test_the_rank_of_a_group_is_known_for_a_while_after_its_end() -> None:
-    ranks = Ranks(2, kept=2)
+def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("darts_server.vllm.ranks.KEPT_GROUPS", 2)
+    ranks = Ranks(2)
     for number in range(4):
         ranks.enter("running")
         assert ranks.enter(str(number)) == 1

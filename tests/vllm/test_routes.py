@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,21 +10,28 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from darts_server.exceptions import DartsError, GroupAborted, GroupFailed, InvalidRequest, NotFound, Overloaded
 from darts_server.http.errors import fields_of
-from darts_server.serving.admission import Caller, caller
-from darts_server.vllm.routes import attach
+from darts_server.http.options import read_options
+from darts_server.serving.admission import Admission, Caller, caller
+from darts_server.types import RequestOptions
+from darts_server.vllm.routes import attach, current_route, move_xargs
 
 pytestmark = pytest.mark.anyio
 
 
-def attach_to(handlers: dict[str, Any]) -> None:
+def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: Any) -> None:
     application: Any = SimpleNamespace(routes=[], state=State(handlers))
-    attach(application, fields_of)
+    attach(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
+
+
+# --- errors -----------------------------------------------------------------------
 
 
 class Completions:
     """A handler as vLLM's."""
 
     create_error_response = staticmethod(create_error_response)
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any: ...
 
 
 class Responses(Completions):
@@ -33,6 +41,8 @@ class Responses(Completions):
         self.error = error
         self.response_store: dict[str, Any] = {}
         self.response_store_lock = asyncio.Lock()
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any: ...
 
     async def _run_background_request(self, request: Any) -> None:
         raise self.error
@@ -53,7 +63,7 @@ class Messages(Completions):
     """Converts the chunks of a chat."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        raise request
+        raise request.error
 
     async def message_stream_converter(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
@@ -74,12 +84,13 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
     error: DartsError, kind: str, param: str | None, code: int
 ) -> None:
     completions, responses, messages = Completions(), Responses(error), Messages()
-    state = {"openai_serving_completion": completions, "openai_serving_responses": responses}
-    attach_to(state | {"anthropic_serving_messages": messages})
+    attach_to(
+        openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
+    )
     expected = {"message": str(error), "type": kind, "param": param, "code": code}
     caller.set(Caller())
     assert completions.create_error_response(error).error.model_dump() == expected
-    assert (await messages.create_chat_completion(error)).error.model_dump() == expected
+    assert (await messages.create_chat_completion(SimpleNamespace(error=error))).error.model_dump() == expected
     assert caller.get().answered is error, "the middleware adds its headers"
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     event = event.model_dump()
@@ -96,7 +107,7 @@ async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
 async def test_a_response_in_the_background_that_is_not_streamed_fails(before: str, after: str) -> None:
     responses = Responses(GroupAborted("no"))
     responses.response_store["r"] = SimpleNamespace(status=before)
-    attach_to({"openai_serving_responses": responses})
+    attach_to(openai_serving_responses=responses)
     await responses._run_background_request(SimpleNamespace(request_id="r"))
     assert responses.response_store["r"].status == after
 
@@ -104,7 +115,7 @@ async def test_a_response_in_the_background_that_is_not_streamed_fails(before: s
 async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
     responses = Responses(GroupAborted("was aborted"))
     responses.response_store["r"] = SimpleNamespace(status="in_progress")
-    attach_to({"openai_serving_responses": responses})
+    attach_to(openai_serving_responses=responses)
     stream = responses.responses_background_stream_generator("r")
     async with asyncio.timeout(10):
         *_, event = [event async for event in stream]
@@ -115,19 +126,20 @@ async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
 async def test_errors_of_vllm_stay_as_they_are() -> None:
     error = ValueError("no")
     completions, responses, messages = Completions(), Responses(error), Messages()
-    state = {"openai_serving_completion": completions, "openai_serving_responses": responses}
-    attach_to(state | {"anthropic_serving_messages": messages})
+    attach_to(
+        openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
+    )
     assert completions.create_error_response(error) == create_error_response(error)
     assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
     with pytest.raises(ValueError, match="no"):
-        await messages.create_chat_completion(error)
+        await messages.create_chat_completion(SimpleNamespace(error=error))
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     assert (event.code, event.message) == ("400", "no")
 
 
 async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
     messages = Messages()
-    attach_to({"anthropic_serving_messages": messages})
+    attach_to(anthropic_serving_messages=messages)
 
     async def chat() -> AsyncGenerator[str, None]:
         yield "data: {}\n\n"
@@ -139,3 +151,124 @@ async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
     assert last == (
         'event: error\ndata: {"type": "error", "error": {"type": "InternalServerError", "message": "was aborted"}}\n\n'
     )
+
+
+# --- options ----------------------------------------------------------------------
+
+
+class Serving(Completions):
+    """Notes what was known when it ran."""
+
+    def __init__(self) -> None:
+        self.seen: list[RequestOptions] = []
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> str:
+        self.seen.append(current_route().options)
+        return "answer"
+
+
+async def test_a_handler_sees_what_its_own_request_sets() -> None:
+    serving = Serving()
+    attach_to(openai_serving_completion=serving)
+    request = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
+    plain = SimpleNamespace(headers={})
+    assert await serving.create_completion(SimpleNamespace(model="tiny"), request) == "answer"
+    await serving.create_completion(SimpleNamespace(model="tiny"), plain)
+    await serving.create_completion(SimpleNamespace(model="tiny:raw"), request)
+    await serving.create_completion(SimpleNamespace(model=None))
+    assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
+    assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
+    assert current_route().options.policy is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
+)
+async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any, n: int | None, beams: int) -> None:
+    admission = Admission(lambda: 0, None)
+
+    class Beams(Completions):
+        async def create_completion(self, request: Any, raw_request: Any = None) -> int:
+            call = current_route()
+            call.ticket = admission.admit(call.beams)
+            return admission.ahead
+
+    serving = Beams()
+    attach_to(openai_serving_completion=serving)
+    request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
+    assert await serving.create_completion(request) == beams
+    assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
+
+
+UNPRINTABLE = ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"]
+BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "headers", "message"),
+    [
+        ({}, {"x-darts-foo": "1"}, "unknown header"),
+        *(({"request_id": bad}, {}, "request_id: must be 1 to 256 printable characters") for bad in UNPRINTABLE),
+        *(({"request_id": "a"}, {"x-request-id": bad}, "X-Request-Id") for bad in UNPRINTABLE),
+        (BEAMS, {}, "'cap' cannot shape a beam search"),
+    ],
+)
+async def test_what_is_refused_never_reaches_the_handler(
+    sent: dict[str, Any], headers: dict[str, str], message: str
+) -> None:
+    serving = Serving()
+    attach_to(openai_serving_completion=serving)
+    with pytest.raises(InvalidRequest, match=message):
+        await serving.create_completion(SimpleNamespace(model="tiny", **sent), SimpleNamespace(headers=headers))
+    assert serving.seen == []
+    for name in ("日本/ä'\"<script>", ""):
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name))
+    assert len(serving.seen) == 2
+
+
+class Body:
+    """A request as Starlette gives it to the handler."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.headers: dict[str, str] = {}
+        self._body = json.dumps(body).encode()
+
+    async def body(self) -> bytes:
+        return self._body
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:
+    xargs = {"darts_policy": "off", "other": [1]}
+    sent = {"sampling_params": {"vllm_xargs": xargs}} if inside else {"vllm_xargs": xargs}
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"other": [1]}))
+    await move_xargs(request, Body(sent))
+    assert request.sampling_params.extra_args == xargs
+    await move_xargs(request, Body({"token_ids": [1]}))
+    assert request.sampling_params.extra_args == xargs
+    with pytest.raises(InvalidRequest, match=r"vllm_xargs\.other: has another value in another place"):
+        await move_xargs(request, Body({"vllm_xargs": {"other": 2}}))
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.vllm_xargs: must be an object"):
+        await move_xargs(request, Body({"sampling_params": {"vllm_xargs": []}}))
+
+
+async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_request() -> None:
+    class Late(Responses):
+        async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+            async def stream() -> AsyncGenerator[str | None, None]:
+                yield current_route().options.policy
+                yield current_route().options.policy
+
+            return stream()
+
+    async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
+        return [part async for part in stream]
+
+    serving, checked = Late(ValueError()), []
+    attach_to(lambda options, xargs: checked.append((options.policy, xargs)), openai_serving_responses=serving)
+    request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
+    stream = await serving.create_responses(request)
+    assert current_route().options.policy is None
+    assert await asyncio.create_task(collect(stream)) == ["off", "off"]
+    assert checked == [("off", {"a": 1})]
+    assert current_route().options.policy is None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -239,23 +239,20 @@ def test_a_dead_engine_gets_no_grace_time_and_the_first_reason_is_kept() -> None
 LIMIT = 0.05
 
 
-async def test_an_engine_that_works_and_says_nothing_is_hung() -> None:
-    silent: Any = SimpleNamespace(should_respond=True)
-    async with asyncio.timeout(30):
-        await wait_until_hung(silent, LIMIT)
-
-
-async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
-    """Until the moment when it neither speaks nor rests."""
-
+async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks_or_rests_is_not() -> None:
     class Engine:
-        looks = 0
-        has_sent = False
+        """Rests, speaks, and then neither."""
+
+        looks = messages = 0
+
+        @property
+        def held(self) -> Any:
+            return self
 
         @property
         def should_respond(self) -> bool:
             self.looks += 1
-            self.has_sent = self.looks <= 40
+            self.messages += self.looks <= 40
             return self.looks > 20
 
     engine: Any = Engine()
@@ -265,22 +262,14 @@ async def test_one_that_speaks_or_has_nothing_to_do_is_not() -> None:
 
 
 async def test_its_death_is_heard() -> None:
-    said: list[Any] = ["tokens", EngineDeadError()]
-
-    async def get_output() -> Any:
-        if isinstance(output := said.pop(0), Exception):
-            raise output
-        return output
-
-    deaths: list[int] = []
-    engine_core = SimpleNamespace(get_output_async=get_output)
-    llm: Any = SimpleNamespace(engine_core=engine_core, on_death=lambda: deaths.append(1))
+    deaths, core = Mock(), SimpleNamespace(get_output_async=AsyncMock(side_effect=["tokens", EngineDeadError()]))
+    llm: Any = SimpleNamespace(engine_core=core, on_death=deaths)
     ShapingLLM.observe_outputs(llm)
-    assert await engine_core.get_output_async() == "tokens"
-    assert not deaths
+    assert await core.get_output_async() == "tokens"
+    deaths.assert_not_called()
     with pytest.raises(EngineDeadError):
-        await engine_core.get_output_async()
-    assert deaths == [1]
+        await core.get_output_async()
+    deaths.assert_called_once()
 
 
 @pytest.mark.parametrize(

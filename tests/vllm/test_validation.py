@@ -22,6 +22,8 @@ CONFIG: Any = SimpleNamespace(
     lora_config=None,
 )
 TOKENS = {"type": "token", "prompt_token_ids": [5]}
+ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+READER = SamplingReader("processed_logprobs")
 DEEP: Any = []
 for _ in range(5000):
     DEEP = [DEEP]
@@ -54,69 +56,49 @@ def test_a_usual_request_passes() -> None:
     check_request(CONFIG, request(params=changed(n=8, temperature=0.0)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ignore_eos", None),
-        ("temperature", True),
-        ("min_tokens", 1.5),
-        ("stop", ["a", 3]),
-        ("top_k", 2**64),
-        ("extra_args", {"deep": DEEP}),
-        ("stop", ["\ud800"]),
-    ],
-)
-def test_a_parameter_that_the_engine_cannot_decode_is_named(name: str, value: Any) -> None:
-    assert refused(request(params=changed(**{name: value}))).partition("[")[0] == name
-
-
-@pytest.mark.parametrize("values", [{"logprob_token_ids": [1]}, {"logprob_token_ids": [], "logprobs": 1}])
-def test_a_parameter_that_changes_the_log_probs_of_others_is_refused(values: dict[str, Any]) -> None:
-    assert refused(request(params=changed(**values))) == "logprob_token_ids"
+def with_params(**values: Any) -> PromptRequest:
+    return request(params=changed(**values))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("checked", "field"),
     [
-        ("stop", ["a" * MAX_SAMPLING_BYTES]),
-        ("stop_token_ids", list(range(MAX_SAMPLING_BYTES))),
-        ("bad_words", ["abc"] * MAX_SAMPLING_BYTES),
-        ("logit_bias", dict.fromkeys(range(MAX_SAMPLING_BYTES), 1.0)),
-        ("allowed_token_ids", list(range(MAX_SAMPLING_BYTES))),
-        ("extra_args", {"any": "a" * MAX_SAMPLING_BYTES}),
-        ("structured_outputs", StructuredOutputsParams(regex="a" * MAX_SAMPLING_BYTES)),
+        # What cannot be decoded.
+        (with_params(ignore_eos=None), "ignore_eos"),
+        (with_params(temperature=True), "temperature"),
+        (with_params(min_tokens=1.5), "min_tokens"),
+        (with_params(stop=["a", 3]), "stop"),
+        (with_params(stop=["\ud800"]), "stop"),
+        (with_params(top_k=2**64), "top_k"),
+        (with_params(extra_args={"deep": DEEP}), "extra_args"),
+        (request(priority=2**64), "priority"),
+        (request(priority="high"), "priority"),
+        (request(trace_headers={"traceparent": 4}), "trace_headers"),
+        (request(reasoning_parser_kwargs={"deep": DEEP}), "reasoning_parser_kwargs"),
+        (request(TOKENS | {"cache_salt": 3}), "cache_salt"),
+        (request(TOKENS | {"prompt_token_ids": [True]}), "prompt_token_ids"),
+        # What the model does not have.
+        *((request(TOKENS | {"prompt_token_ids": [5, token, 6]}), "prompt") for token in (-1, SIZE, 2**70)),
+        # What changes the log-probs of others.
+        (with_params(logprob_token_ids=[1]), "logprob_token_ids"),
+        (with_params(logprob_token_ids=[], logprobs=1), "logprob_token_ids"),
+        # What is too large.
+        (with_params(stop=["a" * MAX_SAMPLING_BYTES]), "stop"),
+        (with_params(stop_token_ids=list(range(MAX_SAMPLING_BYTES))), "stop_token_ids"),
+        (with_params(bad_words=["abc"] * MAX_SAMPLING_BYTES), "bad_words"),
+        (with_params(logit_bias=dict.fromkeys(range(MAX_SAMPLING_BYTES), 1.0)), "logit_bias"),
+        (with_params(allowed_token_ids=list(range(MAX_SAMPLING_BYTES))), "allowed_token_ids"),
+        (with_params(extra_args={"any": "a" * MAX_SAMPLING_BYTES}), "extra_args"),
+        (with_params(structured_outputs=StructuredOutputsParams(regex="a" * MAX_SAMPLING_BYTES)), "structured_outputs"),
     ],
 )
-def test_parameters_are_limited_in_size_and_the_largest_is_named(name: str, value: Any) -> None:
-    assert refused(request(params=changed(**{name: value}))) == name
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"priority": 2**64}, "priority"),
-        ({"priority": "high"}, "priority"),
-        ({"trace_headers": {"traceparent": 4}}, "trace_headers"),
-        ({"reasoning_parser_kwargs": {"deep": DEEP}}, "reasoning_parser_kwargs"),
-    ],
-)
-def test_an_option_that_the_engine_cannot_decode_is_named(options: dict[str, Any], field: str) -> None:
-    assert refused(request(**options)) == field
+def test_what_an_engine_cannot_take_is_refused_by_name(checked: PromptRequest, field: str) -> None:
+    assert refused(checked).partition("[")[0] == field
 
 
 def test_parameters_that_contradict_each_other_only_once_they_are_decoded_are_refused() -> None:
     with pytest.raises(REFUSALS, match="min_tokens"):
-        check_request(CONFIG, request(params=changed(min_tokens=9, max_tokens=8)))
-
-
-@pytest.mark.parametrize("prompt", [{"cache_salt": 3}, {"prompt_token_ids": [True]}])
-def test_a_prompt_that_the_engine_cannot_decode_is_refused(prompt: dict[str, Any]) -> None:
-    assert refused(request(TOKENS | prompt)).partition("[")[0] in ("cache_salt", "prompt_token_ids")
-
-
-@pytest.mark.parametrize("token", [-1, SIZE, 2**70])
-def test_a_token_id_that_the_model_does_not_have_is_refused(token: int) -> None:
-    assert refused(request(TOKENS | {"prompt_token_ids": [5, token, 6]})) == "prompt"
+        check_request(CONFIG, with_params(min_tokens=9, max_tokens=8))
 
 
 def test_any_token_id_is_accepted_where_the_models_configuration_has_no_vocabulary_size() -> None:
@@ -148,14 +130,14 @@ def test_whatever_passes_is_decoded_by_the_engine(name: str, value: Any) -> None
     except REFUSALS:
         return
     message = EngineCoreRequest("id", [5], None, checked.params, None, 0.0, None, None, None)
-    MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(message))
+    DECODER.decode(ENCODER.encode(message))
 
 
 @given(st.dictionaries(st.text(max_size=20) | st.sampled_from(["stop", "seed", "logprobs", "logit_bias"]), VALUES))
 def test_any_sampling_is_read_or_refused_by_name(sampling: dict[str, Any]) -> None:
     refused_field = "sampling"
     try:
-        assert SamplingReader("processed_logprobs").read(sampling, 3).n == 3
+        assert READER.read(sampling, 3).n == 3
     except InvalidRequest as error:
         refused_field = error.field
     assert refused_field.startswith("sampling")
@@ -163,4 +145,4 @@ def test_any_sampling_is_read_or_refused_by_name(sampling: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("flag", "number"), [(True, 0), (False, None), (5, 5)])
 def test_logprobs_may_be_a_flag(flag: bool | int, number: int | None) -> None:
-    assert SamplingReader("processed_logprobs").read({"logprobs": flag}, 1).logprobs == number
+    assert READER.read({"logprobs": flag}, 1).logprobs == number

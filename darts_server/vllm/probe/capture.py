@@ -21,15 +21,12 @@ from darts_server.vllm.probe.steps import check_runner, read_step
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
-INSTALL = "darts_install_probe"
-"""Name of the workers' method that installs the probe."""
+INSTALL = "darts_install_probe"  # name of the workers' method that installs the probe
 
-READY = b"ready"
-"""Followed by the width of the states, as text: this worker will send states."""
+READY = b"ready"  # followed by the width of the states, as text: this worker will send states
 STATES = b"states"
 """Followed by the number and the tokens of each request, [n, 2] of int64, and by states, [n, width] of float32."""
-FAULT = b"fault"
-"""Followed by an error message: this worker will send nothing more."""
+FAULT = b"fault"  # followed by an error message: this worker will send nothing more
 
 
 def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
@@ -45,9 +42,6 @@ def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.
     return [(int(number), int(tokens), row.copy()) for (number, tokens), row in zip(identified, states, strict=True)]
 
 
-# --- which requests to look at, and when ---------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class ProbedRequest:
     """A request with a probe.
@@ -60,75 +54,20 @@ class ProbedRequest:
     number: int
     prompt_tokens: int
     points: tuple[int, ...]
-    prompt_step: int | None = None
-    """The step that computed the last token of its prompt."""
+    prompt_step: int | None = None  # the step that computed the last token of its prompt
 
-    def reaches(self, computed: int) -> bool:
-        """Whether the ``computed``-th token, prompt included, is at or past a point."""
+    def reached(self, computed: int) -> int | None:
+        """Return the number of generated tokens at the ``computed``-th token, prompt included, if it is at or past a
+        point."""
         points = self.points  # one read, because the sender's thread may replace them
-        return bool(points) and computed - self.prompt_tokens >= points[0]
+        tokens = computed - self.prompt_tokens
+        return tokens if points and tokens >= points[0] else None
 
     def take(self, computed: int) -> int | None:
-        """Remove the points that the ``computed``-th token has reached; return its number of generated tokens.
-
-        ``None`` if there are none. One state stands for all points that it has reached, so it is sent once.
-        """
-        if not self.reaches(computed):
-            return None
-        tokens = computed - self.prompt_tokens
-        self.points = tuple(point for point in self.points if point > tokens)
+        """Remove the points that were `reached`: one state stands for all of them, so it is sent once."""
+        if (tokens := self.reached(computed)) is not None:
+            self.points = tuple(point for point in self.points if point > tokens)
         return tokens
-
-
-class ProbedRequests:
-    """The requests with a probe, from their first step to their end, and when to look at each.
-
-    Requests whose points are all taken are kept as well: vLLM's second model runner receives a preempted request as if
-    it were new, and it must not be probed a second time. A request is looked at when it can have reached its next
-    point: however often it is preempted, a step adds at most ``max_step_tokens`` to what it has generated since its
-    prompt was computed.
-
-    Args:
-        max_step_tokens: generated tokens of a request per step, with speculative decoding.
-    """
-
-    def __init__(self, max_step_tokens: int) -> None:
-        self._max_step_tokens = max_step_tokens
-        self._requests: dict[str, ProbedRequest] = {}
-        self._due: dict[int, list[ProbedRequest]] = {}
-        self._step = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def update(self, scheduled: Any) -> None:
-        """Remove ended and add new requests before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
-        if self._requests:
-            for request_id in scheduled.finished_req_ids:  # first, because a new request may reuse the id
-                self._requests.pop(request_id, None)
-        for new in scheduled.scheduled_new_reqs:
-            arguments = new.sampling_params and new.sampling_params.extra_args
-            if arguments and ARGUMENT in arguments and new.req_id not in self._requests:
-                number, *points = arguments[ARGUMENT]
-                prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
-                request = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
-                self._requests[new.req_id] = request
-                self._due.setdefault(self._step + 1, []).append(request)
-
-    def due(self) -> Sequence[ProbedRequest]:
-        """Return the requests that this step may have brought to a point. Call it in each step while there are any."""
-        self._step += 1
-        return [r for r in self._due.pop(self._step, ()) if r.points and self._requests.get(r.request_id) is r]
-
-    def reschedule(self, request: ProbedRequest, computed: int | None) -> None:
-        """Schedule the next look at a request of which this step computed the ``computed``-th token, if any."""
-        if not (points := request.points):
-            return
-        if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
-            request.prompt_step = self._step
-        steps = -(-points[0] // self._max_step_tokens)  # rounded up
-        earliest = 0 if request.prompt_step is None else request.prompt_step + steps
-        self._due.setdefault(max(self._step + 1, earliest), []).append(request)
 
 
 # --- sending --------------------------------------------------------------------
@@ -149,27 +88,24 @@ class CapturedRows:
     ready: torch.cuda.Event | None
 
 
-class HostCopies:
-    """Copies tensors to the host without blocking the worker.
+def copy_to_host(
+    tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
+) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    """Return copies, and the event after which they may be read. The tensors must not be written to any more.
 
-    On CUDA it copies into pinned memory, on its own stream, which waits for the work queued on the current stream.
+    On CUDA the worker is not blocked: it copies into pinned memory, on a ``stream`` of its own, which waits for the
+    work queued on the current stream.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Return copies, and the event after which they may be read. The tensors must not be written to any more."""
-        if self._stream is None:
-            return [tensor.cpu() for tensor in tensors], None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-            for tensor in tensors:
-                tensor.record_stream(self._stream)  # or the allocator could reuse its memory before the copy
-            ready = torch.cuda.Event(blocking=True)
-            ready.record()
-        return copies, ready
+    if stream is None:
+        return [tensor.cpu() for tensor in tensors], None
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        for tensor in tensors:
+            tensor.record_stream(stream)  # or the allocator could reuse its memory before the copy
+        ready = torch.cuda.Event(blocking=True)
+        ready.record()
+    return copies, ready
 
 
 class Sender(threading.Thread):
@@ -178,16 +114,11 @@ class Sender(threading.Thread):
     The queue is bounded by the API process: at most one state per point of each request that it has started.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, on_failure: Callable[[], None]) -> None:
         super().__init__(name="darts-probe", daemon=True)
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called from the thread when it cannot send states any more."""
         self._address = address
-        self._queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
-
-    def put(self, item: CapturedRows | Sequence[bytes]) -> None:
-        """Queue rows, or the frames of a message. Returns at once."""
-        self._queue.put(item)
+        self._on_failure = on_failure  # called from the thread when it cannot send states any more
+        self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()  # of rows, and of messages' frames
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
@@ -195,11 +126,11 @@ class Sender(threading.Thread):
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.connect(self._address)
             while True:
-                item = self._queue.get()
+                item = self.queue.get()
                 try:
                     message = create_message(item) if isinstance(item, CapturedRows) else item
                 except Exception as error:
-                    self.on_failure()
+                    self._on_failure()
                     message = [FAULT, f"{type(error).__name__}: {error}".encode()]
                 if message is not None:
                     socket.send_multipart(message)
@@ -233,9 +164,8 @@ def install(worker: Any, address: str) -> str | None:
     try:
         if get_tp_group().rank_in_group != 0 or not get_pp_group().is_last_rank:
             return None
-        sender = Sender(address)
-        capture = Capture(worker.model_runner, sender.put)
-        sender.on_failure = capture.stop
+        sender = Sender(address, lambda: capture.stop())
+        capture = Capture(worker.model_runner, sender.queue.put)
         sender.start()
         capture.start()
     except Exception as error:
@@ -244,13 +174,14 @@ def install(worker: Any, address: str) -> str | None:
 
 
 class Capture:
-    """Wraps the model runner's ``execute_model``.
+    """Wraps the model runner's ``execute_model``, and takes states of requests with a probe out of its steps.
 
-    Args:
-        put: queues what is to be sent, and returns at once.
+    Requests whose points are all taken are kept until their end as well: vLLM's second model runner receives a
+    preempted request as if it were new, and it must not be probed a second time. A request is looked at when it can
+    have reached its next point: however often it is preempted, a step adds a limited number of tokens to what it has
+    generated since its prompt was computed.
 
-    Raises:
-        ValueError: see `check_runner`.
+    ``put``: queues what is to be sent, and returns at once. Raises `ValueError`, see `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
@@ -258,13 +189,16 @@ class Capture:
         self._runner = runner
         self._execute = runner.execute_model
         self._width: int = runner.model_config.get_hidden_size()
-        self._requests = ProbedRequests(1 + runner.vllm_config.num_speculative_tokens)
-        self._copy = HostCopies(runner.device)
+        self._max_step_tokens = 1 + int(runner.vllm_config.num_speculative_tokens)
+        self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._put = put
+        self.requests: dict[str, ProbedRequest] = {}  # those with a probe, from their first step to their end
+        self._due: dict[int, list[ProbedRequest]] = {}  # by the step in which they are looked at
+        self._step = 0  # counted while there are any
 
     def start(self) -> None:
         """Wrap the runner's steps from now on, and announce it. Whatever fails on this device fails here."""
-        self._copy([torch.zeros(1, device=self._runner.device)])
+        copy_to_host([torch.zeros(1, device=self._runner.device)], self._stream)
         self._put([READY, str(self._width).encode()])
         self._runner.execute_model = self.execute_model
 
@@ -273,34 +207,57 @@ class Capture:
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        """Execute the step, then take states out of it if requests with a probe are in it."""
+        """Execute the step, then take states out of it if requests with a probe are in it.
+
+        A fault of the probe ends the probe, and not the engine.
+        """
         if options.get("dummy_run"):
             return self._execute(scheduled, *args, **options)
-        if self._requests or scheduled.scheduled_new_reqs:
+        fault: Exception | None = None
+        if self.requests or scheduled.scheduled_new_reqs:
             try:
-                self._requests.update(scheduled)
+                self._update_requests(scheduled)
             except Exception as error:
-                self._disable(error)
+                fault = error
         output = self._execute(scheduled, *args, **options)
-        if self._requests:
+        if self.requests and fault is None:
             try:
                 self._capture_step(scheduled)
             except Exception as error:
-                self._disable(error)
+                fault = error
+        if fault is not None:
+            self.stop()
+            self.requests.clear()
+            self._put([FAULT, f"{type(fault).__name__}: {fault}".encode()])
         return output
 
+    def _update_requests(self, scheduled: Any) -> None:
+        """Remove ended and add new requests before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
+        if self.requests:
+            for request_id in scheduled.finished_req_ids:  # first, because a new request may reuse the id
+                self.requests.pop(request_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            arguments = new.sampling_params and new.sampling_params.extra_args
+            if arguments and ARGUMENT in arguments and new.req_id not in self.requests:
+                number, *points = arguments[ARGUMENT]
+                prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
+                request = self.requests[new.req_id] = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
+                self._due.setdefault(self._step + 1, []).append(request)
+
     def _capture_step(self, scheduled: Any) -> None:
-        due = self._requests.due()
+        self._step += 1
+        due = self._due.pop(self._step, ())
+        due = [each for each in due if each.points and self.requests.get(each.request_id) is each]
         if not due:
             return
         step = read_step(self._runner, scheduled)
         reached: list[tuple[ProbedRequest, int]] = []
         for request in due:
             computed = None if step is None else step.computed(request.request_id)
-            if computed is not None and request.reaches(computed):
+            if computed is not None and request.reached(computed) is not None:
                 reached.append((request, computed))
             else:
-                self._requests.reschedule(request, computed)
+                self._reschedule(request, computed)
         if step is None or not reached:
             return
         requests = [request for request, _ in reached]
@@ -310,15 +267,19 @@ class Capture:
             rows, counts = step.states([request.request_id for request in requests])
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
-            (rows, *more), ready = self._copy([rows] if counts is None else [rows, counts])
+            (rows, *more), ready = copy_to_host([rows] if counts is None else [rows, counts], self._stream)
         self._put(CapturedRows(requests, rows, tokens, more[0] if more else None, ready))
         for request, computed in reached:
             if step.exact:
                 request.take(computed)
-            self._requests.reschedule(request, computed)
+            self._reschedule(request, computed)
 
-    def _disable(self, error: Exception) -> None:
-        """Stop capturing, so that a fault of the probe does not stop the engine."""
-        self.stop()
-        self._requests = ProbedRequests(1)
-        self._put([FAULT, f"{type(error).__name__}: {error}".encode()])
+    def _reschedule(self, request: ProbedRequest, computed: int | None) -> None:
+        """Schedule the next look at a request of which this step computed the ``computed``-th token, if any."""
+        if not (points := request.points):
+            return
+        if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
+            request.prompt_step = self._step
+        steps = -(-points[0] // self._max_step_tokens)  # rounded up
+        earliest = 0 if request.prompt_step is None else request.prompt_step + steps
+        self._due.setdefault(max(self._step + 1, earliest), []).append(request)

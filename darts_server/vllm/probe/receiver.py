@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import zmq
 import zmq.asyncio
@@ -19,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
 """A worker answers within milliseconds, or never: it may run on another host, which this socket does not reach."""
-LINGER_SECONDS = 5.0
-"""The last states of a candidate can arrive after its end, by less than the duration of a step."""
+LINGER_SECONDS = 5.0  # the last states of a candidate can arrive after its end, by less than the duration of a step
 
 
 class ProbeReceiver:
@@ -28,23 +25,14 @@ class ProbeReceiver:
 
     Messages are received, and `Probe.on_state` is called, in the event loop. A candidate is removed after its last
     state or some seconds after its end.
-
-    Args:
-        linger: seconds after a candidate's end in which its states are still passed on.
-        timeout: seconds within which engines must answer.
     """
 
-    def __init__(self, linger: float = LINGER_SECONDS, timeout: float = READY_SECONDS) -> None:
-        self.fault: str | None = "no probe was installed"
-        """Why no states are received; ``None`` if they are."""
-        self._linger, self._timeout = linger, timeout
+    def __init__(self) -> None:
+        self.fault: str | None = "no probe was installed"  # why no states are received; ``None`` if they are
         self._width: int | None = None
         self._probes: dict[int, Probe] = {}
         self._last_number = 0
         self._ready: asyncio.Queue[str | None] = asyncio.Queue()
-
-    def __len__(self) -> int:
-        return len(self._probes)
 
     @property
     def width(self) -> int | None:
@@ -60,31 +48,34 @@ class ProbeReceiver:
     def unregister(self, number: int) -> None:
         """Remove the probe of a candidate that has ended or was not started, after the linger time."""
         if number in self._probes:
-            asyncio.get_running_loop().call_later(self._linger, self._probes.pop, number, None)
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._probes.pop, number, None)
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        """Handle a message of a worker."""
+        """Handle a message of a worker, or report no width any more if that fails."""
         kind, *rest = frames
-        if kind == STATES:
-            for number, tokens, state in unpack_states(*rest):
-                if (probe := self._probes.get(number)) is None:
-                    continue
-                # In its own turn of the loop: an exception of one probe does not skip the others of this message.
-                asyncio.get_running_loop().call_soon(probe.on_state, HiddenState(tokens, state))
-                if tokens >= probe.detect_at[-1]:
-                    del self._probes[number]
-        elif kind == READY:
-            self._width = int(rest[0])
-            self._ready.put_nowait(None)
-        else:
-            self.disable(rest[0].decode())
-            self._ready.put_nowait(self.fault)
+        try:
+            if kind == STATES:
+                for number, tokens, state in unpack_states(*rest):
+                    if (probe := self._probes.get(number)) is None:
+                        continue
+                    # In its own turn of the loop: an exception of one probe does not skip the others of this message.
+                    asyncio.get_running_loop().call_soon(probe.on_state, HiddenState(tokens, state))
+                    if tokens >= probe.detect_at[-1]:
+                        del self._probes[number]
+            elif kind == READY:
+                self._width = int(rest[0])
+                self._ready.put_nowait(None)
+            else:
+                self.disable(rest[0].decode())
+                self._ready.put_nowait(self.fault)
+        except Exception as error:
+            self.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
 
     async def wait_ready(self, engines: int) -> None:
         """Wait until every engine has announced states, or one has reported a fault."""
         answered = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(READY_SECONDS):
                 while answered < engines:
                     if await self._ready.get() is not None:
                         return
@@ -92,7 +83,7 @@ class ProbeReceiver:
         if answered == engines:
             self.fault = None
         else:
-            self.disable(f"{answered} of {engines} engines have answered within {self._timeout:.0f} s")
+            self.disable(f"{answered} of {engines} engines have answered within {READY_SECONDS:.0f} s")
 
     def disable(self, reason: str) -> None:
         """Report no width from now on, so that no probe is registered any more."""
@@ -104,44 +95,36 @@ class ProbeReceiver:
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
     """Install the probe in this engine's workers. If that fails, the receiver's ``fault`` says why."""
-    probes = ProbeReceiver()
+    probes, tasks = ProbeReceiver(), list[asyncio.Task[None]]()
 
-    def receive(frames: Sequence[bytes]) -> None:
-        """Handle a message of a worker, or report no width any more if that fails."""
-        try:
-            probes.receive(frames)
-        except Exception as error:
-            probes.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
-
-    async def receive_all(socket: zmq.asyncio.Socket) -> None:
+    async def receive_all() -> None:
         while True:
-            receive(await socket.recv_multipart())
+            probes.receive(await socket.recv_multipart())
             await asyncio.sleep(0)  # receiving from a queue that is not empty does not yield to the loop
 
-    folder = Path(tempfile.mkdtemp(prefix="darts-probe-"))
-    context = zmq.asyncio.Context()
-    receiving: asyncio.Task[None] | None = None
-    try:
+    with (
+        TemporaryDirectory(prefix="darts-probe-", ignore_cleanup_errors=True) as folder,
+        zmq.asyncio.Context() as context,
+        context.socket(zmq.PULL) as socket,
+    ):
         try:
-            socket = context.socket(zmq.PULL)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            address = f"ipc://{folder / 'states'}"
-            socket.bind(address)
-            receiving = asyncio.create_task(receive_all(socket))
-            if hasattr(llm.engine_core, "install_probes"):  # engines elsewhere, whose hosts hand hidden states on
-                answers = await llm.engine_core.install_probes(receive)
+            try:
+                socket.setsockopt(zmq.RCVHWM, 0)
+                address = f"ipc://{folder}/states"
+                socket.bind(address)
+                tasks.append(asyncio.create_task(receive_all()))
+                if hasattr(llm.engine_core, "install_probes"):  # engines elsewhere, whose hosts hand hidden states on
+                    answers = await llm.engine_core.install_probes(probes.receive)
+                else:
+                    answers = await llm.collective_rpc(INSTALL, args=(address,))
+            except Exception as error:
+                probes.disable(f"{type(error).__name__}: {error}")
             else:
-                answers = await llm.collective_rpc(INSTALL, args=(address,))
-        except Exception as error:
-            probes.disable(f"{type(error).__name__}: {error}")
-        else:
-            if faults := [fault for fault in answers if fault is not None]:
-                probes.disable(faults[0])
-            else:
-                await probes.wait_ready(len(llm.engine_core.core_engines))
-        yield probes
-    finally:
-        if receiving is not None:
-            receiving.cancel()
-        context.destroy(linger=0)
-        shutil.rmtree(folder, ignore_errors=True)
+                if faults := [fault for fault in answers if fault is not None]:
+                    probes.disable(faults[0])
+                else:
+                    await probes.wait_ready(len(llm.engine_core.core_engines))
+            yield probes
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -82,11 +82,7 @@ Step = FirstRunnerStep | SecondRunnerStep
 
 
 def check_runner(runner: Any) -> None:
-    """Check that `read_step` can read a model runner.
-
-    Raises:
-        ValueError: it cannot; the message says why.
-    """
+    """Raise `ValueError`, which says why, if `read_step` cannot read a model runner."""
     if runner.is_pooling_model:
         raise ValueError("a pooling model generates nothing")
     if hasattr(runner, "input_batch"):

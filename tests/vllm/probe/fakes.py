@@ -59,12 +59,19 @@ class Part:
     drafts: int
     accepted: int
 
+    def row(self, place: int) -> list[float]:
+        """Create the state of its ``place``-th token."""
+        is_certain = place < self.known + self.accepted
+        return [float(self.request.number), float(self.request.computed + place + 1)] if is_certain else [-1.0, -1.0]
+
 
 class Runner:
     """Base of both runners. ``max_drafts``: per step."""
 
     is_pooling_model = False
     device = torch.device("cpu")
+    announces_again: bool
+    """Whether a preempted request comes back as if it were new."""
 
     def __init__(self, max_drafts: int) -> None:
         self.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
@@ -79,56 +86,40 @@ class Runner:
     def _forward(self, scheduled: Any) -> None:
         raise NotImplementedError
 
-    def announces_again(self) -> bool:
-        """Whether a preempted request comes back as if it were new."""
-        raise NotImplementedError
-
-
-def row(part: Part, place: int) -> list[float]:
-    """Create the state of a part's ``place``-th token."""
-    computed = part.request.computed + place + 1
-    return [float(part.request.number), float(computed)] if place < part.known + part.accepted else [-1.0, -1.0]
-
 
 class FirstRunner(Runner):
+    announces_again = False
+
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts)
         self.input_batch = SimpleNamespace()
-
-    def announces_again(self) -> bool:
-        return False
 
     def _forward(self, scheduled: Any) -> None:
         ids = [part.request.request_id for part in self.parts]
         self.input_batch.req_ids = ids
         self.input_batch.req_id_to_index = {request_id: place for place, request_id in enumerate(ids)}
         self.input_batch.num_computed_tokens_cpu = np.array([p.request.computed for p in self.parts], dtype=np.int32)
-        rows = [row(p, place) for p in self.parts for place in range(p.known - 1, p.known + p.drafts)]
+        rows = [p.row(place) for p in self.parts for place in range(p.known - 1, p.known + p.drafts)]
         self.execute_model_state = SimpleNamespace(
             scheduler_output=scheduled, sample_hidden_states=torch.tensor(rows, dtype=torch.bfloat16)
         )
 
 
 class SecondRunner(Runner):
+    announces_again = True
+
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts)
         self.num_speculative_steps = max_drafts
         self.req_states = self.pcp_manager = None
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
 
-    def announces_again(self) -> bool:
-        return True
-
     def _forward(self, scheduled: Any) -> None:
-        hidden: list[list[float]] = []
-        indices: list[int] = []
-        first = [0]
+        hidden, indices, first = list[list[float]](), list[int](), [0]
         for p in self.parts:
-            start = len(hidden)
-            hidden += [row(p, place) for place in range(p.known + p.drafts)]
-            indices += list(range(start + p.known - 1, start + p.known + p.drafts))
+            indices += range(len(hidden) + p.known - 1, len(hidden) + p.known + p.drafts)
+            hidden += [p.row(place) for place in range(p.known + p.drafts)]
             first.append(len(indices))
-        hidden.append([-1.0, -1.0])
         estimated = [p.request.computed + p.request.overestimated for p in self.parts]
         batch = SimpleNamespace(
             req_ids=[p.request.request_id for p in self.parts],
@@ -138,7 +129,7 @@ class SecondRunner(Runner):
             seq_lens=torch.tensor([p.request.computed + p.known + p.drafts for p in self.parts], dtype=torch.int32),
         )
         self.execute_model_state = SimpleNamespace(
-            input_batch=batch, hidden_states=torch.tensor(hidden, dtype=torch.float32)
+            input_batch=batch, hidden_states=torch.tensor([*hidden, [-1.0, -1.0]], dtype=torch.float32)
         )
 
 
@@ -167,28 +158,35 @@ class FakeScheduler:
 
     @property
     def tracked(self) -> int:
-        return len(self._capture._requests)
+        return len(self._capture.requests)
 
     def _step(self) -> None:
-        for request in [r for r in self._running if r.done or self._rng.random() < 0.01]:  # or aborted
+        rng = self._rng
+        for request in [r for r in self._running if r.done or rng.random() < 0.01]:  # or aborted
             self._running.remove(request)
             self._finished.add(request.request_id)
         names = {r.request_id for r in self._running}
-        while self._waiting and self._waiting[0].request_id not in names and self._rng.random() < 0.7:
+        while self._waiting and self._waiting[0].request_id not in names and rng.random() < 0.7:
             names.add(self._waiting[0].request_id)
             self._running.append(self._waiting.pop(0))
-        new = []
         for request in self._running:
-            if request.announced and self._rng.random() < 0.1:  # preempted
+            if request.announced and rng.random() < 0.1:  # preempted
                 request.computed = request.overestimated = 0
-                request.announced = not self._runner.announces_again()
-        parts = self._parts()
-        for request in [p.request for p in parts if not p.request.announced]:
-            request.announced = True
-            if self._rng.random() < 0.3:  # a prefix is in the cache
-                request.computed = self._rng.randrange(request.known)
-            new.append(self._new(request))
-        self._runner.parts = parts = [self._filled(p) for p in parts]
+                request.announced = not self._runner.announces_again
+        chosen = [r for r in self._running if rng.random() < 0.8]
+        rng.shuffle(chosen)
+        new, parts = [], []
+        for request in chosen:
+            if not request.announced:
+                request.announced = True
+                if rng.random() < 0.3:  # a prefix is in the cache
+                    request.computed = rng.randrange(request.known)
+                new.append(self._new(request))
+            missing = request.known - request.computed
+            known = rng.randint(1, missing) if rng.random() < 0.5 else missing
+            drafts = rng.randint(0, self._max_drafts) if known == missing else 0
+            parts.append(Part(request, known, drafts, rng.randint(0, drafts)))
+        self._runner.parts = parts
         self._runner.execute_model_state = None
         self._runner.execute_model(
             SimpleNamespace(
@@ -201,30 +199,14 @@ class FakeScheduler:
         )
         self._finished = set()
         for part in parts:
-            self._sample(part)
-        self._deliver(self._rng.randrange(len(self._queue) + 1))
-
-    def _parts(self) -> list[Part]:
-        chosen = [r for r in self._running if self._rng.random() < 0.8]
-        self._rng.shuffle(chosen)
-        return [Part(request, 0, 0, 0) for request in chosen]
-
-    def _filled(self, part: Part) -> Part:
-        missing = part.request.known - part.request.computed
-        known = self._rng.randint(1, missing) if self._rng.random() < 0.5 else missing
-        drafts = self._rng.randint(0, self._max_drafts) if known == missing else 0
-        return Part(part.request, known, drafts, self._rng.randint(0, drafts))
-
-    @staticmethod
-    def _sample(part: Part) -> None:
-        request = part.request
-        request.computed += part.known
-        request.certain.append(request.computed - request.prompt)
-        if request.computed < request.known:
-            return
-        request.computed += part.accepted
-        request.generated += part.accepted + 1
-        request.overestimated = part.drafts - part.accepted
+            request = part.request
+            request.computed += part.known
+            request.certain.append(request.computed - request.prompt)
+            if request.computed == request.known:
+                request.computed += part.accepted
+                request.generated += part.accepted + 1
+                request.overestimated = part.drafts - part.accepted
+        self._deliver(rng.randrange(len(self._queue) + 1))
 
     def _deliver(self, count: int) -> None:
         for _ in range(count):

@@ -21,9 +21,9 @@ from darts_server.vllm.probe.capture import (
     STATES,
     Capture,
     CapturedRows,
-    HostCopies,
     ProbedRequest,
     Sender,
+    copy_to_host,
     create_message,
     unpack_states,
 )
@@ -37,11 +37,6 @@ drawn_requests = st.lists(
 )
 
 
-def requests(drawn: list[tuple[int, int, tuple[int, ...], int]]) -> list[Request]:
-    """Create requests, some with the id of an earlier one."""
-    return [Request(i, f"name-{name}", prompt, length, at) for i, (prompt, length, at, name) in enumerate(drawn)]
-
-
 def expected(request: Request) -> list[int]:
     """Return the tokens of the first step that reaches each point; once if it reaches several."""
     reached = [next((c for c in request.certain if c >= point), None) for point in request.points]
@@ -53,7 +48,8 @@ def expected(request: Request) -> list[int]:
 def test_every_passed_point_is_sent_once_in_order_and_with_its_own_state(
     runner: type[Runner], drawn: list[Any], max_drafts: int, seed: int
 ) -> None:
-    wanted = requests(drawn)
+    # Some have the id of an earlier one.
+    wanted = [Request(i, f"name-{name}", prompt, length, at) for i, (prompt, length, at, name) in enumerate(drawn)]
     scheduler = FakeScheduler(runner(max_drafts), Random(seed), wanted)
     scheduler.run()
     assert scheduler.faults == []
@@ -144,12 +140,16 @@ def address() -> Iterator[str]:
 def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.bind(address)
-        sender, failures = Sender(address), list[bool]()
-        sender.on_failure = lambda: failures.append(True)
+        failures = list[bool]()
+        sender = Sender(address, lambda: failures.append(True))
         sender.start()
-        sender.put([READY, b"2"])
-        sender.put(CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None))
-        sender.put(CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None))
+        sender.queue.put([READY, b"2"])
+        sender.queue.put(
+            CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None)
+        )
+        sender.queue.put(
+            CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None)
+        )
         assert socket.poll(10_000)
         assert socket.recv_multipart() == [READY, b"2"]
         kind, *rest = socket.recv_multipart()
@@ -179,7 +179,7 @@ def test_copies_are_complete_after_their_event() -> None:
     device = torch.device("cuda")
     rows = torch.arange(1 << 20, device=device, dtype=torch.float32).reshape(1024, -1)
     wanted = (rows * 3).cpu()
-    [copied], ready = HostCopies(device)([rows * 3])
+    [copied], ready = copy_to_host([rows * 3], torch.cuda.Stream(device))
     assert ready is not None
     ready.synchronize()
     assert copied.is_pinned()

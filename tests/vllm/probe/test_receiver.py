@@ -7,6 +7,7 @@ import zmq
 import zmq.asyncio
 
 from darts_server.engine.port import HiddenState, Probe
+from darts_server.vllm.probe import receiver
 from darts_server.vllm.probe.capture import FAULT, READY, STATES, pack_states
 from darts_server.vllm.probe.receiver import ProbeReceiver, probing
 
@@ -33,7 +34,7 @@ async def test_each_probe_gets_its_states_and_is_removed_after_its_last_point() 
     assert [p.tokens for p in other] == [4]
     assert [p.vector.tolist() for p in one] == [[first] * 3] * 2
     assert one[0].vector.dtype == np.float32
-    assert len(probes) == 0
+    assert not probes._probes
 
 
 async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
@@ -50,49 +51,46 @@ async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
     assert [str(fault) for fault in faults] == ["no"]
 
 
-async def test_states_are_passed_on_for_some_time_after_the_end() -> None:
-    probes, received = ProbeReceiver(linger=0.05), list[HiddenState]()
+async def test_states_are_passed_on_for_some_time_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "LINGER_SECONDS", 0.05)
+    probes, received = ProbeReceiver(), list[HiddenState]()
     number = probes.register(Probe((4, 9), received.append))
     probes.unregister(number)
     probes.receive(states((number, 4)))
     await turn()
     assert [p.tokens for p in received] == [4]
     async with asyncio.timeout(10):
-        while len(probes):
+        while probes._probes:
             await asyncio.sleep(0.01)
     probes.receive(states((number, 9)))
     await turn()
     assert len(received) == 1
 
 
-async def test_there_is_a_width_once_every_engine_is_ready() -> None:
+async def test_there_is_a_width_once_every_engine_is_ready_until_one_reports_a_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     probes = ProbeReceiver()
-    assert (probes.width, probes.fault) == (None, "no probe was installed")
+    assert probes.fault == "no probe was installed"
     waiting = asyncio.create_task(probes.wait_ready(2))
     probes.receive([READY, b"64"])
     await turn()
     assert probes.width is None
     probes.receive([READY, b"64"])
     await waiting
-    assert probes.fault is None
     assert probes.width == 64
+    probes.receive([FAULT, b"RuntimeError: out of memory"])
+    assert probes.fault == "RuntimeError: out of memory"
+    assert "out of memory" in caplog.text
 
 
-async def test_an_engine_that_does_not_answer_is_a_fault() -> None:
-    probes = ProbeReceiver(timeout=0.05)
+async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "READY_SECONDS", 0.05)
+    probes = ProbeReceiver()
     probes.receive([READY, b"64"])
     await probes.wait_ready(2)
     assert probes.width is None
     assert (probes.fault or "").startswith("1 of 2 engines have answered")
-
-
-async def test_a_workers_fault_disables_the_probe_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    probes = ProbeReceiver()
-    probes.receive([READY, b"64"])
-    await probes.wait_ready(1)
-    probes.receive([FAULT, b"RuntimeError: out of memory"])
-    assert (probes.width, probes.fault) == (None, "RuntimeError: out of memory")
-    assert "out of memory" in caplog.text
 
 
 class FakeLLM:
@@ -113,9 +111,7 @@ class FakeLLM:
         return [self._answer]
 
 
-def fake_llm(answer: str | None, *frames: list[bytes]) -> Any:
-    """Make a `FakeLLM`, which has too little of an `AsyncLLM` for its type."""
-    return FakeLLM(answer, *frames)
+fake_llm: Any = FakeLLM  # which has too little of an `AsyncLLM` for its type
 
 
 async def test_states_that_a_worker_sends_are_received() -> None:
