@@ -11,7 +11,7 @@ import pytest
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.workload import Format, Quantiles, TracedPrompt, TracedWorkload, read_traces
+from darts_server.simulation.workload import Format, TracedPrompt, TracedWorkload, read_traces
 
 SEEN = np.random.default_rng(5)
 
@@ -67,11 +67,6 @@ def test_the_share_of_truncated_ones_is_kept() -> None:
     drawn = np.asarray([draw(workload, number, 64, attempt=1) for number in range(40)])
     assert drawn.max() == 1_000
     assert (drawn == 1_000).mean() == pytest.approx((prompts == 1_000).mean(), abs=0.03)
-
-
-def test_quantiles_are_linear_in_logarithms() -> None:
-    shape = Quantiles((0.0, 0.5, 1.0), (1, 10, 1_000))
-    assert shape.at(np.asarray([0.0, 0.25, 0.5, 0.75, 1.0])).tolist() == pytest.approx([1, 10**0.5, 10, 100, 1_000])
 
 
 @pytest.mark.parametrize(
