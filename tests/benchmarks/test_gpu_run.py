@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import child, traces
-from benchmarks.gpu.budget import Budget
+from benchmarks.gpu import benchmark, traces
 from benchmarks.gpu.parts import training
-from benchmarks.gpu.plan import Plan, make_plan, order_policies
-from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, replay_all
+from benchmarks.gpu.plan import (
+    AGAIN,
+    OFF,
+    ORDER,
+    PLAIN,
+    SHAPED,
+    Budget,
+    Plan,
+    make_plan,
+    order_policies,
+    replay_all,
+)
 from darts_server.policy.latency import LatencyCurve
 
 pytestmark = pytest.mark.nightly
@@ -75,7 +84,7 @@ def test_a_process_is_stopped_with_all_its_children(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     while not (file.exists() and file.read_text()):
         time.sleep(0.02)
-    child.stop(process)
+    benchmark.stop(process)
     assert process.returncode is not None
     until = time.monotonic() + 30
     while alive(int(file.read_text())) and time.monotonic() < until:
