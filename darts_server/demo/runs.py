@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +72,21 @@ class Batches:
         Raises:
             RuntimeError: the server refused the batch, or a group failed.
         """
-        running = self._needed + round(self._method.ahead * self._needed)
+        needed, method = self._needed, self._method
+        running = needed + round(method.ahead * needed)
         new = range(self._begun, min(self._begun + running - self._waiting, len(self._problems)))
         self._begun = new.stop
-        enough = self._needed if self._begun < len(self._problems) else None  # the last step waits for all
-        step = self._request(client, new, enough if self._waiting + len(new) > self._needed else None)
-        self._waiting = step.waiting
-        return step
-
-    def _request(self, client: httpx.Client, new: Sequence[int], enough: int | None) -> Step:
         body: dict[str, Any] = {
             "prompts": [{"text": self._problems[number].prompt, "metadata": {"number": number}} for number in new],
             "group_size": self._group_size,
-            "sampling": {"max_tokens": self._method.max_tokens, "temperature": 1.0},
-            "policy": {"name": self._method.policy},
+            "sampling": {"max_tokens": method.max_tokens, "temperature": 1.0},
+            "policy": {"name": method.policy},
             "stream": "groups",
         }
-        if self._method.ahead:
-            body |= {"carry": "resume", "carried": True, "num_groups": enough}
+        if method.ahead:
+            # The last step waits for all.
+            is_last = self._begun == len(self._problems) or self._waiting + len(new) <= needed
+            body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else needed}
         arrivals, lengths, resumed, right, truncated, done = [], [], [], 0, 0, dict[str, Any]()
         start = time.perf_counter()
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
@@ -109,11 +105,10 @@ class Batches:
                 elif event == "done":
                     done = data
         seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
-        usage = done.get("usage", {})
+        usage, self._waiting = done.get("usage", {}), len(done.get("unfinished") or ())
         if usage.get("returned") != returned:
             raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
-        waiting = len(done.get("unfinished") or ())
-        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, waiting, truncated)
+        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
 
 
 def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -130,37 +125,20 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 # --- comparing runs ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Run:
-    """All steps under one policy; ``name`` is the policy's, or `RAW`."""
+    """All steps under one policy; ``name`` is the policy's, or `RAW`. Lengths are in tokens.
 
-    name: str
-    steps: Sequence[Step]
+    ``right``, ``cut``: shares of the returned trajectories that have the right answer, and that have no end of their
+    own.
+    """
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The length of every returned trajectory, in tokens."""
-        return [length for step in self.steps for group in step.lengths for length in group]
-
-    @property
-    def generated(self) -> int:
-        """Tokens of all candidates, returned or not."""
-        return sum(step.generated for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all steps."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def right(self) -> float:
-        """Share of right answers among the returned trajectories."""
-        return sum(step.right for step in self.steps) / len(self.lengths)
-
-    @property
-    def cut(self) -> float:
-        """Share of the returned trajectories that have no end of their own."""
-        return sum(step.truncated for step in self.steps) / len(self.lengths)
+    def __init__(self, name: str, steps: Sequence[Step]) -> None:
+        self.name, self.steps = name, steps
+        self.lengths = [length for step in steps for group in step.lengths for length in group]
+        self.generated = sum(step.generated for step in steps)
+        self.seconds = sum(step.seconds for step in steps)
+        self.right = sum(step.right for step in steps) / len(self.lengths)
+        self.cut = sum(step.truncated for step in steps) / len(self.lengths)
 
 
 def table(raw: Run, others: Sequence[Run]) -> str:
@@ -180,19 +158,18 @@ def table(raw: Run, others: Sequence[Run]) -> str:
 
 def verdict(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence what each run cost and kept, against raw in this very run."""
-    return f"Against raw: {'; '.join(_cost(raw, run) for run in others)}."
-
-
-def _cost(raw: Run, run: Run) -> str:
-    ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
-    pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
-    more = "more" if points > 0 else "fewer"
-    kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
-    if run.cut > raw.cut + 0.005:
-        what = f"cuts {run.cut:.0%} of the answers"
-    else:
+    costs = []
+    for run in others:
+        ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
+        pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
+        more = "more" if points > 0 else "fewer"
+        kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
         what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
-    return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {max(raw.lengths)})"
+        if run.cut > raw.cut + 0.005:
+            what = f"cuts {run.cut:.0%} of the answers"
+        longest = f"longest {max(run.lengths)} tokens of {max(raw.lengths)}"
+        costs.append(f"{run.name} takes {pace}, {kept} and {what} ({longest})")
+    return f"Against raw: {'; '.join(costs)}."
 
 
 # --- a picture ----------------------------------------------------------------
