@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from time import monotonic
 
 import numpy as np
@@ -144,15 +145,16 @@ def make_plan(
     counts = [len(trace.prompts)]
     while counts[-1] // 2 >= MIN_PROMPTS:
         counts.append(counts[-1] // 2)
-    parts = [trace.first(count) for count in counts]
-    tokens = [{policy: predict_tokens(policy, part) for policy in (*must, *may)} for part in parts]
-    for divisor in divisors:
-        for part, lengths in zip(parts, tokens, strict=True):
-            times = {
-                policy: rollout_seconds(curve, [length / divisor for length in each], capacity)
-                for policy, each in lengths.items()
-            }
-            plan = Plan(part.shortened(divisor), times)
-            if budget.fits(sum(map(plan.estimate, must))):
-                return plan
+    tokens: dict[int, dict[str, list[int]]] = {}
+    for divisor, count in product(divisors, counts):
+        part = trace.first(count)
+        if count not in tokens:  # the replays take seconds
+            tokens[count] = {policy: predict_tokens(policy, part) for policy in (*must, *may)}
+        times = {
+            policy: rollout_seconds(curve, [length / divisor for length in lengths], capacity)
+            for policy, lengths in tokens[count].items()
+        }
+        plan = Plan(part.shortened(divisor), times)
+        if budget.fits(sum(map(plan.estimate, must))):
+            break
     return plan

@@ -149,12 +149,6 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
     assert alone.seconds > 10 * second.seconds
 
 
-def test_new_prompts_have_no_known_spread() -> None:
-    setting = Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False)
-    assert candidates(setting).earlier(0) is None
-    assert candidates().earlier(0) == candidates().earlier(0) != candidates().earlier(1)
-
-
 # --- auto, from nothing --------------------------------------------------------
 
 AUTO = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=RULES))
