@@ -34,37 +34,26 @@ class Method:
 class Step:
     """One batch, as a trainer requests one for each step. Lengths are in generated tokens, the end of sequence counted.
 
-    Attributes:
-        arrivals: seconds from the request to each group, in the order of arrival.
-        lengths: of the returned trajectories, for each of these groups.
-        right: returned trajectories with the right answer.
-        generated: tokens of all candidates, returned or not.
-        seconds: from the request to the end of the answer.
-        resumed: whether each of these groups went on from what an earlier step had generated.
-        waiting: groups that go on in the next step.
-        truncated: returned trajectories that were cut off.
+    ``arrivals``, ``lengths``, ``resumed``: of each group, in the order of arrival: seconds from the request, the
+    returned trajectories, and whether it went on from what an earlier step had generated.
     """
 
     arrivals: Sequence[float]
     lengths: Sequence[Sequence[int]]
-    right: int
-    generated: int
-    seconds: float
+    right: int  # returned trajectories with the right answer
+    generated: int  # tokens of all candidates, returned or not
+    seconds: float  # from the request to the end of the answer
     resumed: Sequence[bool] = ()
-    waiting: int = 0
-    truncated: int = 0
+    waiting: int = 0  # groups that go on in the next step
+    truncated: int = 0  # returned trajectories that were cut off
 
 
 class Batches:
     """The batches of one run: each problem is in one step, or goes on until it is complete."""
 
     def __init__(self, problems: Sequence[Problem], needed: int, group_size: int, method: Method) -> None:
-        self._problems = problems
-        self._needed = needed
-        self._group_size = group_size
-        self._method = method
-        self._begun = 0
-        self._waiting = 0
+        self._problems, self._needed, self._group_size, self._method = problems, needed, group_size, method
+        self._begun = self._waiting = 0
 
     def request(self, client: httpx.Client) -> Step:
         """Request the next step's groups, all in one batch, and read them as they complete.
@@ -96,12 +85,12 @@ class Batches:
                 if data.get("error"):
                     raise RuntimeError(f"the server answered: {data['error']['message']}")
                 if event == "group":
-                    problem = self._problems[data["metadata"]["number"]]
+                    problem, trajectories = self._problems[data["metadata"]["number"]], data["trajectories"]
                     arrivals.append(time.perf_counter() - start)
-                    lengths.append([trajectory["length"] for trajectory in data["trajectories"]])
+                    lengths.append([each["length"] for each in trajectories])
                     resumed.append(data["number"] >= len(new))
-                    truncated += sum(each["finish_reason"] == "length" for each in data["trajectories"])
-                    right += sum(reward(problem, each["text"]) == 1 for each in data["trajectories"])
+                    truncated += sum(each["finish_reason"] == "length" for each in trajectories)
+                    right += sum(reward(problem, each["text"]) == 1 for each in trajectories)
                 elif event == "done":
                     done = data
         seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
@@ -193,8 +182,7 @@ def draw(raw: Run, other: Run, path: Path) -> None:
     figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
     for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
         step = run.steps[number]
-        resumed: Sequence[bool] = step.resumed or [False] * len(step.arrivals)
-        colours = [RESUMED if each else NEW for each in resumed] + [WAITING] * step.waiting
+        colours = [RESUMED if each else NEW for each in step.resumed] + [WAITING] * step.waiting
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
         waiting = range(len(step.arrivals), len(ends))
         axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
