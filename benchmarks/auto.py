@@ -21,7 +21,7 @@ from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import limit_of
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Setting, Step, run_step
+from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Step, run_step
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
@@ -116,17 +116,10 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     prompts = options.prompts or preset.prompts
     if change is not None:
         workload = Changed(workload, CHANGES[change], prompts)
-    setting = Setting(
-        machine=preset.machine,
-        size=SIZE,
-        prompts=prompts,
-        steps=LEARNING + options.steps,
-        knows_prompts=not options.new_prompts,
-        seed=options.seed,
-    )
-    candidates = Candidates(workload, setting, auto.max_candidates(SIZE))
+    numbers, seen = range(LEARNING + options.steps), (not options.new_prompts, options.seed)
+    most = auto.max_candidates(SIZE)
+    candidates = Candidates(workload, preset.machine, SIZE, prompts, len(numbers), most, *seen)
     run = AutoRun(auto, candidates)
-    numbers = range(setting.steps)
     chosen = [run.run(candidates.step_prompts(number))[1] for number in numbers]
     off = [run_step(Policy("off"), candidates.step_prompts(number), None, candidates) for number in numbers]
     unshaped, usual = seconds(off), mean_length(off[LEARNING:])

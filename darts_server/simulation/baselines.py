@@ -45,8 +45,8 @@ LOST_SHARES = (0.02, 0.1)
 
 def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
-    setting, found, lengths = candidates.setting, [], np.concatenate([step.batch.ends.ravel() for step in off])
-    machine, plan = setting.machine, BatchPlan(setting.size, [setting.size] * setting.prompts)
+    size, found, lengths = candidates.size, [], np.concatenate([step.batch.ends.ravel() for step in off])
+    machine, plan = candidates.machine, BatchPlan(size, [size] * candidates.prompts)
     most = off[0].batch.max_tokens
     whole = np.sort(lengths[lengths < most])[::-1]
     for share in LOST_SHARES:
@@ -58,7 +58,7 @@ def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
             rollout = simulate(batch, plan, machine)
             training = machine.training_seconds(trained_tokens(batch, rollout))
             steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
-        found.append(summarise(f"hindsight max_tokens {limit}", steps, setting.size, f"cuts {share:.0%}"))
+        found.append(summarise(f"hindsight max_tokens {limit}", steps, size, f"cuts {share:.0%}"))
     if machine.replicas > 1:
         found.append(_one_step_off(off, plan, machine))
 
@@ -66,20 +66,20 @@ def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     rollouts, trainings, generated = [], [], 0
     for number in range(len(off)):
         batch = candidates.batch(candidates.step_prompts(number), candidates.most)
-        rollouts.append(rollout_bound(batch, setting.size, machine))
-        shortest = int(shortest_lengths(batch, setting.size).sum())
+        rollouts.append(rollout_bound(batch, size, machine))
+        shortest = int(shortest_lengths(batch, size).sum())
         generated += shortest
-        trainings.append(machine.training_seconds(shortest + setting.size * int(batch.prompt_tokens.sum())))
+        trainings.append(machine.training_seconds(shortest + size * int(batch.prompt_tokens.sum())))
     rollout_seconds, training_seconds = float(np.mean(rollouts)), float(np.mean(trainings))
     bound = dict.fromkeys(COLUMNS) | {
-        "policy": f"bound, best {setting.size} of {candidates.most}",
+        "policy": f"bound, best {size} of {candidates.most}",
         "rollout_seconds": rollout_seconds,
         "training_seconds": training_seconds,
         "step_seconds": rollout_seconds + training_seconds,
         "tokens_generated": generated / len(off),
         "tokens_returned": generated / len(off),
         "tokens_wasted": 0.0,
-        "length_bias": generated / (setting.size * setting.prompts * len(off)),
+        "length_bias": generated / (size * candidates.prompts * len(off)),
         "stale_share": 0.0,
         "notes": "whole trajectories of every prompt",
     }

@@ -14,7 +14,7 @@ from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
 from darts_server.simulation.summary import LEGEND, Summary, relative_to, summarise, table
-from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Setting, Step, run_auto, run_policy
+from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_auto, run_policy
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 from darts_server.types import OFF
 
@@ -57,50 +57,45 @@ def main(argv: Sequence[str]) -> int:
     options = parse_arguments(argv)
     name = options.preset or DEFAULT_MACHINE
     preset = PRESETS[name]
-    setting = Setting(
-        machine=with_engines(preset.machine, options.replicas or preset.machine.replicas),
-        size=options.group_size,
-        prompts=options.prompts or preset.prompts,
-        steps=options.steps,
-        knows_prompts=not options.new_prompts,
-        seed=options.seed,
-    )
+    machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
+    size, steps, prompts = options.group_size, options.steps, options.prompts or preset.prompts
     workload: Workload = preset.workload
     if options.trace:
         workload = TracedWorkload(*read_traces(options.trace, options.format, options.max_tokens), options.seed)
         name = f"{', '.join(path.name for path in options.trace)} on the machine of {name}"
-    policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
-    most = max(2 * setting.size, *(policy.max_candidates(setting.size) for policy in policies))
-    candidates, steps, found = Candidates(workload, setting, most), dict[str, list[Step]](), list[Summary]()
+    policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
+    most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
+    candidates = Candidates(workload, machine, size, prompts, steps, most, not options.new_prompts, options.seed)
+    runs, found = dict[str, list[Step]](), list[Summary]()
     try:
         for policy in policies:
             auto = policy.auto
             run, note = (run_policy(policy, candidates), "") if auto is None else run_auto(auto, candidates)
             print(f"{policy.name}: {run[0].rollout.seconds:.1f} s for the first rollout", flush=True)
-            steps[policy.name] = run
-            found.append(summarise(policy.name, run, setting.size, note))
-        found += baselines(steps[OFF], candidates)
+            runs[policy.name] = run
+            found.append(summarise(policy.name, run, size, note))
+        found += baselines(runs[OFF], candidates)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]
     if options.picture is not None:
-        draw({policy: each[0] for policy, each in steps.items()}, options.picture)
+        draw({policy: each[0] for policy, each in runs.items()}, options.picture)
         print(f"Picture: {options.picture}")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "workload": name,
-            "group_size": setting.size,
-            "prompts": setting.prompts,
-            "steps": setting.steps,
-            "replicas": setting.machine.replicas,
-            "machine": asdict(setting.machine),
+            "group_size": size,
+            "prompts": prompts,
+            "steps": steps,
+            "replicas": machine.replicas,
+            "machine": asdict(machine),
             "policies": summaries,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
-        f"\n{name}: {setting.steps} steps of {setting.prompts} prompts x {setting.size}, "
-        f"at most {workload.max_tokens} tokens, {setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
+        f"\n{name}: {steps} steps of {prompts} prompts x {size}, "
+        f"at most {workload.max_tokens} tokens, {machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
     )
     return 0
 

@@ -28,21 +28,6 @@ WARM_UP = 2
 """Steps before those that are measured, where prompts are carried from step to step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What is simulated: ``steps`` of ``prompts``, groups of ``size``.
-
-    ``knows_prompts``: whether a group of each prompt was seen before, so that mean and std of its lengths are known.
-    """
-
-    machine: Machine
-    size: int
-    prompts: int
-    steps: int
-    knows_prompts: bool = True
-    seed: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One prompt of a step. ``carried``: tokens that its candidates already have; ``None`` if it starts afresh.
@@ -79,11 +64,20 @@ class Step:
 
 @dataclass(slots=True)
 class Candidates:
-    """Lengths and tail draws of prompts' candidates, the same under every policy. ``most``: of one prompt."""
+    """What is simulated: ``steps`` of ``prompts``, groups of ``size``, with the same candidates under every policy.
+
+    ``most``: candidates of one prompt. ``knows_prompts``: whether a group of each prompt was seen before, so that mean
+    and std of its lengths are known.
+    """
 
     workload: Workload
-    setting: Setting
+    machine: Machine
+    size: int
+    prompts: int
+    steps: int
     most: int
+    knows_prompts: bool = True
+    seed: int = 0
     _drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = field(default_factory=dict)
     _earlier: dict[int, PromptStats] = field(default_factory=dict)
 
@@ -93,7 +87,7 @@ class Candidates:
         for row, prompt in enumerate(prompts):
             key = prompt.number, prompt.attempt
             if key not in self._drawn:
-                rng = np.random.default_rng([self.setting.seed, prompt.number, 2 + prompt.attempt])
+                rng = np.random.default_rng([self.seed, prompt.number, 2 + prompt.attempt])
                 lengths = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
                 self._drawn[key] = self.workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
             drawn.append(self._drawn[key])
@@ -106,16 +100,16 @@ class Candidates:
 
     def step_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a measured step, from 0, where nothing is carried from step to step."""
-        first = (WARM_UP + step) * self.setting.prompts
-        return [Prompt(number) for number in range(first, first + self.setting.prompts)]
+        first = (WARM_UP + step) * self.prompts
+        return [Prompt(number) for number in range(first, first + self.prompts)]
 
     def earlier(self, number: int) -> PromptStats | None:
         """Return what is known of a prompt, from an earlier group of it; ``None`` for a new one."""
-        if not self.setting.knows_prompts:
+        if not self.knows_prompts:
             return None
         if number not in self._earlier:
-            rng = np.random.default_rng([self.setting.seed, number, 1])
-            lengths = self.workload.lengths(number, self.setting.size, rng, attempt=1).tolist()
+            rng = np.random.default_rng([self.seed, number, 1])
+            lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
             most = self.workload.max_tokens
             observed = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
             self._earlier[number] = update_stats(None, observed, 0)
@@ -141,28 +135,28 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     cycles are measured, which may be more steps. They start again, or go on from what they have. Completion lengths are
     remembered from step to step. Where `auto` says how many are started, the first steps are those that it learns in.
     """
-    setting, recent = candidates.setting, RecentCompletionLengths()
+    recent, needed = RecentCompletionLengths(), candidates.prompts
     warm_up = LEARNING if policy.most_stale is not None else policy.cycle * ceil(WARM_UP / policy.cycle)
     first = 0
     if policy.start == 1:  # nothing is carried over
         first = warm_up = WARM_UP
-    count = policy.cycle * ceil(setting.steps / policy.cycle)
-    steps, waiting, fresh, ahead = [], list[Prompt](), first * setting.prompts, 1.0
+    count = policy.cycle * ceil(candidates.steps / policy.cycle)
+    steps, waiting, fresh, ahead = [], list[Prompt](), first * needed, 1.0
     for number in range(first, warm_up + count):
         # Those that start again, those that go on waiting, and how many new ones start.
-        again, waiting, more = waiting, [], round(policy.start * setting.prompts) - len(waiting)
-        if policy.long_rounds and len(again) < setting.prompts:
-            again, waiting, more = [], again, round(policy.start * setting.prompts)
+        again, waiting, more = waiting, [], round(policy.start * needed) - len(waiting)
+        if policy.long_rounds and len(again) < needed:
+            again, waiting, more = [], again, round(policy.start * needed)
         elif policy.long_rounds:
-            again, waiting, more = again[: setting.prompts], again[setting.prompts :], 0
+            again, waiting, more = again[:needed], again[needed:], 0
         batch = [*again, *map(Prompt, range(fresh, fresh + more))]
         fresh += more
         if policy.long_first:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
-            begun = chooser.begin_with(setting.prompts, len(batch), ahead)
+            begun = chooser.begin_with(needed, len(batch), ahead)
             batch, waiting = batch[:begun], [*batch[begun:], *waiting]
-        enough = setting.prompts if len(batch) > setting.prompts else None
+        enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)
         steps.append(step)
         # Those that are left over.
@@ -196,9 +190,9 @@ def run_step(
     Raises:
         ValueError: a sequence does not fit into an engine's KV cache.
     """
-    machine, earlier = candidates.setting.machine, [candidates.earlier(prompt.number) for prompt in prompts]
+    machine, earlier = candidates.machine, [candidates.earlier(prompt.number) for prompt in prompts]
     stds = [None if stats is None else stats.std_ema for stats in earlier]
-    plan = BatchPlan.of(policy.shaping, candidates.setting.size, stds, enough=enough)
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
@@ -229,7 +223,7 @@ def trained_tokens(batch: Batch, rollout: Rollout) -> int:
 
 def run_auto(auto: Auto, candidates: Candidates) -> tuple[list[Step], str]:
     """Simulate the measured steps after `LEARNING` others, from which it learns. Returns what it did, too."""
-    run, steps = AutoRun(auto, candidates), candidates.setting.steps
+    run, steps = AutoRun(auto, candidates), candidates.steps
     for step in range(LEARNING):
         run.run(candidates.step_prompts(steps + step))
     measured = [run.run(candidates.step_prompts(step)) for step in range(steps)]
@@ -248,7 +242,7 @@ class AutoRun:
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
         """Run one batch."""
-        size, machine = self.candidates.setting.size, self.candidates.setting.machine
+        size, machine = self.candidates.size, self.candidates.machine
         choice = chooser.choose_by_size(self.auto, size, len(prompts))
         is_forecast = choice is None
         if choice is None:
@@ -256,7 +250,24 @@ class AutoRun:
             choice = chooser.choose(self.auto, self.state, size, expectation, machine, len(prompts), rng)
         self.state = chooser.begin(self.state, choice)
         step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates)
-        measured = self._measure(step, prompts)
+        # It is measured as the server does, and the lengths of its groups are learned.
+        rollout, batch, means = step.rollout, step.batch, []
+        ended = batch.valid & (rollout.generated == batch.ends)
+        for row, prompt in enumerate(prompts):
+            pairs = zip(rollout.generated[row], ended[row], strict=True)
+            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
+            self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
+            means.append(estimate_lengths(observed).mean)
+        lengths = rollout.lengths
+        measured = chooser.Measured(
+            rollout.seconds,
+            float(lengths.mean()),
+            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
+            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
+            int(rollout.generated.max()),
+            means,
+            float((lengths >= batch.max_tokens).mean()),
+        )
         self.state = chooser.learn(self.state, choice, measured)
         if chooser.needs_hindsight(self.state, choice) and is_forecast:
             expectation, rng = self._expect(prompts, 4)
@@ -267,7 +278,7 @@ class AutoRun:
 
     def _expect(self, prompts: Sequence[Prompt], stream: int) -> tuple[Expectation | None, np.random.Generator]:
         """Return what is known of a batch now, and the random numbers to forecast it with."""
-        rng = np.random.default_rng([self.candidates.setting.seed, self.state.batches, stream])
+        rng = np.random.default_rng([self.candidates.seed, self.state.batches, stream])
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
         batch = self.candidates.batch(prompts, 1)
         expectation = Expectation.of(
@@ -280,23 +291,3 @@ class AutoRun:
             batch.max_tokens,
         )
         return expectation, rng
-
-    def _measure(self, step: Step, prompts: Sequence[Prompt]) -> chooser.Measured:
-        """Measure a batch as the server does, and learn the lengths of its groups."""
-        rollout, batch, means = step.rollout, step.batch, []
-        ended = batch.valid & (rollout.generated == batch.ends)
-        for row, prompt in enumerate(prompts):
-            pairs = zip(rollout.generated[row], ended[row], strict=True)
-            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
-            self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
-            means.append(estimate_lengths(observed).mean)
-        lengths = rollout.lengths
-        return chooser.Measured(
-            rollout.seconds,
-            float(lengths.mean()),
-            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
-            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
-            int(rollout.generated.max()),
-            means,
-            float((lengths >= batch.max_tokens).mean()),
-        )

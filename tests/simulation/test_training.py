@@ -13,13 +13,11 @@ from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import Policy, parse_policy
 from darts_server.simulation.presets import PRESETS, TINY_MACHINE, with_engines
 from darts_server.simulation.summary import relative_to, summarise
-from darts_server.simulation.training import AutoRun, Candidates, Setting, run_auto, run_policy, run_step
-
-SETTING = Setting(TINY_MACHINE, size=4, prompts=12, steps=2)
+from darts_server.simulation.training import AutoRun, Candidates, run_auto, run_policy, run_step
 
 
-def candidates(setting: Setting = SETTING) -> Candidates:
-    return Candidates(PRESETS["tiny"].workload, setting, 2 * setting.size)
+def candidates(prompts: int = 12, steps: int = 2, *, knows_prompts: bool = True) -> Candidates:
+    return Candidates(PRESETS["tiny"].workload, TINY_MACHINE, 4, prompts, steps, 8, knows_prompts)
 
 
 def test_all_policies_get_the_same_candidates() -> None:
@@ -78,8 +76,7 @@ def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories
 
 
 def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
-    setting = Setting(TINY_MACHINE, size=4, prompts=100, steps=1)
-    drawn = candidates(setting)
+    drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)
     anyway = summarise("off", off, 4)["truncated_share"] or 0.0
     two, ten, *_ = baselines(off, drawn)
@@ -90,8 +87,7 @@ def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
 
 def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> None:
     preset = PRESETS["search-r1-7b"]
-    setting = Setting(preset.machine, size=4, prompts=40, steps=1)
-    drawn = Candidates(preset.workload, setting, 8)
+    drawn = Candidates(preset.workload, preset.machine, size=4, prompts=40, steps=1, most=8)
     off = run_policy(parse_policy("off", 4), drawn)
     found = {summary["policy"]: summary for summary in baselines(off, drawn)}["async one-step-off"]
     between = preset.machine.between_rollouts
@@ -119,7 +115,7 @@ def test_long_prompts_can_come_first() -> None:
     numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
     assert means == sorted(means, reverse=True)
-    new = candidates(Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False))
+    new = candidates(steps=1, knows_prompts=False)
     ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
     assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
@@ -135,12 +131,12 @@ class RunawaysAfterTheFirstStep:
         return 10
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        runs_away = number >= 3 * SETTING.prompts and number % 2
+        runs_away = number >= 3 * 12 and number % 2
         return np.full(count, self.max_tokens if runs_away else 100)
 
 
 def test_deadlines_are_remembered_from_step_to_step() -> None:
-    drawn = Candidates(RunawaysAfterTheFirstStep(), SETTING, 4)
+    drawn = Candidates(RunawaysAfterTheFirstStep(), TINY_MACHINE, 4, 12, 2, 4)
     first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn))
     assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
     assert second.deadline == 338, "1.5 to the third power times that of the first step"
@@ -157,8 +153,7 @@ STEPS = 6
 
 def small(preset: str, prompts: int, *, knows_prompts: bool = True) -> Candidates:
     machine = with_engines(PRESETS[preset].machine, 1)
-    setting = Setting(machine, size=8, prompts=prompts, steps=STEPS, knows_prompts=knows_prompts)
-    return Candidates(PRESETS[preset].workload, setting, AUTO.max_candidates(8))
+    return Candidates(PRESETS[preset].workload, machine, 8, prompts, STEPS, AUTO.max_candidates(8), knows_prompts)
 
 
 def seconds(option: str, drawn: Candidates) -> float:
