@@ -153,7 +153,8 @@ async def observe(
         turn = 0
         while not end:
             turn += 1
-            groups += await ask(number, turn)
+            got = await ask(number, turn)  # not within the sum, which would lose what others add meanwhile
+            groups += got
 
     tasks = [asyncio.create_task(keep_asking(number)) for number in range(callers)]
     await asyncio.sleep(WARM_SECONDS)
