@@ -18,7 +18,8 @@ from random import Random
 import httpx
 import psutil
 
-from benchmarks.overhead import GROUP_SIZE, SCHEDULER, Round, cpu_seconds, measure, print_progress, quartiles
+from benchmarks.overhead import GROUP_SIZE, SCHEDULER, Round, cpu_seconds, measure, print_progress
+from benchmarks.tables import markdown, quartiles
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, PLAIN, Server, serving
 
@@ -76,16 +77,15 @@ def measure_batch(server: Server, groups: int, sampling: dict[str, object]) -> R
 
 def report(cells: dict[tuple[str, int | None], list[float]]) -> str:
     """Format the table: medians with quartiles, and the ratio to vLLM's own server in the same rounds."""
-    lines = ["| CPU us per generated token | " + " | ".join(f"`logprobs` {one}" for one in LOGPROBS) + " |"]
-    lines.append("|---" * (len(LOGPROBS) + 1) + "|")
+    rows = []
     for row in (PLAIN_ROW, RAW, SHAPED, BATCH):
-        shown = []
+        shown = [row]
         for logprobs in LOGPROBS:
             ratios = [a / b for a, b in zip(cells[row, logprobs], cells[PLAIN_ROW, logprobs], strict=True)]
             ratio = "" if row == PLAIN_ROW else f", x {statistics.median(ratios):.2f}"
             shown.append(quartiles(cells[row, logprobs], 1) + ratio)
-        lines.append(f"| {row} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+        rows.append(shown)
+    return markdown(["CPU us per generated token", *(f"`logprobs` {one}" for one in LOGPROBS)], rows)
 
 
 if __name__ == "__main__":

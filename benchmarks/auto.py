@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
+from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import limit_of
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Setting, Step, run_step
+from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Step, run_step
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
@@ -34,31 +34,27 @@ RARE, LONGER = 12, 10.0
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of a prompt's candidates, their ``median``, the prompt's ``number`` and the ``step`` that it is in."""
-
-    each: NDArray[np.float64]
-    median: float
-    number: int
-    step: int
-
-    def with_tail(self, power: float) -> NDArray[np.float64]:
-        """Return lengths whose ratio to the median is raised to a power."""
-        return np.asarray(self.median * (self.each / self.median) ** power)
+Floats = NDArray[np.float64]
 
 
-Change = Callable[[Lengths], NDArray[np.float64]]
-"""From lengths to other lengths."""
+def with_tail(lengths: Floats, median: float, power: float) -> Floats:
+    """Return lengths whose ratio to the median is raised to a power."""
+    return np.asarray(median * (lengths / median) ** power)
+
+
+Change = Callable[[Floats, float, int, int], Floats]
+"""From lengths of a prompt's candidates, their median, the prompt's number and its step to other lengths."""
 CHANGES: dict[str, Change] = {
-    "half as long": lambda lengths: 0.5 * lengths.each,
-    "twice as long": lambda lengths: 2 * lengths.each,
-    "thicker tail": lambda lengths: np.maximum(lengths.each, lengths.with_tail(1.5)),
-    "thinner tail": lambda lengths: np.minimum(lengths.each, lengths.with_tail(0.5)),
-    "few long prompts": lambda lengths: lengths.each * (1.0 if lengths.number % RARE else LONGER),
-    "longer from step to step": lambda lengths: 1.04**lengths.step * lengths.each,
-    "shorter from step to step": lambda lengths: 0.96**lengths.step * lengths.each,
-    "less spread from step to step": lambda lengths: lengths.with_tail(max(1 - 0.04 * lengths.step, 0.4)),
+    "half as long": lambda lengths, *_: 0.5 * lengths,
+    "twice as long": lambda lengths, *_: 2 * lengths,
+    "thicker tail": lambda lengths, median, *_: np.maximum(lengths, with_tail(lengths, median, 1.5)),
+    "thinner tail": lambda lengths, median, *_: np.minimum(lengths, with_tail(lengths, median, 0.5)),
+    "few long prompts": lambda lengths, _, number, __: lengths * (1.0 if number % RARE else LONGER),
+    "longer from step to step": lambda lengths, _, __, step: 1.04**step * lengths,
+    "shorter from step to step": lambda lengths, _, __, step: 0.96**step * lengths,
+    "less spread from step to step": lambda lengths, median, _, step: with_tail(
+        lengths, median, max(1 - 0.04 * step, 0.4)
+    ),
 }
 
 
@@ -81,7 +77,7 @@ class Changed:
         typical = self.workload.lengths(number, SIZE, np.random.default_rng(number), attempt=1)
         lengths = self.workload.lengths(number, count, rng, attempt)
         step = max(0, number // self.prompts - (AGO if attempt else 0))
-        changed = np.ceil(self.change(Lengths(lengths.astype(np.float64), float(np.median(typical)), number, step)))
+        changed = np.ceil(self.change(lengths.astype(np.float64), float(np.median(typical)), number, step))
         is_truncated = lengths >= self.max_tokens
         return np.where(is_truncated, self.max_tokens, np.clip(changed, 1, self.max_tokens)).astype(np.int64)
 
@@ -120,23 +116,19 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     prompts = options.prompts or preset.prompts
     if change is not None:
         workload = Changed(workload, CHANGES[change], prompts)
-    setting = Setting(
-        machine=preset.machine,
-        size=SIZE,
-        prompts=prompts,
-        steps=LEARNING + options.steps,
-        knows_prompts=not options.new_prompts,
-        seed=options.seed,
-    )
-    candidates = Candidates(workload, setting, auto.max_candidates(SIZE))
+    numbers, seen = range(LEARNING + options.steps), (not options.new_prompts, options.seed)
+    most = auto.max_candidates(SIZE)
+    candidates = Candidates(workload, preset.machine, SIZE, prompts, len(numbers), most, *seen)
     run = AutoRun(auto, candidates)
-    chosen = [run.run(candidates.step_prompts(number))[1] for number in range(setting.steps)]
-    later = range(LEARNING, setting.steps)
-    off = run_fixed(Policy("off"), range(setting.steps), candidates)
+    chosen = [run.run(candidates.step_prompts(number))[1] for number in numbers]
+    off = [run_step(Policy("off"), candidates.step_prompts(number), None, candidates) for number in numbers]
     unshaped, usual = seconds(off), mean_length(off[LEARNING:])
     found = {"off": 1.0}
     for option in auto.options[1:]:
-        fixed = run_fixed(fix(option, off[LEARNING:]), later, candidates)
+        if option.cut_share is not None:  # its limit is known in hindsight: that of the lengths under `off`
+            option = option.at(limit_of(option.cut_share, [step.batch for step in off[LEARNING:]]))
+        policy, later = Policy(option.name, option.shaping), numbers[LEARNING:]
+        fixed = [run_step(policy, candidates.step_prompts(number), None, candidates) for number in later]
         bias = 1 - mean_length(fixed) / usual
         if bias <= auto.limits.most_bias and cut_share(fixed) <= auto.limits.most_lost:
             found[option.name] = float(unshaped[LEARNING:].mean() / seconds(fixed).mean())
@@ -146,17 +138,6 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     shorter, cut = 1 - mean_length(chosen[LEARNING:]) / usual, cut_share(chosen[LEARNING:])
     share = float(now / found[best])
     return f"{first:8.2f}  {now:5.2f}  {found[best]:4.2f}  {share:5.2f}  {shorter:7.0%}  {cut:4.0%}  {best}", share
-
-
-def fix(option: Option, off: list[Step]) -> Policy:
-    """Build the fixed policy of an option. A limit is known in hindsight: it is that of the lengths under ``off``."""
-    if option.cut_share is not None:
-        option = option.at(limit_of(option.cut_share, [step.batch for step in off]))
-    return Policy(option.name, option.shaping)
-
-
-def run_fixed(policy: Policy, numbers: range, candidates: Candidates) -> list[Step]:
-    return [run_step(policy, candidates.step_prompts(number), None, candidates) for number in numbers]
 
 
 def seconds(steps: list[Step]) -> np.ndarray:

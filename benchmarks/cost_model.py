@@ -15,14 +15,7 @@ def rollout_seconds(curve: LatencyCurve, lengths: Sequence[float], capacity: int
     All start together, each running one gets a token a step, and a step takes as long as the ``curve`` says:
     T = sum over m of (l_[m] - l_[m-1]) PTL(M' - m + 1), lengths ascending. If the engine runs at most ``capacity``
     sequences at once, the others queue in order of arrival: one starts whenever one finishes.
-
-    Raises:
-        ValueError: a length is negative or not finite, or the capacity is below 1.
     """
-    if not all(0 <= length < float("inf") for length in lengths):
-        raise ValueError("lengths must be finite and at least 0")
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
     queued, left = 0.0, list(lengths)
     if capacity is not None and len(left) > capacity:
         # All places are taken until the last sequence starts.

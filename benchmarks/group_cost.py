@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from benchmarks.tables import markdown
 from darts_server.demo.server import DARTS, Server, serving
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import DeadlineSet, Event, Finished, Progress, Started
@@ -53,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts (default: %(default)s)")
     parser.add_argument("--server", action="store_true", help="measure requests to a server instead")
     options = parser.parse_args(argv)
-    if options.server:
-        print(measure_server(options.rounds))
-    else:
-        print(measure_groups(options.rounds))
+    print((measure_server if options.server else measure_groups)(options.rounds))
     return 0
 
 
@@ -64,20 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_groups(rounds: int) -> str:
-    lines = [
-        f"| policy | {' | '.join(f'n = {size:,}' for size in SIZES)} | exponent | streamed |",
-        "|---" * (len(SIZES) + 3) + "|",
-    ]
+    rows = []
     for policy in POLICIES:
-        rows = []
+        found = []
         for early in (False, True):
             costs = [min(cost_per_event(policy, size, early, seed) for seed in range(rounds)) * 1e6 for size in SIZES]
-            rows.append((costs, np.polyfit(np.log(SIZES), np.log(costs), 1)[0]))
+            found.append((costs, np.polyfit(np.log(SIZES), np.log(costs), 1)[0]))
             print(f"{policy}, early {early}: {costs}", file=sys.stderr)
-        (costs, exponent), (_, early_exponent) = rows
-        cells = [policy, *(f"{cost:.1f}" for cost in costs), f"{exponent:+.2f}", f"{early_exponent:+.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(["Microseconds per event:", "", *lines])
+        (costs, exponent), (_, early_exponent) = found
+        rows.append([policy, *(f"{cost:.1f}" for cost in costs), f"{exponent:+.2f}", f"{early_exponent:+.2f}"])
+    head = ["policy", *(f"n = {size:,}" for size in SIZES), "exponent", "streamed"]
+    return f"Microseconds per event:\n\n{markdown(head, rows)}"
 
 
 def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
@@ -121,8 +116,7 @@ REQUESTS: Sequence[Mapping[str, int]] = (
 
 
 def measure_server(rounds: int) -> str:
-    lines = ["| request | candidates | off (s) | uniform (s) | uniform / off | slowest /health, off and uniform (ms) |"]
-    lines.append("|---" * 6 + "|")
+    rows = []
     for redundancy in REDUNDANCIES:
         with serving(DARTS, Path("out/group_cost/server.log"), "--redundancy", str(redundancy)) as server:
             for request in REQUESTS:
@@ -135,15 +129,17 @@ def measure_server(rounds: int) -> str:
                             seconds[name].append(took)
                             stalls[name].append(stall * 1e3)
                 ratios = [shaped / off for off, shaped in zip(*seconds.values(), strict=True)]
-                cells = [
-                    f"n = {request['n']:,}, {request['max_tokens']} token{'s' * (request['max_tokens'] > 1)}",
-                    f"{request['n'] * redundancy:,.0f}",
-                    *(f"{statistics.median(values):.2f}" for values in seconds.values()),
-                    f"{statistics.median(ratios):.2f}",
-                    ", ".join(f"{statistics.median(values):.0f}" for values in stalls.values()),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                rows.append(
+                    [
+                        f"n = {request['n']:,}, {request['max_tokens']} token{'s' * (request['max_tokens'] > 1)}",
+                        f"{request['n'] * redundancy:,.0f}",
+                        *(f"{statistics.median(values):.2f}" for values in seconds.values()),
+                        f"{statistics.median(ratios):.2f}",
+                        ", ".join(f"{statistics.median(values):.0f}" for values in stalls.values()),
+                    ]
+                )
+    head = ["request", "candidates", "off (s)", "uniform (s)", "uniform / off"]
+    return markdown([*head, "slowest /health, off and uniform (ms)"], rows)
 
 
 async def send(server: Server, model: str, request: Mapping[str, int]) -> tuple[float, float]:

@@ -9,7 +9,6 @@ what shaping costs.
 
 import argparse
 import asyncio
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from random import Random
 import httpx
 import psutil
 
+from benchmarks.tables import markdown, quartiles
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, PLAIN, Server, serving
 
@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratios.append(rates["tiny:raw"] / rates["tiny"])
             best = {model: max(rate, rates[model]) for model, rate in best.items()}
             print_progress(number, options.rounds, f"{rates['tiny']:.0f} and {rates['tiny:raw']:.0f} tokens/s")
-    print(report(ratios, best["tiny:raw"] / best["tiny"]))
+    # Other load on the machine only ever slows a round down.
+    head = ["throughput, shaping off / vLLM's own server", "fastest round of either"]
+    print(markdown(head, [[quartiles(ratios, 3), f"{best['tiny:raw'] / best['tiny']:.3f}"]]))
     return 0
 
 
@@ -93,26 +95,6 @@ async def send_all(server: Server, model: str, texts: list[str], sampling: Mappi
 def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def report(ratios: list[float], best: float) -> str:
-    """Format the table: the median, with the middle half of the rounds in brackets.
-
-    ``best``: ratio of the fastest rounds of the two servers. Other load on the machine only ever slows a round down.
-    """
-    return "\n".join(
-        [
-            "| throughput, shaping off / vLLM's own server | fastest round of either |",
-            "|---|---|",
-            f"| {quartiles(ratios, 3)} | {best:.3f} |",
-        ]
-    )
-
-
-def quartiles(values: list[float], digits: int) -> str:
-    """Format the median, with the quartiles in brackets."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def print_progress(number: int, total: int, text: str) -> None:

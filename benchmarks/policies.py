@@ -20,6 +20,7 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.tables import markdown
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
@@ -121,7 +122,7 @@ def report(tallies: dict[str, Tally], correlations: Sequence[float]) -> str:
     )
     head = ["policy", "candidates a group", "generated", "returned", "wasted", "step / off", "length mean", "p95"]
     head += ["kept the longest", "groups cut", "at"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for name, tally in tallies.items():
         returned = sum(tally.lengths)
         row = [
@@ -135,9 +136,8 @@ def report(tallies: dict[str, Tally], correlations: Sequence[float]) -> str:
             f"{len(tally.cuts) / tally.groups:.0%}" if tally.cuts else "",
             f"{statistics.median(tally.cuts):.0f}" if tally.cuts else "",
         ]
-        lines.append(f"| {' | '.join(row)} |")
-    notes = ["", "Tokens are relative to those that `off` generated.", f"`darts`: {correlation}"]
-    return "\n".join([*lines, *notes])
+        rows.append(row)
+    return f"{markdown(head, rows)}\n\nTokens are relative to those that `off` generated.\n`darts`: {correlation}"
 
 
 if __name__ == "__main__":

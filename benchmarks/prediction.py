@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.cost_model import rollout_seconds
-from benchmarks.rl_table import markdown
+from benchmarks.tables import markdown
 from darts_client import Client, Group
 from darts_server.control import Control
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
@@ -117,16 +117,16 @@ class Learned:
         return f"Learned: steps of {steps}; a candidate that starts {1000 * self.start_seconds:.2f} ms."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """Batches of one policy and size: seconds predicted, measured in each round, and of what each round generated."""
 
     policy: str
     prompts: int
-    candidates: float  # of a batch
     predicted: float
-    measured: Sequence[float]
-    replayed: Sequence[float]
+    candidates: list[int] = field(default_factory=list)  # of each batch
+    measured: list[float] = field(default_factory=list)
+    replayed: list[float] = field(default_factory=list)
 
     @property
     def error(self) -> float:
@@ -138,7 +138,7 @@ class Row:
 
     def decoding_error(self, start_seconds: float) -> float:
         """Return the same without what starts take."""
-        return (fmean(self.replayed) - start_seconds * self.candidates) / fmean(self.measured) - 1
+        return (fmean(self.replayed) - start_seconds * fmean(self.candidates)) / fmean(self.measured) - 1
 
     def corrected(self, factor: float) -> float:
         """Return the error of the prediction times a factor."""
@@ -147,16 +147,7 @@ class Row:
     @property
     def unexplained(self) -> float:
         """Seconds beyond what the model computes of the tokens, for each candidate."""
-        return (fmean(self.measured) - fmean(self.replayed)) / self.candidates
-
-
-@dataclass
-class Tally:
-    """What was measured of a policy's batches of one size."""
-
-    seconds: list[float]
-    replayed: list[float]
-    candidates: list[int]
+        return (fmean(self.measured) - fmean(self.replayed)) / fmean(self.candidates)
 
 
 def shaping_of(policy: str) -> Shaping | None:
@@ -189,25 +180,20 @@ def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> t
     client.state.save(state)
     learned = Learned.of_state(state.read_bytes())
     draws = np.random.default_rng(4)
-    sought = [(policy, prompts) for prompts in sizes for policy in POLICIES]
-    predicted = {
-        (policy, prompts): learned.seconds(shaping_of(policy), [keys[text] for text in texts[:prompts]], draws)
-        for policy, prompts in sought
-    }
-    tallies = {each: Tally([], [], []) for each in sought}
-    for _ in tqdm(range(rounds), unit="round"):
-        for policy, prompts in rng.sample(sought, len(sought)):
-            client.state.load(state)
-            seconds, groups = run_batch(client, policy, texts[:prompts])
-            tally = tallies[policy, prompts]
-            tally.seconds.append(seconds)
-            tally.replayed.append(learned.replayed(groups))
-            tally.candidates.append(sum(len(group.lengths) + len(group.discarded) for group in groups))
     rows = [
-        Row(*each, fmean(tally.candidates), predicted[each], tally.seconds, tally.replayed)
-        for each, tally in tallies.items()
+        Row(policy, prompts, learned.seconds(shaping_of(policy), [keys[text] for text in texts[:prompts]], draws))
+        for prompts in sizes
+        for policy in POLICIES
     ]
-    return learned, rows, median(seconds / predicted["off", prompts] for prompts, seconds in learning)
+    for _ in tqdm(range(rounds), unit="round"):
+        for row in rng.sample(rows, len(rows)):
+            client.state.load(state)
+            seconds, groups = run_batch(client, row.policy, texts[: row.prompts])
+            row.measured.append(seconds)
+            row.replayed.append(learned.replayed(groups))
+            row.candidates.append(sum(len(group.lengths) + len(group.discarded) for group in groups))
+    off = {row.prompts: row.predicted for row in rows if row.policy == "off"}
+    return learned, rows, median(seconds / off[prompts] for prompts, seconds in learning)
 
 
 def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
@@ -218,7 +204,7 @@ def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
         [
             str(row.prompts),
             row.policy,
-            f"{row.candidates:.0f}",
+            f"{fmean(row.candidates):.0f}",
             f"{fmean(row.measured):.3f} [{min(row.measured):.3f}, {max(row.measured):.3f}]",
             f"{row.predicted:.3f}",
             f"{row.error:+.0%}",

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import trange
 
+from benchmarks.tables import markdown
 from darts_client import Client, Group
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
 from darts_server.demo.server import DARTS, serving
@@ -167,23 +168,20 @@ def rewards(problem: Problem, group: Group) -> list[float]:
 
 
 def report(scored: Mapping[str, Scored], groups: Mapping[str, Mapping[str, Groups]]) -> str:
-    lines = ["| score | AUC | easy | hard | Brier score | calibration error | trajectories |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    rows, pruned = [], []
     for kind, each in scored.items():
-        aucs = " | ".join(each.auc(difficulty) for difficulty in (None, "easy", "hard"))
+        aucs = (each.auc(difficulty) for difficulty in (None, "easy", "hard"))
         brier, error = brier_score(each.qualities, each.right), calibration_error(each.qualities, each.right)
-        lines.append(f"| {kind} | {aucs} | {brier:.3f} | {error:.3f} | {len(each.right)} |")
-    lines += ["", "| score | pruned | reward variance | right | length mean | generated / none |"]
-    lines += ["|---|---|---|---|---|---|"]
+        rows.append([kind, *aucs, f"{brier:.3f}", f"{error:.3f}", str(len(each.right))])
     for kind, ways in groups.items():
-        base = ways["none"]
         for way, result in ways.items():
             error = np.std(result.variance, ddof=1) / np.sqrt(len(result.variance))
-            lines.append(
-                f"| {kind} | {way} | {fmean(result.variance):.3f} ({error:.3f}) | {fmean(result.right):.3f} | "
-                f"{fmean(result.length):.1f} | {sum(result.generated) / sum(base.generated):.2f} |"
-            )
-    return "\n".join(lines)
+            cells = [f"{fmean(result.variance):.3f} ({error:.3f})", f"{fmean(result.right):.3f}"]
+            generated = sum(result.generated) / sum(ways["none"].generated)
+            pruned.append([kind, way, *cells, f"{fmean(result.length):.1f}", f"{generated:.2f}"])
+    head = ["score", "AUC", "easy", "hard", "Brier score", "calibration error", "trajectories"]
+    pruned_head = ["score", "pruned", "reward variance", "right", "length mean", "generated / none"]
+    return f"{markdown(head, rows)}\n\n{markdown(pruned_head, pruned)}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.rl_methods import BASE
+from benchmarks.tables import markdown
 from examples.tiny_rl.train_log import Entry, HeldOut, Training
 
 LENGTHS = ("length_mean", "length_p95", "length_std")
@@ -99,19 +100,16 @@ def summary(starts: Mapping[str, Runs]) -> str:
                 continue
             final = final_rights(runs, policy)
             right = f"{np.mean(final):.3f}" if policy == BASE else minus(final, final_rights(runs, BASE))
-            row += [right, f"{decode_steps(runs, policy):.0f}, {late_decode_steps(runs, policy):.0f}"]
+            row += [right, decode_steps(runs, policy)]
         rows.append(row)
     return markdown(head, rows)
 
 
-def decode_steps(runs: Runs, policy: str) -> float:
-    """Return the mean decode steps of a training step."""
-    return fmean(step.decode_steps for entries in runs[policy].values() for step in trainings(entries))
-
-
-def late_decode_steps(runs: Runs, policy: str) -> float:
-    """Return the same for the last third of the runs."""
-    return fmean(step.decode_steps for entries in runs[policy].values() for step in last_third(trainings(entries)))
+def decode_steps(runs: Runs, policy: str) -> str:
+    """Format the mean decode steps of a training step, and those in the last third of the runs."""
+    whole = [trainings(entries) for entries in runs[policy].values()]
+    late = [steps[-ceil(len(steps) / 3) :] for steps in whole]
+    return ", ".join(f"{fmean(step.decode_steps for steps in each for step in steps):.0f}" for each in (whole, late))
 
 
 def tables(title: str, runs: Runs) -> str:
@@ -127,7 +125,8 @@ def learned_table(runs: Runs) -> str:
     for policy, seeds in runs.items():
         final = [last_held_out(entries) for entries in seeds.values()]
         right = spread([each.right for each in final], ".3f")
-        difficulties = ", ".join(f"{name} {fmean(map(fmean, rights)):.2f}" for name, rights in by_difficulty(final))
+        shares = {name: fmean(fmean(each.rights[name]) for each in final) for name in final[0].rights}
+        difficulties = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
         lengths = (spread([getattr(each, name) for each in final], ".1f") for name in LENGTHS)
         row = [policy, right, minus(final_rights(runs, policy), final_rights(runs, BASE)), difficulties, *lengths]
         for axis in ("seconds", "decode_steps", "generated"):
@@ -140,11 +139,6 @@ def learned_table(runs: Runs) -> str:
 def minus(one: Sequence[Rights], base: Sequence[Rights]) -> str:
     """Format how much larger the first is; nothing for a policy's difference to itself."""
     return "" if one is base or np.array_equal(one, base) else str(Difference.of(one, base))
-
-
-def by_difficulty(final: Sequence[HeldOut]) -> list[tuple[str, list[Sequence[float]]]]:
-    """Return each prompt's share of right answers, by difficulty and seed."""
-    return [(name, [each.rights[name] for each in final]) for name in final[0].rights]
 
 
 def final_rights(runs: Runs, policy: str) -> list[Rights]:
@@ -165,22 +159,13 @@ def cost_table(runs: Runs) -> str:
     "off-policy": the share of trained tokens that older weights sampled. "in the last third": decode steps once a
     policy has learned what it must learn of the prompts, which in a longer run is most of the time.
     """
-    head = [
-        "policy",
-        "generated a step",
-        "trained on",
-        "decode steps",
-        "in the last third",
-        "off-policy",
-        "truncated",
-        "reward variance",
-    ]
-    head += ["rollout s", "train s", "push s", "step / off"]
+    head = ["policy", "generated a step", "trained on", "decode steps", "in the last third", "off-policy", "truncated"]
+    head += ["reward variance", "rollout s", "train s", "push s", "step / off"]
     rows = []
     for policy, seeds in runs.items():
-        steps = [entry.training for entries in seeds.values() for entry in entries if entry.training is not None]
+        steps = [step for entries in seeds.values() for step in trainings(entries)]
         tokens = [f"{fmean(getattr(s, what) for s in steps):.0f}" for what in ("generated", "trained")]
-        tokens += [f"{decode_steps(runs, policy):.0f}", f"{late_decode_steps(runs, policy):.0f}"]
+        tokens += decode_steps(runs, policy).split(", ")
         seconds = (f"{fmean(getattr(s.seconds, part) for s in steps):.2f}" for part in ("rollout", "train", "push"))
         pace = [step_seconds(entries) / step_seconds(runs[BASE][seed]) for seed, entries in seeds.items()]
         off_policy = f"{sum(s.off_policy * s.trained for s in steps) / sum(s.trained for s in steps):.1%}"
@@ -203,17 +188,8 @@ def trainings(entries: Sequence[Entry]) -> list[Training]:
     return [entry.training for entry in entries if entry.training is not None]
 
 
-def last_third(steps: Sequence[Training]) -> Sequence[Training]:
-    return steps[-ceil(len(steps) / 3) :]
-
-
 def spread(values: Sequence[float], form: str) -> str:
     """Format the mean, with the smallest and largest."""
     if len(values) == 1:
         return format(values[0], form)
     return f"{fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.tables import markdown
 from darts_server.demo.server import MODEL, Server, serving
 
 PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "total")
@@ -65,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in (make_large(out / "large"), MODEL):
         size = f"{(model / WEIGHTS).stat().st_size / 1e6:.0f} MB"
         costs += [
-            f"| {size} | {line}"
+            [size, *line]
             for line in tqdm(measure_transports(model, out, options.rounds), f"{size}, by transport", unit="transport")
         ]
     if options.updates:
         with serve_model(MODEL, MODEL, out, "--num-gpu-blocks-override", str(BLOCKS)) as server:
             rows = list(tqdm(measure_series(server, options.updates, options.groups), "series", unit="series"))
     print(f"\nSeconds of an update of an idle server, medians of {options.rounds}:\n")
-    print(f"| model | transport | {' | '.join(PHASES)} | of a step |\n|{'---|' * (len(PHASES) + 3)}", *costs, sep="\n")
+    print(markdown(["model", "transport", *PHASES, "of a step"], costs))
     if options.updates:
         print(f"\n{options.updates} updates of the tiny model in a row, {options.groups} groups running:\n")
-        print("| rule | groups answered | of these mixed | lost | an update | longest | memory | engine's |")
-        print("|---|---|---|---|---|---|---|---|", *rows, sep="\n")
+        head = ["rule", "groups answered", "of these mixed", "lost", "an update", "longest", "memory", "engine's"]
+        print(markdown(head, rows))
     return 0
 
 
@@ -97,8 +98,8 @@ def make_large(folder: Path) -> Path:
     return folder
 
 
-def measure_transports(model: Path, out: Path, rounds: int) -> Iterator[str]:
-    """Yield a line of the table for each transport."""
+def measure_transports(model: Path, out: Path, rounds: int) -> Iterator[list[str]]:
+    """Yield a row of the table for each transport."""
     body = (model / WEIGHTS).read_bytes()
     named = {"path": WEIGHTS}
     with tempfile.TemporaryDirectory(dir=MEMORY) as copied:
@@ -106,15 +107,15 @@ def measure_transports(model: Path, out: Path, rounds: int) -> Iterator[str]:
         with serve_model(model, model, out) as server:
             put, post = (partial(send, server.url + ROUTE, timeout=None) for send in (httpx.put, httpx.post))
             step = rollout_seconds(server)
-            yield f"pushed | {measure_cost(partial(put, content=body), rounds, step)}"
-            yield f"from disk | {measure_cost(partial(post, json=named), rounds, step)}"
+            yield ["pushed", *measure_cost(partial(put, content=body), rounds, step)]
+            yield ["from disk", *measure_cost(partial(post, json=named), rounds, step)]
         with serve_model(model, Path(copied), out) as server:
             send = partial(httpx.post, server.url + ROUTE, json=named, timeout=None)
-            yield f"from memory | {measure_cost(send, rounds, step)}"
+            yield ["from memory", *measure_cost(send, rounds, step)]
 
 
-def measure_cost(send: Callable[[], httpx.Response], rounds: int, step: float) -> str:
-    """Format the medians of an update's phases, and its share of a step."""
+def measure_cost(send: Callable[[], httpx.Response], rounds: int, step: float) -> list[str]:
+    """Return the medians of an update's phases, and its share of a step."""
     seen: dict[str, list[float]] = {}
     for _ in range(rounds + 1):
         start = time.monotonic()
@@ -122,8 +123,7 @@ def measure_cost(send: Callable[[], httpx.Response], rounds: int, step: float) -
         for phase, seconds in (answer.json()["last"]["seconds"] | {"total": time.monotonic() - start}).items():
             seen.setdefault(phase, []).append(seconds)
     medians = [statistics.median(seen[phase][1:]) for phase in PHASES]
-    share = medians[-1] / (medians[-1] + step)
-    return f"{' | '.join(f'{seconds:.3f}' for seconds in medians)} | {share:.1%} |"
+    return [*(f"{seconds:.3f}" for seconds in medians), f"{medians[-1] / (medians[-1] + step):.1%}"]
 
 
 def rollout_seconds(server: Server) -> float:
@@ -142,8 +142,8 @@ def rollout_body(prompts: int) -> dict[str, Any]:
     }
 
 
-def measure_series(server: Server, updates: int, groups: int) -> Iterator[str]:
-    """Yield a line of the table for each rule."""
+def measure_series(server: Server, updates: int, groups: int) -> Iterator[list[str]]:
+    """Yield a row of the table for each rule."""
     weights = load_file(MODEL / WEIGHTS)
     sets = [save(weights), save({name: tensor * 1.001 for name, tensor in weights.items()})]
     for rule, callers in (("finish", 0), *((rule, groups) for rule in RULES)):
@@ -151,10 +151,10 @@ def measure_series(server: Server, updates: int, groups: int) -> Iterator[str]:
         before = memory_megabytes(server)
         series = asyncio.run(run_series(server, sets, rule, updates, callers))
         api, engine = (after - then for after, then in zip(memory_megabytes(server), before, strict=True))
-        counts = f"{series.groups} | {series.mixed} | {series.lost}"
-        times = f"{statistics.median(series.seconds):.3f} s | {max(series.seconds):.3f} s"
+        counts = map(str, (series.groups, series.mixed, series.lost))
+        times = f"{statistics.median(series.seconds):.3f} s", f"{max(series.seconds):.3f} s"
         name = f"`{rule}`" if callers else "idle server"
-        yield f"| {name} | {counts} | {times} | {api:+.0f} MB | {engine:+.0f} MB |"
+        yield [name, *counts, *times, f"{api:+.0f} MB", f"{engine:+.0f} MB"]
 
 
 async def run_series(server: Server, sets: Sequence[bytes], rule: str, updates: int, groups: int) -> Series:

@@ -33,6 +33,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 
 from benchmarks.fleet.hosts import Scripted
 from benchmarks.overhead import cpu_seconds
+from benchmarks.tables import markdown
 from darts_server import app, settings
 from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
 from darts_server.exceptions import InvalidSetting
@@ -73,17 +74,31 @@ def ready() -> bytes:
     return msgspec.msgpack.encode(EngineCoreReadyResponse(**fields))
 
 
-class ScriptedPlaces:
-    """Runs all hosts as one process.
+class Reports:
+    """What scripted hosts report. ``late``: seconds from finish to abort. ``tokens``: that were generated."""
 
-    ``late``: seconds from finish to abort. ``tokens``: that were generated. ``echo``: print what they say.
-    """
+    def __init__(self) -> None:
+        self.late: list[float] = []
+        self.tokens = 0
+
+    def read(self, lines: Any, echo: bool = False) -> None:
+        """Read lines of JSON until they end, in a thread; ``echo``: print them."""
+        for line in lines:
+            if line.startswith(b"{"):
+                said = json.loads(line)
+                self.late += said["late"]
+                self.tokens = said["tokens"]
+            if echo:
+                print(line.decode(), end="", flush=True)
+
+
+class ScriptedPlaces:
+    """Runs all hosts as one process. ``echo``: print what they report."""
 
     def __init__(self, rate: float, mean: float, *, echo: bool = False) -> None:
         self._rate, self._mean, self._echo = rate, mean, echo
         self.failure: InvalidSetting | None = None
-        self.late: list[float] = []
-        self.tokens = 0
+        self.reports = Reports()
 
     @asynccontextmanager
     async def place(self, starts: Sequence[bytes], _: int) -> AsyncIterator["ScriptedPlaces"]:
@@ -95,21 +110,13 @@ class ScriptedPlaces:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(script))
         process.stdin.close()
-        reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
-        reader.start()
+        reading = (process.stdout, self._echo)
+        threading.Thread(target=self.reports.read, args=reading, daemon=True).start()
         try:
             yield self
         finally:
             process.terminate()
             process.wait()
-
-    def _read(self, lines: Any) -> None:
-        for line in lines:
-            said = json.loads(line)
-            if self._echo:
-                print(line.decode(), end="", flush=True)
-            self.late += said["late"]
-            self.tokens = said["tokens"]
 
     def restart(self, rank: int) -> None:
         raise AssertionError(f"engine {rank} is lost")
@@ -130,40 +137,53 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
             yield engine.llm
 
 
+async def observe(
+    engines: int,
+    seconds: float,
+    ask: Callable[[int, int], Coroutine[Any, Any, int]],
+    callers: int,
+    reports: Reports,
+    cpu: Callable[[], float],
+) -> Row:
+    """Let callers ask for groups all the while, and measure; ``ask``: returns how many groups it got."""
+    groups, end = 0, False
+
+    async def keep_asking(number: int) -> None:
+        nonlocal groups
+        turn = 0
+        while not end:
+            turn += 1
+            got = await ask(number, turn)  # not within the sum, which would lose what others add meanwhile
+            groups += got
+
+    tasks = [asyncio.create_task(keep_asking(number)) for number in range(callers)]
+    await asyncio.sleep(WARM_SECONDS)
+    reports.late.clear()
+    began, used, ended, tokens = time.monotonic(), cpu(), groups, reports.tokens
+    await asyncio.sleep(seconds)
+    took, used = time.monotonic() - began, cpu() - used
+    half, most = np.quantile(reports.late, [0.5, 0.99]) * 1000 if reports.late else (float("nan"),) * 2
+    late = float(half), float(most)
+    row = Row(engines, took, used, (groups - ended) * CANDIDATES, reports.tokens - tokens, late)
+    end = True
+    await asyncio.gather(*tasks)
+    return row
+
+
 async def measure(engines: int, rate: float, mean: float, seconds: float, logprobs: int | None) -> Row:
     """Measure without HTTP."""
     places = ScriptedPlaces(rate, mean)
     async with coordinator(engines, places) as llm:
         params = SamplingParams(n=GROUP_SIZE, max_tokens=LENGTH, logprobs=logprobs, temperature=1.0)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        groups, end = 0, False
 
-        async def keep_asking(number: int) -> None:
-            nonlocal groups
-            turn = 0
-            while not end:
-                turn += 1
-                prompt = {"type": "token", "prompt_token_ids": [6, 22, 7 + number % 20, 7 + turn % 20, 25]}
-                async for output in llm.generate(prompt, params, f"g{number}-{turn}"):
-                    assert len(output.outputs) == GROUP_SIZE
-                groups += 1
+        async def ask(number: int, turn: int) -> int:
+            prompt = {"type": "token", "prompt_token_ids": [6, 22, 7 + number % 20, 7 + turn % 20, 25]}
+            async for output in llm.generate(prompt, params, f"g{number}-{turn}"):
+                assert len(output.outputs) == GROUP_SIZE
+            return 1
 
-        tasks = [asyncio.create_task(keep_asking(number)) for number in range(engines * SLOTS // CANDIDATES)]
-        await asyncio.sleep(WARM_SECONDS)
-        places.late.clear()
-        began, cpu, ended, tokens = time.monotonic(), time.process_time(), groups, places.tokens
-        await asyncio.sleep(seconds)
-        row = Row(
-            engines,
-            time.monotonic() - began,
-            time.process_time() - cpu,
-            (groups - ended) * CANDIDATES,
-            places.tokens - tokens,
-            quantiles(places.late),
-        )
-        end = True
-        await asyncio.gather(*tasks)
-    return row
+        return await observe(engines, seconds, ask, engines * SLOTS // CANDIDATES, places.reports, time.process_time)
 
 
 async def measure_http(engines: int, rate: float, mean: float, seconds: float, logprobs: int | None) -> Row:
@@ -171,27 +191,16 @@ async def measure_http(engines: int, rate: float, mean: float, seconds: float, l
     with bind() as free:
         port = int(free.getsockname()[1])
     command = [sys.executable, "-m", "benchmarks.fleet.server", str(engines), str(rate), str(mean), str(port)]
-    log = Path("out/fleet.log")
+    log, reports = Path("out/fleet.log"), Reports()
     log.parent.mkdir(exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output)
-    assert process.stdout is not None
-    said: dict[str, Any] = {"tokens": 0, "late": []}
-
-    def read() -> None:
-        for line in process.stdout or ():
-            if line.startswith(b"{"):
-                new = json.loads(line)
-                said["tokens"] = new["tokens"]
-                said["late"] += new["late"]
-
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=reports.read, args=(process.stdout,), daemon=True).start()
     prompts = [{"token_ids": [6, 22, 7 + i % 20, 25]} for i in range(PROMPTS)]
     sampling = {"max_tokens": LENGTH, "temperature": 1.0} | ({} if logprobs is None else {"logprobs": True})
     body = {"prompts": prompts, "group_size": GROUP_SIZE, "sampling": sampling}
-    groups, end, url = 0, False, f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(timeout=600, base_url=url) as client:
+        async with httpx.AsyncClient(timeout=600, base_url=f"http://127.0.0.1:{port}") as client:
             while True:
                 assert process.poll() is None, f"the server ended; see {log}"
                 try:
@@ -200,61 +209,33 @@ async def measure_http(engines: int, rate: float, mean: float, seconds: float, l
                 except httpx.HTTPError:
                     await asyncio.sleep(0.5)
 
-            async def keep_asking() -> None:
-                nonlocal groups
-                while not end:
-                    answer = await client.post("/darts/v1/rollouts", json=body)
-                    answer.raise_for_status()
-                    groups += PROMPTS
+            async def ask(number: int, turn: int) -> int:
+                (await client.post("/darts/v1/rollouts", json=body)).raise_for_status()
+                return PROMPTS
 
+            callers = max(1, engines * SLOTS // CANDIDATES // PROMPTS)
             of_server = psutil.Process(process.pid)
-            tasks = [
-                asyncio.create_task(keep_asking()) for _ in range(max(1, engines * SLOTS // CANDIDATES // PROMPTS))
-            ]
-            await asyncio.sleep(WARM_SECONDS)
-            said["late"].clear()
-            began, cpu, ended, tokens = time.monotonic(), cpu_seconds(of_server), groups, said["tokens"]
-            await asyncio.sleep(seconds)
-            row = Row(
-                engines,
-                time.monotonic() - began,
-                cpu_seconds(of_server) - cpu,
-                (groups - ended) * CANDIDATES,
-                said["tokens"] - tokens,
-                quantiles(said["late"]),
-            )
-            end = True
-            await asyncio.gather(*tasks)
+            return await observe(engines, seconds, ask, callers, reports, lambda: cpu_seconds(of_server))
     finally:
         process.terminate()
         process.wait()
-    return row
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 50 % and the 99 % quantile in milliseconds."""
-    if not values:
-        return (float("nan"), float("nan"))
-    half, most = np.quantile(values, [0.5, 0.99]) * 1000
-    return float(half), float(most)
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| engines | tokens/s | candidates/s | CPU ms a candidate | CPU us a token | % of a core | abort p50, p99 ms |"
-    ]
-    lines.append("|---" * 7 + "|")
-    for row in rows:
-        figures = (
+    head = ("engines", "tokens/s", "candidates/s", "CPU ms a candidate", "CPU us a token", "% of a core")
+    cells = [
+        [
+            str(row.engines),
             f"{row.tokens / row.seconds:,.0f}",
             f"{row.candidates / row.seconds:.0f}",
             f"{1e3 * row.cpu / max(1, row.candidates):.2f}",
             f"{1e6 * row.cpu / max(1, row.tokens):.2f}",
             f"{100 * row.cpu / row.seconds:.0f}",
             f"{row.late[0]:.1f}, {row.late[1]:.1f}",
-        )
-        lines.append(f"| {row.engines} | " + " | ".join(figures) + " |")
-    return "\n".join(lines)
+        ]
+        for row in rows
+    ]
+    return markdown([*head, "abort p50, p99 ms"], cells)
 
 
 def main() -> int:

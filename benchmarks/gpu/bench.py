@@ -1,11 +1,15 @@
-"""One running engine, and what the parts of the benchmark do with it."""
+"""One running engine, the sizes of what is measured on it, and what the parts of the benchmark do with it."""
 
 import asyncio
+import gc
 import random
 import resource
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -14,11 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.gpu.models import UNKNOWN, Shape
-from benchmarks.gpu.policies import tail_seed
-from benchmarks.gpu.repeatable import RepeatableRollouts
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.steplog import StepLog
-from benchmarks.gpu.traced import Lengths, TracedEngine
+from benchmarks.gpu.plan import tail_seed
+from benchmarks.gpu.traced import Lengths, RepeatableRollouts, TracedEngine
 from darts_server.http.options import merge_options
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
@@ -29,15 +30,70 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.types import OFF
+from darts_server.vllm import launch, server
 from darts_server.vllm.engine import VllmPort, VllmRollouts
 from darts_server.vllm.held import StepListener
 from darts_server.vllm.launch import RunningEngine
 from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.prompt_renderer import VllmPromptRenderer
 
+T = TypeVar("T")
 LIMITS = Limits(1024)
 DRAIN_SECONDS = 20.0
 """How long stopped requests may take to end."""
+Step = tuple[float, int, float]
+"""A decode step: when it was reported (``time.perf_counter()``), the running sequences, and its seconds."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the measurements, for a GPU and for a dry run."""
+
+    prompt: int
+    capacity: int  # sequences that the engine runs at once
+    model_length: int  # the maximum tokens of a sequence
+    batches: tuple[int, ...]  # batch sizes to time, each for `step_tokens` tokens
+    contexts: tuple[tuple[int, int], ...]  # batch sizes to time with a longer prompt, of so many tokens
+    step_tokens: int
+    divisors: tuple[int, ...]  # what lengths may be divided by to fit the time
+    load_prompts: int  # of the load whose throughput is compared, with `load_tokens`, in so many `rounds`
+    load_tokens: int
+    rounds: int
+    aborts: int  # to time
+    updates: int  # the most weight updates by each path
+    flags: tuple[str, ...]  # more vLLM flags
+
+
+GPU = Sizes(
+    prompt=200,
+    capacity=2048,
+    model_length=8448,
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    contexts=((64, 2048), (256, 1024)),
+    step_tokens=96,
+    divisors=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
+    load_prompts=64,
+    load_tokens=64,
+    rounds=3,
+    aborts=10,
+    updates=3,
+    flags=("--dtype", "bfloat16"),
+)
+DRY = Sizes(
+    prompt=24,
+    capacity=128,
+    model_length=1024,
+    batches=(1, 2, 4, 8, 16, 32, 64),
+    contexts=((4, 64),),
+    step_tokens=24,
+    divisors=(64,),
+    load_prompts=4,
+    load_tokens=16,
+    rounds=2,
+    aborts=3,
+    updates=2,
+    flags=("--dtype", "float32", "--enforce-eager"),
+)
 
 
 class Bench:
@@ -50,12 +106,12 @@ class Bench:
         self.llm: ShapingLLM
         self.port: VllmPort
         self.renderer: VllmPromptRenderer
-        self.log = StepLog()
+        self.steps: list[Step] = []
         self.curve: LatencyCurve | None = None
         self.traced: TracedEngine | None = None
         """What runs candidates since `shape_with`."""
         self._seed = seed
-        self._stores: list[Store] = []
+        self.stores: list[Store] = []
         self._running: RunningEngine
         self._unshaped: VllmRollouts
         self._prompts: dict[tuple[int, int], Any] = {}
@@ -66,17 +122,14 @@ class Bench:
         """Log the engine's steps as long as it runs; shape nothing yet."""
         self.llm, self.port, self._running = running.llm, running.port, running
         self.renderer = running.renderer
-        self._unshaped = Rollouts(running.port, Planner({}, OFF, LIMITS), self._statistics(self.empty_store()))
+        learned = Statistics(self.empty_store(), running.port.capacity)
+        self._unshaped = Rollouts(running.port, Planner({}, OFF, LIMITS), learned)
         self.shape_nothing()
 
     def empty_store(self) -> Store:
         """Return a new store. It stays open as long as the engine runs, since learned state is written with a delay."""
-        self._stores.append(Store())
-        return self._stores[-1]
-
-    def close(self) -> None:
-        for store in self._stores:
-            store.close()
+        self.stores.append(Store())
+        return self.stores[-1]
 
     def shape_with(
         self,
@@ -87,7 +140,8 @@ class Bench:
     ) -> VllmRollouts:
         """Shape with these policies from now on, with lengths from a trace; ``groups`` gets their records."""
         self.traced = TracedEngine(self.port, lengths)
-        rollouts = RepeatableRollouts(self.traced, Planner(policies, OFF, LIMITS), self._statistics(documents))
+        learned = Statistics(documents, self.port.capacity)
+        rollouts = RepeatableRollouts(cast(VllmPort, self.traced), Planner(policies, OFF, LIMITS), learned)
         rollouts.observers.group_ended.add(groups.append)
         rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
         self._running.shape(rollouts, merge_options)
@@ -101,17 +155,17 @@ class Bench:
             self.llm.rollouts = None
         self._log_steps(learn=None if plain else self._unshaped.statistics.latency.observe)
 
-    def _statistics(self, documents: DocumentStore) -> Statistics:
-        return Statistics(documents, self.port.capacity)
-
     def _log_steps(self, learn: StepListener | None) -> None:
         def log(sequences: int, seconds: float, started: int) -> None:
             if learn is not None:
                 learn(sequences, seconds, started)
             if not started:
-                self.log.add(time.perf_counter(), sequences, seconds)
+                self.steps.append((time.perf_counter(), sequences, seconds))
 
         self.llm.held.on_step = log
+
+    def steps_between(self, start: float, end: float) -> list[Step]:
+        return [step for step in self.steps if start <= step[0] <= end]
 
     async def drain(self) -> None:
         """Wait until nothing runs, and reset the prefix cache, so that every load starts from the same state.
@@ -166,12 +220,37 @@ class Bench:
         return outputs[-1]
 
 
+@asynccontextmanager
+async def start_engine(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIterator[Bench]:
+    """Start the engine of ``bench``, on a model with dummy weights that is written into ``folder``."""
+    sizes = bench.sizes
+    args = server.parse(
+        [
+            *(str(bench.shape.write(folder)), "--served-model-name", bench.shape.name, "--load-format", "dummy"),
+            *("--max-model-len", str(sizes.model_length), "--max-num-seqs", str(sizes.capacity)),
+            *sizes.flags,
+            *flags,
+        ]
+    )
+    try:
+        async with launch.start_engine(args) as running:
+            bench.attach(running)
+            # As vLLM's server does before it serves: otherwise a garbage collection now and then walks through
+            # everything imported, which takes some tenths of a second.
+            gc.collect()
+            gc.freeze()
+            yield bench
+    finally:
+        for store in bench.stores:
+            store.close()
+
+
 def prompt_number(request_id: str) -> int:
     """Return the number of the prompt, which every request id ends with."""
     return int(request_id.rsplit("-", 1)[1])
 
 
-async def gather_within(requests: Iterable[Any], seconds: float) -> list[RequestOutput]:
+async def gather_within(requests: Iterable[Coroutine[Any, Any, T]], seconds: float) -> list[T]:
     """Run all requests and return their outputs in order.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.models import SHAPES, TINY
-from benchmarks.gpu.policies import ORDER
+from benchmarks.gpu.plan import ORDER
 from benchmarks.gpu.traces import SAMPLED, recorded
 from darts_server.rollout.learned.statistics import MIN_COHORT
 

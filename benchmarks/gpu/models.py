@@ -1,14 +1,20 @@
-"""Model architectures without weights, a tokenizer of made-up words, and the bytes that a decode step reads.
+"""Model architectures, made-up weights and tokenizers for them, and the bytes that a decode step reads.
 
 The numbers are those of the ``config.json`` that Qwen published with each model (huggingface.co/Qwen/Qwen3-0.6B,
 Qwen3-1.7B, Qwen3-8B).
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 EOS, UNKNOWN = 0, 1
+CHECKPOINT = "model.safetensors"
+BLOCK = 1 << 22
+"""Number of random values, repeated through the whole file: generating all of them would take longer than writing."""
+STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,57 +63,85 @@ class Shape:
 
     def write(self, folder: Path) -> Path:
         """Write ``config.json`` and a tokenizer: all that an engine with dummy weights needs."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self._config(), indent=2))
-        write_tokenizer(folder, self.vocabulary)
-        return folder
+        from tokenizers import Tokenizer
+        from tokenizers.decoders import Fuse
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
 
-    def _config(self) -> dict[str, object]:
-        return {
+        config = {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
             "bos_token_id": EOS,
             "eos_token_id": EOS,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
             "hidden_size": self.hidden,
-            "initializer_range": 0.02,
             "intermediate_size": self.intermediate,
             "max_position_embeddings": self.context,
-            "max_window_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
             "rope_theta": 1_000_000,
-            "sliding_window": None,
             "tie_word_embeddings": self.tied,
             "torch_dtype": "bfloat16" if self.value_bytes == 2 else "float32",
-            "use_cache": True,
-            "use_sliding_window": False,
             "vocab_size": self.vocabulary,
         }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        # A word for each token id, so that every sampled id has a text.
+        words = {f" w{number}": number for number in range(self.vocabulary)}
+        backend = Tokenizer(WordLevel(words, unk_token=f" w{UNKNOWN}"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        backend.decoder = Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=f" w{EOS}", unk_token=f" w{UNKNOWN}", clean_up_tokenization_spaces=False
+        )
+        tokenizer.save_pretrained(folder)
+        return folder
 
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of each tensor, as in the files that Qwen published."""
+        hidden, head = self.hidden, self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (self.heads * head, hidden),
+            "self_attn.k_proj": (self.kv_heads * head, hidden),
+            "self_attn.v_proj": (self.kv_heads * head, hidden),
+            "self_attn.o_proj": (hidden, self.heads * head),
+            "self_attn.q_norm": (head,),
+            "self_attn.k_norm": (head,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (self.intermediate, hidden),
+            "mlp.up_proj": (self.intermediate, hidden),
+            "mlp.down_proj": (hidden, self.intermediate),
+        }
+        yield "model.embed_tokens.weight", (self.vocabulary, hidden)
+        for number in range(self.layers):
+            for name, size in layer.items():
+                yield f"model.layers.{number}.{name}.weight", size
+        yield "model.norm.weight", (hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, hidden)
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer with a word for each token id, so that every sampled id has a text."""
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write a safetensors file piece by piece: the library's own writer needs all tensors in memory first."""
+        import torch
 
-    words = {f" w{number}": number for number in range(vocabulary)}
-    backend = Tokenizer(WordLevel(words, unk_token=f" w{UNKNOWN}"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    backend.decoder = Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=f" w{EOS}", unk_token=f" w{UNKNOWN}", clean_up_tokenization_spaces=False
-    )
-    tokenizer.save_pretrained(folder)
+        header, end = dict[str, object](), 0
+        for name, size in self.tensors():
+            start, end = end, end + prod(size) * self.value_bytes
+            dtype = "BF16" if self.value_bytes == 2 else "F32"
+            header[name] = {"dtype": dtype, "shape": size, "data_offsets": (start, end)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        values = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)) * STD
+        if self.value_bytes == 2:
+            values = values.bfloat16()
+        block = memoryview(values.view(torch.uint8).numpy().tobytes())
+        with (folder / CHECKPOINT).open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for start in range(0, end, len(block)):
+                file.write(block[: end - start])
 
 
 SHAPES = {

@@ -1,4 +1,4 @@
-"""An engine port with lengths from a trace: every candidate really decodes as many tokens as the trace says.
+"""An engine port with lengths from a trace, and rollouts whose tails do not depend on chance.
 
 Random weights produce no meaningful end of sequence. So that is ignored, each candidate's ``max_tokens`` is its length
 in the trace, and its finish reason is replaced by that of the trace.
@@ -6,10 +6,17 @@ in the trace, and its finish reason is replaced by that of the trace.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import NOTHING, CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.engine.port import CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.candidates import CarriedCandidate
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.run import GroupRun
+from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.admission import Ticket
 from darts_server.types import FinishReason
 from darts_server.vllm.engine import VllmPort
 from darts_server.vllm.prompt_request import PromptRequest
@@ -19,20 +26,14 @@ Lengths = Callable[[PromptRequest, int, bool], tuple[int, FinishReason]]
 
 
 class TracedCandidate:
-    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
+    """A running candidate, in all but its result."""
 
     def __init__(self, running: RunningCandidate[RequestOutput], reason: FinishReason) -> None:
         self._running = running
         self._reason = reason
 
-    def tokens(self) -> int | None:
-        return self._running.tokens()
-
-    def tokens_from(self, start: int) -> TokenSlice | None:
-        return self._running.tokens_from(start)
-
-    def stop(self) -> int:
-        return self._running.stop()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._running, name)
 
     async def result(self) -> CandidateResult[RequestOutput]:
         result = await self._running.result()
@@ -43,7 +44,7 @@ class TracedCandidate:
 
 
 class TracedEngine:
-    """Implements :class:`darts_server.engine.port.Engine` by another engine."""
+    """An engine port, in all but how long candidates become and in its weight version."""
 
     def __init__(self, port: VllmPort, lengths: Lengths) -> None:
         self._port = port
@@ -51,33 +52,12 @@ class TracedEngine:
         self.newer_weights = 0
         """Versions beyond that of the engine's weights."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
     @property
     def weight_version(self) -> int:
         return self._port.weight_version + self.newer_weights
-
-    @property
-    def capacity(self) -> int | None:
-        return self._port.capacity
-
-    @property
-    def kv_tokens(self) -> int | None:
-        return self._port.kv_tokens
-
-    @property
-    def engines(self) -> int:
-        return self._port.engines
-
-    @property
-    def unfinished(self) -> int:
-        return self._port.unfinished
-
-    @property
-    def probe_width(self) -> int | None:
-        return self._port.probe_width
-
-    @property
-    def has_priorities(self) -> bool:
-        return self._port.has_priorities
 
     async def start(
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
@@ -85,31 +65,11 @@ class TracedEngine:
         length, reason = self._lengths(request, index, False)
         return TracedCandidate(await self._port.start(_sized(request, length), index, probe, order), reason)
 
-    def check_resumable(self, request: PromptRequest) -> None:
-        self._port.check_resumable(request)
-
     async def resume(
         self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0
     ) -> TracedCandidate:
         length, reason = self._lengths(request, index, True)
         return TracedCandidate(await self._port.resume(_sized(request, length), index, prefix, order), reason)
-
-    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        return self._port.aborted_output(request, prefix)
-
-    def finished_output(
-        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
-    ) -> RequestOutput:
-        return self._port.finished_output(request, tokens, finish_reason, text)
-
-    def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        return self._port.truncate(request, output, tokens)
-
-    def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
-        return self._port.tokens_from(output, start)
-
-    def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
-        return self._port.token_ids(request, output)
 
 
 def _sized(request: PromptRequest, length: int) -> PromptRequest:
@@ -117,3 +77,19 @@ def _sized(request: PromptRequest, length: int) -> PromptRequest:
     params = request.params.clone()
     params.max_tokens = length
     return replace(request, params=params)
+
+
+class RepeatableRollouts(Rollouts[PromptRequest, RequestOutput]):
+    """``tail_seed``: of the sampled tail, by group id. A request's own seed would slow the sampling of tokens."""
+
+    tail_seed: Callable[[str], Sequence[int]]
+
+    def start(
+        self,
+        spec: GroupSpec[PromptRequest],
+        allocation: Allocation,
+        ticket: Ticket | None = None,
+        carried: Sequence[CarriedCandidate[RequestOutput]] = (),
+    ) -> GroupRun[PromptRequest, RequestOutput]:
+        spec = replace(spec, tail_seed=self.tail_seed(spec.group_id))
+        return super().start(spec, allocation, ticket, carried)

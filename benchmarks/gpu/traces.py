@@ -13,10 +13,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.types import FinishReason
 
@@ -87,9 +85,9 @@ def sample(seed: int, prompts: int) -> Trace:
     return Trace(source, CAP, tuple(Prompt(tuple(row[:CANDIDATES]), tuple(row[CANDIDATES:])) for row in lengths))
 
 
-def load_or_sample(paths: Sequence[str], seed: int) -> list[Trace]:
+def load_or_sample(paths: Sequence[Path], seed: int) -> list[Trace]:
     """Read the traces from the files, or sample one."""
-    return [recorded(Path(path), seed) for path in paths] or [sample(seed, SAMPLED)]
+    return [recorded(path, seed) for path in paths] or [sample(seed, SAMPLED)]
 
 
 def recorded(path: Path, seed: int) -> Trace:
@@ -98,7 +96,17 @@ def recorded(path: Path, seed: int) -> Trace:
     Raises:
         ValueError: the file has another format; the message names the line.
     """
-    rows = [_lengths(line, f"{path}:{number}") for number, line in enumerate(path.read_text().splitlines(), 1) if line]
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            value = json.loads(line or "null")
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+        lengths = value.get("lengths") if isinstance(value, dict) else None
+        if isinstance(lengths, list) and lengths and all(type(n) is int and n > 0 for n in lengths):
+            rows.append(lengths)
+        elif line:
+            raise ValueError(f'{path}:{number} must be like {{"lengths": [412, 388]}}, whole numbers above 0')
     if not rows:
         raise ValueError(f"{path} has no prompts")
     rng = np.random.default_rng(seed)
@@ -107,20 +115,3 @@ def recorded(path: Path, seed: int) -> Trace:
         lengths = row[:CANDIDATES] + rng.choice(row, max(0, CANDIDATES - len(row))).tolist()
         prompts.append(Prompt(tuple(lengths), tuple(rng.choice(row, EARLIER).tolist())))
     return Trace(f"recorded in {path.name}", max(map(max, rows)), tuple(prompts))
-
-
-def _lengths(line: str, where: str) -> list[int]:
-    try:
-        value: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    lengths = value.get("lengths") if isinstance(value, dict) else None
-    if not (isinstance(lengths, list) and lengths and all(type(n) is int and n > 0 for n in lengths)):
-        raise ValueError(f'{where} must be like {{"lengths": [412, 388]}}, whole numbers above 0')
-    return lengths
-
-
-def ratios(trace: Trace) -> NDArray[np.float64]:
-    """Return the longest by the mean length for each prompt."""
-    lengths = np.array([prompt.lengths for prompt in trace.prompts], dtype=np.float64)
-    return np.asarray(lengths.max(axis=1) / lengths.mean(axis=1), dtype=np.float64)

@@ -65,7 +65,14 @@ def main(argv: Sequence[str]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; its server has been stopped")
-    report(raw, shaped, options.picture if can_draw and shaped else None)
+    groups = sum(len(step.lengths) for step in raw.steps)
+    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, shaped)}\n")
+    print("One run: figures vary from run to run, and times most of all if the machine does other work.")
+    if can_draw and shaped:
+        draw(raw, next((run for run in shaped if run.name == "auto"), shaped[-1]), options.picture)
+        print(f"Picture of one step: {options.picture}")
+    if shaped:
+        print(verdict(raw, shaped))
     return 0
 
 
@@ -85,22 +92,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch, a group each (default: %(default)s)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories a group, 2 or more (default: %(default)s)")
     add("--policies", nargs="+", default=POLICIES, metavar="NAME", help="compared with raw (default: auto darts_cut)")
-    add(
-        "--caps",
-        nargs="*",
-        type=int,
-        default=CAPS,
-        metavar="N",
-        help="values of max_tokens under which raw runs too (default: 64)",
-    )
+    caps_help = "values of max_tokens under which raw runs too (default: 64)"
+    add("--caps", nargs="*", type=int, default=CAPS, metavar="N", help=caps_help)
     add("--port", type=int, default=0, help="where the server listens (default: a free port)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("darts-demo"),
-        metavar="FOLDER",
-        help="for picture and log (default: %(default)s)",
-    )
+    out = Path("darts-demo")
+    add("--out", type=Path, default=out, metavar="FOLDER", help="for picture and log (default: %(default)s)")
     add("--picture", type=Path, metavar="FILE", help="file of the picture (default: demo.png in --out)")
     options = parser.parse_args(argv)
     if min(options.steps, options.prompts) < 1 or options.group_size < 2:
@@ -124,17 +120,14 @@ def measure(url: str, options: argparse.Namespace) -> list[Run]:
     The methods take turns within each step and change places from step to step, so that none has the quieter machine
     or the warmer prefix cache.
     """
-    rng, runs = Random(PROMPT_SEED), methods(options)
-    names = list(runs)
-    steps: dict[str, list[Step]] = {name: [] for name in names}
+    rng, runs, size = Random(PROMPT_SEED), methods(options), options.group_size
+    names, steps = list(runs), {name: list[Step]() for name in runs}
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
         few = [sample_problem(rng) for _ in range(WARM_UP_PROMPTS)]
         for method in runs.values():
-            Batches(few, len(few), options.group_size, method).request(client)
+            Batches(few, len(few), size, method).request(client)
         problems = [sample_problem(rng) for _ in range(options.steps * options.prompts)]
-        batches = {
-            name: Batches(problems, options.prompts, options.group_size, method) for name, method in runs.items()
-        }
+        batches = {name: Batches(problems, options.prompts, size, method) for name, method in runs.items()}
         for number in range(options.steps):
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -142,15 +135,3 @@ def measure(url: str, options: argparse.Namespace) -> list[Run]:
             times = ", ".join(f"{name} {steps[name][-1].seconds:.2f} s" for name in names)
             print(f"step {number + 1} of {options.steps}: {times}", flush=True)
     return [Run(name, steps[name]) for name in names]
-
-
-def report(raw: Run, shaped: Sequence[Run], picture: Path | None) -> None:
-    """Print the table and what it says; draw the picture."""
-    groups = sum(len(step.lengths) for step in raw.steps)
-    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, shaped)}\n")
-    print("One run: figures vary from run to run, and times most of all if the machine does other work.")
-    if picture is not None:
-        draw(raw, next((run for run in shaped if run.name == "auto"), shaped[-1]), picture)
-        print(f"Picture of one step: {picture}")
-    if shaped:
-        print(verdict(raw, shaped))

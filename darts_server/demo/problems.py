@@ -13,7 +13,6 @@ of all cases, after any number of rounds, where a guess is right in a tenth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -29,11 +28,7 @@ PROMPT_END, EQUALS, RECHECK, ANSWER, LOOP = ">", "=", "?", "#", "@"
 ALPHABET = DIGITS + LETTERS + "".join(OPERATORS) + EQUALS + ANSWER + RECHECK + PROMPT_END + LOOP
 
 # Drawn uniformly: 4 stands twice, so that easy chains are a little longer on average.
-STEP_COUNTS: dict[Difficulty, tuple[int, ...]] = {
-    "easy": (2, 3, 4, 4),
-    "hard": (6, 7, 8, 9),
-    "looped": (4,),
-}
+STEP_COUNTS: dict[Difficulty, tuple[int, ...]] = {"easy": (2, 3, 4, 4), "hard": (6, 7, 8, 9), "looped": (4,)}
 ROUNDS = (8, 9)
 INVERTIBLE = (1, 3, 7, 9)  # modulo 10
 
@@ -43,74 +38,47 @@ MAX_RESPONSE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the running digit."""
+    """One operation on the running digit, with its letter."""
 
+    letter: str
     operator: Operator
     digit: int
 
     def apply(self, value: int) -> int:
         """Return the running digit (0 to 9) after this step."""
-        match self.operator:
-            case "+":
-                return (value + self.digit) % 10
-            case "-":
-                return (value - self.digit) % 10
-            case "*":
-                return (value * self.digit) % 10
+        return {"+": value + self.digit, "-": value - self.digit, "*": value * self.digit}[self.operator] % 10
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with what is needed to write and to check answers to it.
-
-    ``steps``: those of the prompt. ``rounds``: how often they are applied if the problem is looped.
-    """
+    """One prompt with what is needed to write and to check answers to it; ``chain``: all steps of a worked answer."""
 
     prompt: str
-    steps: tuple[Step, ...]
+    chain: tuple[Step, ...]
     answer: int
     difficulty: Difficulty
-    rounds: int = 0
-
-    @property
-    def start(self) -> int:
-        """The running digit before the first step."""
-        return int(self.prompt[0])
-
-    def chain(self) -> Iterator[tuple[str, Step]]:
-        """Yield all steps of a worked answer, each with its letter."""
-        return labelled(self.steps, self.rounds)
-
-
-def labelled(steps: Sequence[Step], rounds: int) -> Iterator[tuple[str, Step]]:
-    """Yield the steps with their letters, in every round; once if there are no rounds."""
-    for left in range(rounds, 0, -1) or (0,):
-        if left:
-            yield LOOP, Step("+", left)
-        yield from zip(LETTERS, steps, strict=False)
 
 
 def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem:
     """Draw a problem; without a difficulty, easy and hard are equally likely."""
     if difficulty is None:
         difficulty = "easy" if rng.random() < 0.5 else "hard"
-    start = rng.randrange(10)
-    count = rng.choice(STEP_COUNTS[difficulty])
-    if difficulty == "looped":
-        steps, rounds = tuple(_invertible_step(rng) for _ in range(count)), rng.choice(ROUNDS)
-    else:
-        steps, rounds = tuple(Step(rng.choice(OPERATORS), rng.randrange(10)) for _ in range(count)), 0
+    is_looped = difficulty == "looped"
+    start, count, steps = rng.randrange(10), rng.choice(STEP_COUNTS[difficulty]), list[Step]()
+    for letter in LETTERS[:count]:
+        operator = rng.choice(OPERATORS)
+        digit = rng.choice(INVERTIBLE) if is_looped and operator == "*" else rng.randrange(10)
+        steps.append(Step(letter, operator, digit))
+    chain, loop = tuple(steps), ""
+    if is_looped:
+        rounds = rng.choice(ROUNDS)
+        chain = tuple(step for left in range(rounds, 0, -1) for step in (Step(LOOP, "+", left), *steps))
+        loop = f"{LOOP}{rounds}"
     answer = start
-    for _, step in labelled(steps, rounds):
+    for step in chain:
         answer = step.apply(answer)
-    loop = f"{LOOP}{rounds}" if rounds else ""
-    body = "".join(f"{letter}{step.operator}{step.digit}" for letter, step in zip(LETTERS, steps, strict=False))
-    return Problem(f"{start}{loop}{body}{PROMPT_END}", steps, answer, difficulty, rounds)
-
-
-def _invertible_step(rng: Random) -> Step:
-    operator = rng.choice(OPERATORS)
-    return Step(operator, rng.choice(INVERTIBLE) if operator == "*" else rng.randrange(10))
+    body = "".join(f"{step.letter}{step.operator}{step.digit}" for step in steps)
+    return Problem(f"{start}{loop}{body}{PROMPT_END}", chain, answer, difficulty)
 
 
 def reward(problem: Problem, response_text: str) -> float:

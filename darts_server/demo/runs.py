@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +34,26 @@ class Method:
 class Step:
     """One batch, as a trainer requests one for each step. Lengths are in generated tokens, the end of sequence counted.
 
-    Attributes:
-        arrivals: seconds from the request to each group, in the order of arrival.
-        lengths: of the returned trajectories, for each of these groups.
-        right: returned trajectories with the right answer.
-        generated: tokens of all candidates, returned or not.
-        seconds: from the request to the end of the answer.
-        resumed: whether each of these groups went on from what an earlier step had generated.
-        waiting: groups that go on in the next step.
-        truncated: returned trajectories that were cut off.
+    ``arrivals``, ``lengths``, ``resumed``: of each group, in the order of arrival: seconds from the request, the
+    returned trajectories, and whether it went on from what an earlier step had generated.
     """
 
     arrivals: Sequence[float]
     lengths: Sequence[Sequence[int]]
-    right: int
-    generated: int
-    seconds: float
+    right: int  # returned trajectories with the right answer
+    generated: int  # tokens of all candidates, returned or not
+    seconds: float  # from the request to the end of the answer
     resumed: Sequence[bool] = ()
-    waiting: int = 0
-    truncated: int = 0
+    waiting: int = 0  # groups that go on in the next step
+    truncated: int = 0  # returned trajectories that were cut off
 
 
 class Batches:
     """The batches of one run: each problem is in one step, or goes on until it is complete."""
 
     def __init__(self, problems: Sequence[Problem], needed: int, group_size: int, method: Method) -> None:
-        self._problems = problems
-        self._needed = needed
-        self._group_size = group_size
-        self._method = method
-        self._begun = 0
-        self._waiting = 0
+        self._problems, self._needed, self._group_size, self._method = problems, needed, group_size, method
+        self._begun = self._waiting = 0
 
     def request(self, client: httpx.Client) -> Step:
         """Request the next step's groups, all in one batch, and read them as they complete.
@@ -73,24 +61,21 @@ class Batches:
         Raises:
             RuntimeError: the server refused the batch, or a group failed.
         """
-        running = self._needed + round(self._method.ahead * self._needed)
+        needed, method = self._needed, self._method
+        running = needed + round(method.ahead * needed)
         new = range(self._begun, min(self._begun + running - self._waiting, len(self._problems)))
         self._begun = new.stop
-        enough = self._needed if self._begun < len(self._problems) else None  # the last step waits for all
-        step = self._request(client, new, enough if self._waiting + len(new) > self._needed else None)
-        self._waiting = step.waiting
-        return step
-
-    def _request(self, client: httpx.Client, new: Sequence[int], enough: int | None) -> Step:
         body: dict[str, Any] = {
             "prompts": [{"text": self._problems[number].prompt, "metadata": {"number": number}} for number in new],
             "group_size": self._group_size,
-            "sampling": {"max_tokens": self._method.max_tokens, "temperature": 1.0},
-            "policy": {"name": self._method.policy},
+            "sampling": {"max_tokens": method.max_tokens, "temperature": 1.0},
+            "policy": {"name": method.policy},
             "stream": "groups",
         }
-        if self._method.ahead:
-            body |= {"carry": "resume", "carried": True, "num_groups": enough}
+        if method.ahead:
+            # The last step waits for all.
+            is_last = self._begun == len(self._problems) or self._waiting + len(new) <= needed
+            body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else needed}
         arrivals, lengths, resumed, right, truncated, done = [], [], [], 0, 0, dict[str, Any]()
         start = time.perf_counter()
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
@@ -100,20 +85,19 @@ class Batches:
                 if data.get("error"):
                     raise RuntimeError(f"the server answered: {data['error']['message']}")
                 if event == "group":
-                    problem = self._problems[data["metadata"]["number"]]
+                    problem, trajectories = self._problems[data["metadata"]["number"]], data["trajectories"]
                     arrivals.append(time.perf_counter() - start)
-                    lengths.append([trajectory["length"] for trajectory in data["trajectories"]])
+                    lengths.append([each["length"] for each in trajectories])
                     resumed.append(data["number"] >= len(new))
-                    truncated += sum(each["finish_reason"] == "length" for each in data["trajectories"])
-                    right += sum(reward(problem, each["text"]) == 1 for each in data["trajectories"])
+                    truncated += sum(each["finish_reason"] == "length" for each in trajectories)
+                    right += sum(reward(problem, each["text"]) == 1 for each in trajectories)
                 elif event == "done":
                     done = data
         seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
-        usage = done.get("usage", {})
+        usage, self._waiting = done.get("usage", {}), len(done.get("unfinished") or ())
         if usage.get("returned") != returned:
             raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
-        waiting = len(done.get("unfinished") or ())
-        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, waiting, truncated)
+        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
 
 
 def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -130,37 +114,20 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 # --- comparing runs ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Run:
-    """All steps under one policy; ``name`` is the policy's, or `RAW`."""
+    """All steps under one policy; ``name`` is the policy's, or `RAW`. Lengths are in tokens.
 
-    name: str
-    steps: Sequence[Step]
+    ``right``, ``cut``: shares of the returned trajectories that have the right answer, and that have no end of their
+    own.
+    """
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The length of every returned trajectory, in tokens."""
-        return [length for step in self.steps for group in step.lengths for length in group]
-
-    @property
-    def generated(self) -> int:
-        """Tokens of all candidates, returned or not."""
-        return sum(step.generated for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all steps."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def right(self) -> float:
-        """Share of right answers among the returned trajectories."""
-        return sum(step.right for step in self.steps) / len(self.lengths)
-
-    @property
-    def cut(self) -> float:
-        """Share of the returned trajectories that have no end of their own."""
-        return sum(step.truncated for step in self.steps) / len(self.lengths)
+    def __init__(self, name: str, steps: Sequence[Step]) -> None:
+        self.name, self.steps = name, steps
+        self.lengths = [length for step in steps for group in step.lengths for length in group]
+        self.generated = sum(step.generated for step in steps)
+        self.seconds = sum(step.seconds for step in steps)
+        self.right = sum(step.right for step in steps) / len(self.lengths)
+        self.cut = sum(step.truncated for step in steps) / len(self.lengths)
 
 
 def table(raw: Run, others: Sequence[Run]) -> str:
@@ -180,19 +147,18 @@ def table(raw: Run, others: Sequence[Run]) -> str:
 
 def verdict(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence what each run cost and kept, against raw in this very run."""
-    return f"Against raw: {'; '.join(_cost(raw, run) for run in others)}."
-
-
-def _cost(raw: Run, run: Run) -> str:
-    ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
-    pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
-    more = "more" if points > 0 else "fewer"
-    kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
-    if run.cut > raw.cut + 0.005:
-        what = f"cuts {run.cut:.0%} of the answers"
-    else:
+    costs = []
+    for run in others:
+        ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
+        pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
+        more = "more" if points > 0 else "fewer"
+        kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
         what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
-    return f"{run.name} takes {pace}, {kept} and {what} (longest {max(run.lengths)} tokens of {max(raw.lengths)})"
+        if run.cut > raw.cut + 0.005:
+            what = f"cuts {run.cut:.0%} of the answers"
+        longest = f"longest {max(run.lengths)} tokens of {max(raw.lengths)}"
+        costs.append(f"{run.name} takes {pace}, {kept} and {what} ({longest})")
+    return f"Against raw: {'; '.join(costs)}."
 
 
 # --- a picture ----------------------------------------------------------------
@@ -216,8 +182,7 @@ def draw(raw: Run, other: Run, path: Path) -> None:
     figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
     for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
         step = run.steps[number]
-        resumed: Sequence[bool] = step.resumed or [False] * len(step.arrivals)
-        colours = [RESUMED if each else NEW for each in resumed] + [WAITING] * step.waiting
+        colours = [RESUMED if each else NEW for each in step.resumed] + [WAITING] * step.waiting
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
         waiting = range(len(step.arrivals), len(ends))
         axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)

@@ -57,12 +57,18 @@ class Process(Protocol):
 
 
 class Server:
-    """A running server."""
+    """A server that starts or runs."""
 
     def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+
+    def is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", verify=False).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum the samples of a metric that carry these labels; 0 if there are none."""
@@ -136,38 +142,24 @@ def serving(
     arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]
     process = launch(arguments, log, ENVIRONMENT | os.environ | (env or {}))
     server = Server(process, port, log)
-    with _sigterm_interrupts():
-        try:
-            _wait_until_healthy(server, patience)
-            yield server
-        finally:
-            _stop(process)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the server is stopped; keep a handler that is already set."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM ends the block as Ctrl-C does, so that the server is stopped; a handler that is already set stays.
+    is_main = threading.current_thread() is threading.main_thread()
+    interrupts = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if interrupts:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        deadline = time.monotonic() + patience
+        while not server.is_healthy():
+            if process.poll() is not None:
+                raise RuntimeError(f"the server exited with code {process.returncode}:\n{server.log_tail()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server is not healthy after {patience:.0f} s:\n{server.log_tail()}")
+            time.sleep(POLL_SECONDS)
+        yield server
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _wait_until_healthy(server: Server, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise RuntimeError(f"the server exited with code {server.process.returncode}:\n{server.log_tail()}")
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", verify=False).status_code == 200:
-                return
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"the server is not healthy after {patience:.0f} s:\n{server.log_tail()}")
+        _stop(process)
+        if interrupts:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _stop(process: Process) -> None:

@@ -30,34 +30,35 @@ plain sampling; what is cut earlier is not, and may beat the bound. QED
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Ints
 from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import simulate
-from darts_server.simulation.training import Candidates, Step, Summary, summarise, trained_tokens
+from darts_server.simulation.summary import COLUMNS, Summary, summarise
+from darts_server.simulation.training import Candidates, Step, trained_tokens
 
 LOST_SHARES = (0.02, 0.1)
 
 
 def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
-    setting, found, lengths = candidates.setting, [], np.concatenate([step.batch.ends.ravel() for step in off])
-    machine, plan = setting.machine, BatchPlan(setting.size, [setting.size] * off[0].batch.groups)
-    whole = np.sort(lengths[lengths < off[0].batch.max_tokens])[::-1]
+    size, found, lengths = candidates.size, [], np.concatenate([step.batch.ends.ravel() for step in off])
+    machine, plan = candidates.machine, BatchPlan(size, [size] * candidates.prompts)
+    most = off[0].batch.max_tokens
+    whole = np.sort(lengths[lengths < most])[::-1]
     for share in LOST_SHARES:
         # The smallest limit that truncates at most this share besides those that are truncated anyway.
-        limit = off[0].batch.max_tokens
-        if whole.size:
-            limit = int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1
+        limit = int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1 if whole.size else most
         steps = []
         for step in off:
             batch = replace(step.batch, max_tokens=limit)
             rollout = simulate(batch, plan, machine)
             training = machine.training_seconds(trained_tokens(batch, rollout))
             steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
-        found.append(summarise(f"hindsight max_tokens {limit}", steps, setting.size, f"cuts {share:.0%}"))
+        found.append(summarise(f"hindsight max_tokens {limit}", steps, size, f"cuts {share:.0%}"))
     if machine.replicas > 1:
         found.append(_one_step_off(off, plan, machine))
 
@@ -65,20 +66,23 @@ def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     rollouts, trainings, generated = [], [], 0
     for number in range(len(off)):
         batch = candidates.batch(candidates.step_prompts(number), candidates.most)
-        rollouts.append(rollout_bound(batch, setting.size, machine))
-        shortest = int(shortest_lengths(batch, setting.size).sum())
+        rollouts.append(rollout_bound(batch, size, machine))
+        shortest = int(shortest_lengths(batch, size).sum())
         generated += shortest
-        trainings.append(machine.training_seconds(shortest + setting.size * int(batch.prompt_tokens.sum())))
-    bound = Summary(
-        f"bound, best {setting.size} of {candidates.most}",
-        float(np.mean(rollouts)),
-        float(np.mean(trainings)),
-        float(np.mean(rollouts)) + float(np.mean(trainings)),
-        tokens_generated=generated / len(off),
-        tokens_returned=generated / len(off),
-        length_bias=generated / (setting.size * setting.prompts * len(off)),
-        notes="whole trajectories of every prompt",
-    )
+        trainings.append(machine.training_seconds(shortest + size * int(batch.prompt_tokens.sum())))
+    rollout_seconds, training_seconds = float(np.mean(rollouts)), float(np.mean(trainings))
+    bound = dict.fromkeys(COLUMNS) | {
+        "policy": f"bound, best {size} of {candidates.most}",
+        "rollout_seconds": rollout_seconds,
+        "training_seconds": training_seconds,
+        "step_seconds": rollout_seconds + training_seconds,
+        "tokens_generated": generated / len(off),
+        "tokens_returned": generated / len(off),
+        "tokens_wasted": 0.0,
+        "length_bias": generated / (size * candidates.prompts * len(off)),
+        "stale_share": 0.0,
+        "notes": "whole trajectories of every prompt",
+    }
     return [*found, bound]
 
 
@@ -103,9 +107,9 @@ def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Sum
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))
         total = seconds(best, rollout.seconds, step.training_seconds - between)
         steps.append(Step(step.batch, plan, rollout, total - between, total))
-    found = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
     share = machine.replicas / (machine.replicas - best)
-    return replace(found, training_seconds=training * share + between, stale_share=1.0)
+    found = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
+    return found | {"training_seconds": training * share + between, "stale_share": 1.0}
 
 
 def rollout_bound(batch: Batch, size: int, machine: Machine) -> float:
@@ -113,8 +117,7 @@ def rollout_bound(batch: Batch, size: int, machine: Machine) -> float:
 
     All candidates of the batch may be started.
     """
-    lengths = shortest_lengths(batch, size).astype(np.float64)
-    prompts = batch.prompt_tokens.astype(np.float64)
+    lengths, prompts = shortest_lengths(batch, size).astype(np.float64), batch.prompt_tokens.astype(np.float64)
     times = machine.step_time
     context = times.per_context_token * (prompts[:, None] * lengths + lengths * (lengths - 1) / 2)
     prefill = times.per_prefill_token * prompts
@@ -138,11 +141,10 @@ def _lines_below(machine: Machine) -> list[tuple[float, float]]:
     batches = np.asarray(sorted({1.0, most, *(b for b in curve.batches if 1 < b < most)}))
     seconds = curve.step_seconds_array(batches)
     lines = [(float(seconds[0]), 0.0), (0.0, float((seconds / batches).min()))]
-    for i in range(len(batches)):
-        for j in range(i + 1, len(batches)):
-            beta = float((seconds[j] - seconds[i]) / (batches[j] - batches[i]))
-            # The highest line of this slope: between two points the curve is straight, so the points decide.
-            alpha = float((seconds - beta * batches).min())
-            if alpha >= 0:
-                lines.append((alpha, beta))
+    for i, j in combinations(range(len(batches)), 2):
+        beta = float((seconds[j] - seconds[i]) / (batches[j] - batches[i]))
+        # The highest line of this slope: between two points the curve is straight, so the points decide.
+        alpha = float((seconds - beta * batches).min())
+        if alpha >= 0:
+            lines.append((alpha, beta))
     return lines

@@ -1,4 +1,4 @@
-"""``darts-server simulate``: its flags, and what it shows: a table, the same for programs, and a picture."""
+"""``darts-server simulate``: its flags, and a picture of one step under each policy."""
 
 import argparse
 import json
@@ -13,18 +13,8 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
-from darts_server.simulation.training import (
-    LEARNING,
-    MAX_STALENESS,
-    Candidates,
-    Setting,
-    Step,
-    Summary,
-    relative_to,
-    run_auto,
-    run_policy,
-    summarise,
-)
+from darts_server.simulation.summary import LEGEND, Summary, relative_to, summarise, table
+from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_auto, run_policy
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 from darts_server.types import OFF
 
@@ -65,56 +55,47 @@ def main(argv: Sequence[str]) -> int:
         InvalidSetting: a flag or a trace is invalid.
     """
     options = parse_arguments(argv)
-    preset = PRESETS[options.preset or DEFAULT_MACHINE]
-    setting = Setting(
-        machine=with_engines(preset.machine, options.replicas or preset.machine.replicas),
-        size=options.group_size,
-        prompts=options.prompts or preset.prompts,
-        steps=options.steps,
-        knows_prompts=not options.new_prompts,
-        seed=options.seed,
-    )
+    name = options.preset or DEFAULT_MACHINE
+    preset = PRESETS[name]
+    machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
+    size, steps, prompts = options.group_size, options.steps, options.prompts or preset.prompts
     workload: Workload = preset.workload
-    name = options.preset or ""
     if options.trace:
-        prompts, max_tokens = read_traces(options.trace, options.format, options.max_tokens)
-        workload = TracedWorkload(prompts, max_tokens, options.seed)
-        name = f"{', '.join(path.name for path in options.trace)} on the machine of {options.preset or DEFAULT_MACHINE}"
-    policies = [parse_policy(text, setting.size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
-    most = max(2 * setting.size, *(policy.max_candidates(setting.size) for policy in policies))
-    candidates = Candidates(workload, setting, most)
-    steps: dict[str, list[Step]] = {}
-    found = []
+        workload = TracedWorkload(*read_traces(options.trace, options.format, options.max_tokens), options.seed)
+        name = f"{', '.join(path.name for path in options.trace)} on the machine of {name}"
+    policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
+    most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
+    candidates = Candidates(workload, machine, size, prompts, steps, most, not options.new_prompts, options.seed)
+    runs, found = dict[str, list[Step]](), list[Summary]()
     try:
         for policy in policies:
-            run, note = (
-                (run_policy(policy, candidates), "") if policy.auto is None else run_auto(policy.auto, candidates)
-            )
+            auto = policy.auto
+            run, note = (run_policy(policy, candidates), "") if auto is None else run_auto(auto, candidates)
             print(f"{policy.name}: {run[0].rollout.seconds:.1f} s for the first rollout", flush=True)
-            steps[policy.name] = run
-            found.append(summarise(policy.name, run, setting.size, note))
-        found += baselines(steps[OFF], candidates)
+            runs[policy.name] = run
+            found.append(summarise(policy.name, run, size, note))
+        found += baselines(runs[OFF], candidates)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]
     if options.picture is not None:
-        draw({policy: each[0] for policy, each in steps.items()}, options.picture)
+        draw({policy: each[0] for policy, each in runs.items()}, options.picture)
         print(f"Picture: {options.picture}")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "workload": name,
-            "group_size": setting.size,
-            "prompts": setting.prompts,
-            "steps": setting.steps,
-            "replicas": setting.machine.replicas,
-            "machine": asdict(setting.machine),
-            "policies": [asdict(summary) for summary in summaries],
+            "group_size": size,
+            "prompts": prompts,
+            "steps": steps,
+            "replicas": machine.replicas,
+            "machine": asdict(machine),
+            "policies": summaries,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
-        f"\n{name}: {setting.steps} steps of {setting.prompts} prompts x {setting.size}, "
-        f"at most {workload.max_tokens} tokens, {setting.machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
+        f"\n{name}: {steps} steps of {prompts} prompts x {size}, "
+        f"at most {workload.max_tokens} tokens, {machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
     )
     return 0
 
@@ -129,12 +110,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace the machine alone")
     add("--trace", action="append", type=Path, metavar="FILE", help="lengths from a file; may be repeated")
     add("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of the traces (default: jsonl)")
-    add(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="length limit of a trace (default: its cap; of several, the smallest that a sample reaches)",
-    )
+    limit = "length limit of a trace (default: its cap; of several, the smallest that a sample reaches)"
+    add("--max-tokens", type=int, metavar="N", help=limit)
     add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
     add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
@@ -148,58 +125,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.preset is None and not options.trace:
         parser.error("--preset or --trace is needed")
-    for flag in ("max_tokens", "replicas", "prompts", "steps"):
-        if getattr(options, flag) is not None and getattr(options, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
-    if options.group_size < 2:
-        parser.error("--group-size must be at least 2")
-    if options.seed < 0:
-        parser.error("--seed must be at least 0")
+    least = {"max_tokens": 1, "replicas": 1, "prompts": 1, "steps": 1, "group_size": 2, "seed": 0}
+    for flag, bound in least.items():
+        if getattr(options, flag) is not None and getattr(options, flag) < bound:
+            parser.error(f"--{flag.replace('_', '-')} must be at least {bound}")
     if options.picture is not None and find_spec("matplotlib") is None:
         parser.error("--picture needs matplotlib: pip install matplotlib")
     return options
 
 
-# --- what is shown ----------------------------------------------------------
-
-
-COLUMNS = {
-    "policy": ("policy", ""),
-    "rollout_seconds": ("rollout s", ".1f"),
-    "training_seconds": ("train s", ".1f"),
-    "step_seconds": ("step s", ".1f"),
-    "step_speedup": ("step x", ".2f"),
-    "rollout_speedup": ("rollout x", ".2f"),
-    "tokens_generated": ("generated", ".2f"),
-    "tokens_returned": ("returned", ".2f"),
-    "tokens_wasted": ("wasted", ".2f"),
-    "idle_share": ("idle", ".0%"),
-    "length_bias": ("length", "+.0%"),
-    "effective_sample_size": ("ESS", ".2f"),
-    "truncated_share": ("truncated", ".0%"),
-    "stale_share": ("stale", ".0%"),
-    "notes": ("", ""),
-}
-"""Title and format of each figure; empty where it is ``None``."""
-LEGEND = """\
-step x, rollout x: times as fast as off. generated, returned, wasted: tokens over those that off generates. idle:
-places of an engine that are empty, of the most it used. length: of what is returned, against off. ESS: effective sample
-size of the weights over the group size; empty where some candidates can never be returned. stale: returned tokens that
-older weights generated. N: prompts of a step; with start=1.25, 1.25 N are started, and the first N complete groups are
-returned."""
-
-
-def table(summaries: Sequence[Summary]) -> str:
-    """Format summaries as lines of text."""
-    rows = [[title for title, _ in COLUMNS.values()]]
-    for summary in summaries:
-        figures = [(getattr(summary, name), form) for name, (_, form) in COLUMNS.items()]
-        rows.append(["" if figure is None else format(figure, form) for figure, form in figures])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<", *">" * (len(widths) - 2), "<"]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in rows)
-
+# --- the picture ------------------------------------------------------------
 
 RETURNED, TRUNCATED, STOPPED = "#0072B2", "#D55E00", "#BBBBBB"
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""

@@ -1,5 +1,6 @@
 """The policies that are compared: their names on the command line, and what they do with a batch."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -16,24 +17,12 @@ DEFERRING = ("start", "carry", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
 AUTO_OPTIONS = ("start", "stale", "allow")
 AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
-DEFAULT = [
-    "uniform",
-    "uniform,tail=longest",
-    "uniform,longest=0",
-    "darts",
-    "darts,longest=0",
-    "darts_cut",
-    "darts_cut,adaptive=no",
-    "darts_cut,adaptive=no,quantile=0.8",
-    "cap",
-    "off,order=long",
-    "off,start=1.5",
-    "off,start=1.25,rounds=long",
-    "off,start=1.5,carry=resume",
-    "cap,start=1.5,carry=resume",
-    "auto",
-    "auto,allow=uniform+darts+cut+cap+limit",
-]
+DEFAULT = (
+    *("uniform", "uniform,tail=longest", "uniform,longest=0", "darts", "darts,longest=0"),
+    *("darts_cut", "darts_cut,adaptive=no", "darts_cut,adaptive=no,quantile=0.8", "cap"),
+    *("off,order=long", "off,start=1.5", "off,start=1.25,rounds=long", "off,start=1.5,carry=resume"),
+    *("cap,start=1.5,carry=resume", "auto", "auto,allow=uniform+darts+cut+cap+limit"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +57,7 @@ class Policy:
 
 def split_policies(texts: Iterable[str]) -> list[str]:
     """Return each policy with its options, from texts that may name several: a part without ``=`` begins another."""
-    policies: list[str] = []
-    for text in texts:
-        for number, part in enumerate(text.split(",")):
-            if number and "=" in part:
-                policies[-1] += f",{part}"
-            else:
-                policies.append(part)
-    return policies
+    return [policy for text in texts for policy in re.split(r",(?=[^,=]*(?:,|$))", text)]
 
 
 def parse_policy(text: str, size: int) -> Policy:
@@ -111,7 +93,7 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {text}: {option} must be {first} or {second}")
         return value == second
 
-    limits = AutoLimits()
+    limits, longest = AutoLimits(), int(number("longest", 1, 0, size - 1))
     if name == AUTO and "allow" not in options:  # by default it changes no distribution
         most_stale = number("stale", limits.most_stale, 0.0, 1.0)
         return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
@@ -119,25 +101,15 @@ def parse_policy(text: str, size: int) -> Policy:
         allow = tuple(options["allow"].split("+"))
         if not set(allow) <= set(RULES):  # nothing is deferred here
             raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
-        limits = AutoLimits(
-            allow=allow,
-            most_lost=number("lost", limits.most_lost, 0.0, 1.0),
-            most_bias=number("bias", limits.most_bias, 0.0, 1.0),
-            tokens_price=number("price", 0.0, 0.0, 1000.0),
-            exploration=number("exploration", limits.exploration, 0.0, 1.0),
-        )
-        most, longest = number("max_redundancy", 2.0, 1.0, 8.0), number("longest", 1, 0, size - 1)
-        base = Shaping(max_redundancy=most, num_longest=int(longest))
+        shares = (("lost", limits.most_lost), ("bias", limits.most_bias), ("exploration", limits.exploration))
+        lost, bias, exploration = (number(option, default, 0.0, 1.0) for option, default in shares)
+        limits = AutoLimits(allow, lost, bias, number("price", 0.0, 0.0, 1000.0), exploration)
+        base = Shaping(max_redundancy=number("max_redundancy", 2.0, 1.0, 8.0), num_longest=longest)
         return Policy(text, auto=build_auto(base, Deadline(exploration=0.0), limits))
 
-    policy = Policy(
-        text,
-        start=number("start", 1.0, 1.0, 4.0),
-        resumes=is_second("carry", "restart", "resume"),
-        long_rounds=is_second("rounds", "all", "long"),
-        long_first=is_second("order", "given", "long"),
-    )
-    if policy.long_rounds and policy.start < 1.01:
+    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", "resume")
+    policy = Policy(text, None, start, resumes, is_second("rounds", "all", "long"), is_second("order", "given", "long"))
+    if policy.long_rounds and start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
     if name == OFF:
         if set(options) - set(DEFERRING):
@@ -146,7 +118,7 @@ def parse_policy(text: str, size: int) -> Policy:
     redundancy = number("redundancy", 1.5, 1.0, 8.0)
     base = Shaping(
         redundancy=redundancy,
-        num_longest=int(number("longest", 1, 0, size - 1)),
+        num_longest=longest,
         max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
         tail=Tail.LONGEST if is_second("tail", Tail.SAMPLED, Tail.LONGEST) else Tail.SAMPLED,
     )

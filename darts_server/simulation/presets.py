@@ -11,24 +11,18 @@ from typing import NamedTuple
 
 from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.simulation.engines import BLOCK_SIZE, Machine, StepTime
-from darts_server.simulation.workload import FittedWorkload, Quantiles
+from darts_server.simulation.workload import FittedWorkload
 
-MEMORY_EFFICIENCY = 0.8
-"""Of the peak bandwidth: a copy on an H200 reaches 0.9 of it (4.3 of 4.8 TB/s)."""
+MEMORY_EFFICIENCY = 0.8  # of the peak bandwidth: a copy on an H200 reaches 0.9 of it (4.3 of 4.8 TB/s)
 COMPUTE_EFFICIENCY = 0.6
 """Of the peak: large matrix products on an H200 reach 0.8 of it (790 of 989 TFLOP/s), those of a decode step less."""
-TRAINING_EFFICIENCY = 0.4
-"""Of the peak, over a whole training step: what large dense models usually reach."""
-KV_SHARE = 0.9
-"""Of the memory that vLLM uses by default."""
-STEP_OVERHEAD = 1.5e-3
-"""Seconds of a step for scheduling, launches and sampling."""
+TRAINING_EFFICIENCY = 0.4  # of the peak, over a whole training step: what large dense models usually reach
+KV_SHARE = 0.9  # of the memory that vLLM uses by default
+STEP_OVERHEAD = 1.5e-3  # seconds of a step for scheduling, launches and sampling
 ALL_REDUCE = 10e-6
 """Seconds of a small all-reduce, of which each layer has two, where a model is split over several GPUs."""
-PER_SEQUENCE = 10e-6
-"""Seconds of a step for each sequence: sampling and output."""
-BYTES = 2
-"""Of a parameter or a KV entry in bf16."""
+PER_SEQUENCE = 10e-6  # seconds of a step for each sequence: sampling and output
+BYTES = 2  # of a parameter or a KV entry in bf16
 TRAINING_FLOPS = 8
 MAX_NUM_SEQS = 1024
 """vLLM's default on GPUs with much memory."""
@@ -110,31 +104,29 @@ class Preset:
 
 
 DAPO = FittedWorkload(
-    medians=Quantiles(_MEDIANS, (190, 250, 310, 400, 470, 555, 660, 830, 1140)),
-    ratios=Quantiles(
-        _RATIOS, (0.002, 0.012, 0.018, 0.065, 0.21, 0.41, 0.69, 1.0, 1.36, 2.05, 2.8, 3.6, 5.8, 7.5, 20.0)
-    ),
+    medians=(_MEDIANS, (190, 250, 310, 400, 470, 555, 660, 830, 1140)),
+    ratios=(_RATIOS, (0.002, 0.012, 0.018, 0.065, 0.21, 0.41, 0.69, 1.0, 1.36, 2.05, 2.8, 3.6, 5.8, 7.5, 20.0)),
     max_tokens=10_112,
     prompt_median=155,
     prompt_spread=0.30,
 )
 DEEPCODER = FittedWorkload(
-    medians=Quantiles(_MEDIANS, (1_030, 1_270, 2_940, 4_600, 11_500, 14_300, 15_700, 16_800, 17_500)),
-    ratios=Quantiles(_RATIOS, (0.43, 0.47, 0.54, 0.65, 0.75, 0.83, 0.92, 1.0, 1.09, 1.2, 1.28, 1.45, 1.8, 2.1, 2.5)),
+    medians=(_MEDIANS, (1_030, 1_270, 2_940, 4_600, 11_500, 14_300, 15_700, 16_800, 17_500)),
+    ratios=(_RATIOS, (0.43, 0.47, 0.54, 0.65, 0.75, 0.83, 0.92, 1.0, 1.09, 1.2, 1.28, 1.45, 1.8, 2.1, 2.5)),
     max_tokens=16_000,
     prompt_median=430,
     prompt_spread=0.50,
 )
 SEARCH_R1 = FittedWorkload(
-    medians=Quantiles(_MEDIANS, (63, 88, 108, 125, 149, 198, 253, 331, 406)),
-    ratios=Quantiles(_RATIOS, (0.007, 0.16, 0.23, 0.35, 0.48, 0.64, 0.83, 1.0, 1.24, 1.76, 2.35, 3.4, 5.3, 7.9, 23.0)),
+    medians=(_MEDIANS, (63, 88, 108, 125, 149, 198, 253, 331, 406)),
+    ratios=(_RATIOS, (0.007, 0.16, 0.23, 0.35, 0.48, 0.64, 0.83, 1.0, 1.24, 1.76, 2.35, 3.4, 5.3, 7.9, 23.0)),
     max_tokens=4_300,
     prompt_median=1_230,
     prompt_spread=0.29,
 )
 TINY = FittedWorkload(
-    medians=Quantiles((0.0, 0.5, 1.0), (3, 23, 60)),
-    ratios=Quantiles((0.0, 0.1, 0.5, 0.8, 0.9, 0.95, 1.0), (0.12, 0.5, 1.0, 1.5, 3.0, 5.2, 12.0)),
+    medians=((0.0, 0.5, 1.0), (3, 23, 60)),
+    ratios=((0.0, 0.1, 0.5, 0.8, 0.9, 0.95, 1.0), (0.12, 0.5, 1.0, 1.5, 3.0, 5.2, 12.0)),
     max_tokens=256,
     prompt_median=22,
     prompt_spread=0.3,
@@ -161,19 +153,16 @@ PRESETS: dict[str, Preset] = {
         "the DARTS paper's machine for 14B, 64 H20 as 16 engines of 4, with the lengths of dapo-32b",
         DAPO,
         machine(QWEN_14B, H20, 4, 16, 6.0),
-        prompts=512,
+        512,
     ),
     "paper-h20-32b": Preset(
         "the DARTS paper's machine for 32B, 64 H20 as 8 engines of 8, with the lengths of dapo-32b",
         DAPO,
         machine(QWEN_32B, H20, 8, 8, 10.0),
-        prompts=512,
+        512,
     ),
     "h200-8b": Preset(
-        "Qwen3-8B on one H200, with the lengths of dapo-32b",
-        DAPO,
-        machine(QWEN_8B, H200, 1, 1, 2.0),
-        prompts=64,
+        "Qwen3-8B on one H200, with the lengths of dapo-32b", DAPO, machine(QWEN_8B, H200, 1, 1, 2.0), 64
     ),
-    "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, prompts=16),
+    "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, 16),
 }

@@ -6,22 +6,10 @@ from math import ceil
 
 import numpy as np
 
-from darts_server.policy.auto.chooser import (
-    Choice,
-    Measured,
-    begin,
-    begin_with,
-    choose,
-    choose_by_size,
-    hindsight,
-    learn,
-    learn_training,
-    needs_hindsight,
-    next_ahead,
-)
+from darts_server.policy.auto import chooser
+from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
 from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
@@ -31,7 +19,6 @@ from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.workload import Workload
-from darts_server.types import SelectedAs
 
 MAX_STALENESS = 4
 """Of the server by default: a prompt that goes on in more steps than so many starts again."""
@@ -39,21 +26,6 @@ LEARNING = 20
 """Steps before those that are measured under `auto`."""
 WARM_UP = 2
 """Steps before those that are measured, where prompts are carried from step to step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What is simulated: ``steps`` of ``prompts``, groups of ``size``.
-
-    ``knows_prompts``: whether a group of each prompt was seen before, so that mean and std of its lengths are known.
-    """
-
-    machine: Machine
-    size: int
-    prompts: int
-    steps: int
-    knows_prompts: bool = True
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +39,6 @@ class Prompt:
     attempt: int = 0
     carried: Ints | None = None
     since: int = 0
-
-    def left_over(self, step: int, tokens: Ints, resumes: bool) -> "Prompt":
-        """Return the prompt for a later step than this one, which has generated ``tokens`` of its candidates."""
-        if not tokens.any():
-            return self
-        since = step if self.carried is None else self.since
-        if resumes and step + 1 - since <= MAX_STALENESS:
-            return Prompt(self.number, self.attempt, tokens, since)
-        return Prompt(self.number, self.attempt + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,15 +62,24 @@ class Step:
         return int(self.batch.done[self.rollout.returned > 0].sum())
 
 
+@dataclass(slots=True)
 class Candidates:
-    """Lengths and tail draws of prompts' candidates, the same under every policy. ``most``: of one prompt."""
+    """What is simulated: ``steps`` of ``prompts``, groups of ``size``, with the same candidates under every policy.
 
-    def __init__(self, workload: Workload, setting: Setting, most: int) -> None:
-        self.setting = setting
-        self.most = most
-        self._workload = workload
-        self._drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = {}
-        self._earlier: dict[int, PromptStats] = {}
+    ``most``: candidates of one prompt. ``knows_prompts``: whether a group of each prompt was seen before, so that mean
+    and std of its lengths are known.
+    """
+
+    workload: Workload
+    machine: Machine
+    size: int
+    prompts: int
+    steps: int
+    most: int
+    knows_prompts: bool = True
+    seed: int = 0
+    _drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = field(default_factory=dict)
+    _earlier: dict[int, PromptStats] = field(default_factory=dict)
 
     def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
         """Build a batch with up to ``count`` candidates for each prompt."""
@@ -115,33 +87,30 @@ class Candidates:
         for row, prompt in enumerate(prompts):
             key = prompt.number, prompt.attempt
             if key not in self._drawn:
-                rng = np.random.default_rng([self.setting.seed, prompt.number, 2 + prompt.attempt])
-                lengths = self._workload.lengths(prompt.number, self.most, rng, prompt.attempt)
-                self._drawn[key] = self._workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
+                rng = np.random.default_rng([self.seed, prompt.number, 2 + prompt.attempt])
+                lengths = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
+                self._drawn[key] = self.workload.prompt_tokens(prompt.number), lengths, rng.random(self.most)
             drawn.append(self._drawn[key])
             if prompt.carried is not None:
                 done[row, : prompt.carried.size] = prompt.carried
+        tokens, lengths, draws = map(np.asarray, zip(*drawn, strict=True))
         return Batch(
-            np.asarray([tokens for tokens, _, _ in drawn]),
-            np.stack([lengths[:count] for _, lengths, _ in drawn]),
-            np.stack([draws[:count] for _, _, draws in drawn]),
-            self._workload.max_tokens,
-            done if done.any() else None,
+            tokens, lengths[:, :count], draws[:, :count], self.workload.max_tokens, done if done.any() else None
         )
 
     def step_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a measured step, from 0, where nothing is carried from step to step."""
-        first = (WARM_UP + step) * self.setting.prompts
-        return [Prompt(number) for number in range(first, first + self.setting.prompts)]
+        first = (WARM_UP + step) * self.prompts
+        return [Prompt(number) for number in range(first, first + self.prompts)]
 
     def earlier(self, number: int) -> PromptStats | None:
         """Return what is known of a prompt, from an earlier group of it; ``None`` for a new one."""
-        if not self.setting.knows_prompts:
+        if not self.knows_prompts:
             return None
         if number not in self._earlier:
-            rng = np.random.default_rng([self.setting.seed, number, 1])
-            lengths = self._workload.lengths(number, self.setting.size, rng, attempt=1).tolist()
-            most = self._workload.max_tokens
+            rng = np.random.default_rng([self.seed, number, 1])
+            lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
+            most = self.workload.max_tokens
             observed = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
             self._earlier[number] = update_stats(None, observed, 0)
         return self._earlier[number]
@@ -166,40 +135,45 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     cycles are measured, which may be more steps. They start again, or go on from what they have. Completion lengths are
     remembered from step to step. Where `auto` says how many are started, the first steps are those that it learns in.
     """
-    setting, recent = candidates.setting, RecentCompletionLengths()
-    if policy.start == 1:
-        batches = [candidates.step_prompts(step) for step in range(setting.steps)]
-        if policy.long_first:
-            batches = [candidates.longest_first(batch) for batch in batches]
-        return [run_step(policy, batch, None, candidates, recent) for batch in batches]
-    count = policy.cycle * ceil(setting.steps / policy.cycle)
+    recent, needed = RecentCompletionLengths(), candidates.prompts
     warm_up = LEARNING if policy.most_stale is not None else policy.cycle * ceil(WARM_UP / policy.cycle)
-    steps, waiting, fresh, ahead = [], list[Prompt](), 0, 1.0
-    for number in range(warm_up + count):
+    first = 0
+    if policy.start == 1:  # nothing is carried over
+        first = warm_up = WARM_UP
+    count = policy.cycle * ceil(candidates.steps / policy.cycle)
+    steps, waiting, fresh, ahead = [], list[Prompt](), first * needed, 1.0
+    for number in range(first, warm_up + count):
         # Those that start again, those that go on waiting, and how many new ones start.
-        again, waiting, more = waiting, [], round(policy.start * setting.prompts) - len(waiting)
-        if policy.long_rounds and len(again) < setting.prompts:
-            again, waiting, more = [], again, round(policy.start * setting.prompts)
+        again, waiting, more = waiting, [], round(policy.start * needed) - len(waiting)
+        if policy.long_rounds and len(again) < needed:
+            again, waiting, more = [], again, round(policy.start * needed)
         elif policy.long_rounds:
-            again, waiting, more = again[: setting.prompts], again[setting.prompts :], 0
-        batch = [*again, *(Prompt(new) for new in range(fresh, fresh + more))]
+            again, waiting, more = again[:needed], again[needed:], 0
+        batch = [*again, *map(Prompt, range(fresh, fresh + more))]
         fresh += more
         if policy.long_first:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
-            begun = begin_with(setting.prompts, len(batch), ahead)
+            begun = chooser.begin_with(needed, len(batch), ahead)
             batch, waiting = batch[:begun], [*batch[begun:], *waiting]
-        enough = setting.prompts if len(batch) > setting.prompts else None
+        enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)
         steps.append(step)
+        # Those that are left over.
         tokens = step.rollout.generated.astype(np.int64) + (0 if step.batch.done is None else step.batch.done)
         for row in np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist():
-            part = tokens[row, : step.plan.candidates[row]]
-            waiting.append(batch[row].left_over(number, part, policy.resumes))
+            prompt, part = batch[row], tokens[row, : step.plan.candidates[row]]
+            since = number if prompt.carried is None else prompt.since
+            if not part.any():
+                waiting.append(prompt)
+            elif policy.resumes and number + 1 - since <= MAX_STALENESS:
+                waiting.append(Prompt(prompt.number, prompt.attempt, part, since))
+            else:
+                waiting.append(Prompt(prompt.number, prompt.attempt + 1))
         if policy.most_stale is not None:
             stale = step.stale_tokens / max(1.0, float(step.rollout.returned.sum()))
-            ahead = next_ahead(ahead, stale, policy.most_stale)
-    return steps[warm_up:]
+            ahead = chooser.next_ahead(ahead, stale, policy.most_stale)
+    return steps[-count:]
 
 
 def run_step(
@@ -216,9 +190,9 @@ def run_step(
     Raises:
         ValueError: a sequence does not fit into an engine's KV cache.
     """
-    machine, earlier = candidates.setting.machine, [candidates.earlier(prompt.number) for prompt in prompts]
+    machine, earlier = candidates.machine, [candidates.earlier(prompt.number) for prompt in prompts]
     stds = [None if stats is None else stats.std_ema for stats in earlier]
-    plan = BatchPlan.of(policy.shaping, candidates.setting.size, stds, enough=enough)
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
@@ -249,7 +223,7 @@ def trained_tokens(batch: Batch, rollout: Rollout) -> int:
 
 def run_auto(auto: Auto, candidates: Candidates) -> tuple[list[Step], str]:
     """Simulate the measured steps after `LEARNING` others, from which it learns. Returns what it did, too."""
-    run, steps = AutoRun(auto, candidates), candidates.setting.steps
+    run, steps = AutoRun(auto, candidates), candidates.steps
     for step in range(LEARNING):
         run.run(candidates.step_prompts(steps + step))
     measured = [run.run(candidates.step_prompts(step)) for step in range(steps)]
@@ -266,31 +240,45 @@ class AutoRun:
     state: AutoState = field(default_factory=AutoState)
     profile: LengthProfile = field(default_factory=LengthProfile)
 
-    def run(
-        self, prompts: Sequence[Prompt], *, num_groups: int | None = None, min_groups: int | None = None
-    ) -> tuple[Choice, Step]:
-        """Run one batch. ``num_groups``, ``min_groups``: groups with which it ends, or may end, as of a request."""
-        size, machine = self.candidates.setting.size, self.candidates.setting.machine
-        choice, enough = choose_by_size(self.auto, size, len(prompts)), num_groups or len(prompts)
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
+        """Run one batch."""
+        size, machine = self.candidates.size, self.candidates.machine
+        choice = chooser.choose_by_size(self.auto, size, len(prompts))
         is_forecast = choice is None
         if choice is None:
             expectation, rng = self._expect(prompts, 3)
-            choice = choose(self.auto, self.state, size, expectation, machine, enough, rng, min_groups=min_groups)
-        self.state = begin(self.state, choice)
-        policy = Policy(choice.option.name, choice.option.shaping)
-        step = run_step(policy, prompts, choice.enough or num_groups, self.candidates)
-        measured = self._measure(step, prompts)
-        self.state = learn(self.state, choice, measured)
-        if needs_hindsight(self.state, choice) and is_forecast:
+            choice = chooser.choose(self.auto, self.state, size, expectation, machine, len(prompts), rng)
+        self.state = chooser.begin(self.state, choice)
+        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates)
+        # It is measured as the server does, and the lengths of its groups are learned.
+        rollout, batch, means = step.rollout, step.batch, []
+        ended = batch.valid & (rollout.generated == batch.ends)
+        for row, prompt in enumerate(prompts):
+            pairs = zip(rollout.generated[row], ended[row], strict=True)
+            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
+            self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
+            means.append(estimate_lengths(observed).mean)
+        lengths = rollout.lengths
+        measured = chooser.Measured(
+            rollout.seconds,
+            float(lengths.mean()),
+            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
+            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
+            int(rollout.generated.max()),
+            means,
+            float((lengths >= batch.max_tokens).mean()),
+        )
+        self.state = chooser.learn(self.state, choice, measured)
+        if chooser.needs_hindsight(self.state, choice) and is_forecast:
             expectation, rng = self._expect(prompts, 4)
-            late = hindsight(choice, size, expectation, machine, enough, rng)
-            self.state = learn(self.state, late, replace(measured, means=()))
-        self.state = learn_training(self.state, float(step.rollout.lengths.sum()), step.training_seconds)
+            late = chooser.hindsight(choice, size, expectation, machine, len(prompts), rng)
+            self.state = chooser.learn(self.state, late, replace(measured, means=()))
+        self.state = chooser.learn_training(self.state, float(step.rollout.lengths.sum()), step.training_seconds)
         return choice, step
 
     def _expect(self, prompts: Sequence[Prompt], stream: int) -> tuple[Expectation | None, np.random.Generator]:
         """Return what is known of a batch now, and the random numbers to forecast it with."""
-        rng = np.random.default_rng([self.candidates.setting.seed, self.state.batches, stream])
+        rng = np.random.default_rng([self.candidates.seed, self.state.batches, stream])
         earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
         batch = self.candidates.batch(prompts, 1)
         expectation = Expectation.of(
@@ -303,114 +291,3 @@ class AutoRun:
             batch.max_tokens,
         )
         return expectation, rng
-
-    def _measure(self, step: Step, prompts: Sequence[Prompt]) -> Measured:
-        """Measure a batch as the server does, and learn the lengths of its groups."""
-        rollout, batch, means = step.rollout, step.batch, list[float]()
-        ended = batch.valid & (rollout.generated == batch.ends)
-        for row, prompt in enumerate(prompts):
-            earlier = self.candidates.earlier(prompt.number)
-            if np.isinf(rollout.completed_at[row]):  # deferred: nothing is learned from it
-                means += [] if earlier is None else [earlier.mean_ema]
-                continue
-            pairs = zip(rollout.generated[row], ended[row], strict=True)
-            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
-            self.profile.observe(ratios_to_mean(observed, earlier))
-            means.append(estimate_lengths(observed).mean)
-        lengths = rollout.lengths
-        return Measured(
-            rollout.seconds,
-            float(lengths.mean()),
-            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
-            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
-            int(rollout.generated.max()),
-            means,
-            float((lengths >= batch.max_tokens).mean()),
-        )
-
-
-# --- what the steps come to ----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a policy comes to, over all steps; shares are in [0, 1].
-
-    ``step_speedup``, ``rollout_speedup``: seconds of ``off`` over those of the policy. ``tokens_*``: over those that
-    ``off`` generates. ``idle_share``: of the places that an engine used at its peak. ``length_bias``: relative, of the
-    mean length of what is returned against that of ``off``. ``effective_sample_size``: of the weights, (sum w)² / sum
-    w², over the group size; ``None`` without weights. ``truncated_share``: of what is returned. ``stale_share``: of the
-    returned tokens, those that older weights have generated.
-    """
-
-    policy: str
-    rollout_seconds: float
-    training_seconds: float
-    step_seconds: float
-    step_speedup: float = 1.0
-    rollout_speedup: float = 1.0
-    tokens_generated: float = 1.0
-    tokens_returned: float = 1.0
-    tokens_wasted: float = 0.0
-    idle_share: float | None = None
-    length_bias: float = 0.0
-    effective_sample_size: float | None = None
-    truncated_share: float | None = None
-    stale_share: float = 0.0
-    notes: str = ""
-
-
-def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
-    """Sum up steps. Seconds and token counts are means over steps, until `relative_to` divides them."""
-    lengths = np.concatenate([step.rollout.lengths for step in steps])
-    tokens = float(lengths.sum()) / len(steps)
-    generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
-    stale = sum(step.stale_tokens for step in steps) / len(steps)
-    return Summary(
-        policy=name,
-        rollout_seconds=float(np.mean([step.rollout.seconds for step in steps])),
-        training_seconds=float(np.mean([step.training_seconds for step in steps])),
-        step_seconds=float(np.mean([step.seconds for step in steps])),
-        tokens_generated=generated,
-        tokens_returned=tokens,
-        tokens_wasted=max(0.0, generated - tokens),
-        idle_share=1 - float(np.mean([step.rollout.busy for step in steps])),
-        length_bias=float(lengths.mean()),
-        effective_sample_size=_effective_sample_size(steps, size),
-        truncated_share=sum(int(step.rollout.truncated.sum()) for step in steps) / lengths.size,
-        stale_share=stale / tokens,
-        notes=notes,
-    )
-
-
-def relative_to(off: Summary, summary: Summary) -> Summary:
-    """Relate a summary of `summarise` to that of ``off``."""
-    return replace(
-        summary,
-        step_speedup=off.step_seconds / summary.step_seconds,
-        rollout_speedup=off.rollout_seconds / summary.rollout_seconds,
-        tokens_generated=summary.tokens_generated / off.tokens_generated,
-        tokens_returned=summary.tokens_returned / off.tokens_generated,
-        tokens_wasted=summary.tokens_wasted / off.tokens_generated,
-        length_bias=summary.length_bias / off.length_bias - 1,
-    )
-
-
-def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean over groups; ``None`` if one has no weights, see `SelectionRule.weights`."""
-    sizes = []
-    for step in steps:
-        batch, rollout = step.batch, step.rollout
-        ends = batch.ends if batch.done is None else batch.ends - batch.done
-        for group in np.flatnonzero(np.isfinite(rollout.completed_at)).tolist():
-            rule, count = step.plan.rule(group), step.plan.candidates[group]
-            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == ends[group]))[:count])
-            short = set(whole[np.argsort(batch.lengths[group][whole], kind="stable")][: rule.num_shortest].tolist())
-            returned = np.flatnonzero(rollout.returned[group]).tolist()
-            places = {i: SelectedAs.SHORT if i in short else SelectedAs.LONG for i in returned}
-            found = rule.weights([Candidate(i, 0.0, selected_as=places.get(i)) for i in range(count)])
-            if not found:
-                return None
-            weights = list(found.values())
-            sizes.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
-    return float(np.mean(sizes))

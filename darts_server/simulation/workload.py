@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import log
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.simulation.batch import Floats, Ints
+from darts_server.policy.simulation.batch import Ints
 
 NEIGHBOURS = 8
 """Prompts with a similar mean length whose samples also stand for a prompt's."""
@@ -38,8 +38,7 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TracedPrompt:
+class TracedPrompt(NamedTuple):
     """One prompt of a trace: its tokens, and the lengths of its samples."""
 
     prompt_tokens: int
@@ -73,11 +72,10 @@ class TracedWorkload:
         distances = np.abs(self._means - self._means[row])
         distances[row] = np.inf
         near = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
-        others = [(self._logs[i], self._means[row] - self._means[i]) for i in near]
-        values = np.concatenate([own, *(logs + shift for logs, shift in others)])
-        truncated = np.concatenate([own, *(logs for logs, _ in others)]) >= limit
+        values = np.concatenate([own, *(self._logs[i] + (self._means[row] - self._means[i]) for i in near)])
+        truncated = np.concatenate([own, *(self._logs[i] for i in near)]) >= limit
         shares = np.full(values.size, (1 - OWN_SHARE) / max(1, values.size - own.size))
-        shares[: own.size] = (OWN_SHARE if others else 1.0) / own.size
+        shares[: own.size] = (OWN_SHARE if near.size else 1.0) / own.size
         chosen = rng.choice(values.size, count, p=shares)
         spread = own.std(ddof=1) / np.sqrt(own.size) if own.size > 1 else 0.0
         drawn = values[chosen]
@@ -85,19 +83,11 @@ class TracedWorkload:
         ends = np.minimum(np.where(noisy < limit, noisy, drawn), limit)
         resampled = np.clip(np.round(np.exp(ends)), 1, self.max_tokens - 1)
         resampled = np.where(truncated[chosen], self.max_tokens, resampled)
-        lengths: Ints = np.concatenate([np.asarray(seen), resampled]).astype(np.int64)
-        return lengths
+        return np.asarray(np.concatenate([seen, resampled]), dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """A distribution of positive values by its quantiles, linear in their logarithms between these."""
-
-    shares: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def at(self, share: float | Floats) -> Floats:
-        return np.asarray(np.exp(np.interp(share, self.shares, np.log(self.values))))
+Quantiles = tuple[Sequence[float], Sequence[float]]
+"""A distribution of positive values: shares and the values there, linear in their logarithms between these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +108,10 @@ class FittedWorkload:
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        median = self.medians.at(np.random.default_rng([0, number, 2]).random())
-        lengths = np.ceil(median * self.ratios.at(rng.random(count)))
-        return np.clip(lengths, 1, self.max_tokens).astype(np.int64)
+        (medians, at_medians), (ratios, at_ratios) = self.medians, self.ratios
+        median = np.exp(np.interp(np.random.default_rng([0, number, 2]).random(), medians, np.log(at_medians)))
+        lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratios, np.log(at_ratios))))
+        return np.asarray(np.clip(lengths, 1, self.max_tokens), dtype=np.int64)
 
 
 # --- reading traces ---------------------------------------------------------
@@ -165,47 +156,38 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
     is_jsonl = form is Format.JSONL
     of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form].split()
     groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
-    for place, line in _lines(path):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"--trace: {path} cannot be read: {error}") from error
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            line = json.loads(text)
+        except ValueError:
+            raise InvalidSetting(f"--trace: {place} is no JSON") from None
+        if not isinstance(line, dict):
+            raise InvalidSetting(f"--trace: {place} is no JSON object")
         if not is_jsonl and line.get("validate") is True:
             continue
         # PolyTrace's max_response_len counts what tools return, too, and some samples generate more than that.
         cap = None if not is_jsonl or line.get("cap") is None else _count(line, "cap", place)
-        is_sample = "turns" in line if is_jsonl else "output" not in line
-        if not is_sample:
-            tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
-            if not isinstance(lengths, list) or not lengths:
-                raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
-            yield TracedPrompt(tokens, tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)), cap
+        if "turns" in line if is_jsonl else "output" not in line:
+            # What tools add to a sample's context is prefilled, not generated.
+            generated, added = _total(line, "turns", of_turn, place), _total(line, of_calls, of_call, place)
+            prompt, group = _count(line, of_sample, place), (str(line.get("step")), _count(line, of_group, place, 0))
+            groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
             continue
-        # What tools add to a sample's context is prefilled, not generated.
-        generated = _total(line, "turns", of_turn, place)
-        added = _total(line, of_calls, of_call, place)
-        prompt = _count(line, of_sample, place)
-        group = str(line.get("step")), _count(line, of_group, place, 0)
-        groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
+        tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
+        if not isinstance(lengths, list) or not lengths:
+            raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
+        yield TracedPrompt(tokens, tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)), cap
     for samples in groups.values():
         contexts, tokens_generated, caps = zip(*samples, strict=True)
         cap = min((cap for cap in caps if cap is not None), default=None)
-        yield TracedPrompt(round(sum(contexts) / len(contexts)), tuple(tokens_generated)), cap
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line's object, and where it is."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):
-                if not text.strip():
-                    continue
-                place = f"{path}, line {number}"
-                try:
-                    value = json.loads(text)
-                except ValueError:
-                    raise InvalidSetting(f"--trace: {place} is no JSON") from None
-                if not isinstance(value, dict):
-                    raise InvalidSetting(f"--trace: {place} is no JSON object")
-                yield place, value
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"--trace: {path} cannot be read: {error}") from error
+        yield TracedPrompt(round(sum(contexts) / len(contexts)), tokens_generated), cap
 
 
 def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:

@@ -109,11 +109,11 @@ def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -
 
 def _chain(problem: Problem, rng: Random, error: float) -> tuple[str, int]:
     """Write all steps once, each wrong with probability ``error``, carried on."""
-    value = problem.start
+    value = int(problem.prompt[0])
     parts: list[str] = []
-    for letter, step in problem.chain():
+    for step in problem.chain:
         value = step.apply(value)
         if rng.random() < error:
             value = (value + rng.randrange(1, 10)) % 10
-        parts.append(f"{letter}{step.operator}{step.digit}{EQUALS}{value}")
+        parts.append(f"{step.letter}{step.operator}{step.digit}{EQUALS}{value}")
     return "".join(parts), value

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import child, traces
-from benchmarks.gpu.budget import Budget
+from benchmarks.gpu import benchmark, plan, traces
 from benchmarks.gpu.parts import training
-from benchmarks.gpu.plan import Plan, make_plan, order_policies
-from benchmarks.gpu.policies import AGAIN, OFF, ORDER, PLAIN, SHAPED, replay_all
+from benchmarks.gpu.plan import AGAIN, OFF, ORDER, PLAIN, Budget
 from darts_server.policy.latency import LatencyCurve
 
 pytestmark = pytest.mark.nightly
@@ -41,24 +39,19 @@ def test_unused_time_of_a_part_goes_to_the_next_ones() -> None:
     assert given == [("one", 25.0), ("two", pytest.approx(95 / 3)), ("three", pytest.approx(95 * 2 / 3 - 10))]
 
 
-def plan_within(seconds: float, prompts: int = 128) -> Plan:
-    return make_plan(CURVE, traces.sample(0, prompts), ORDER, (1, 2, 4, 8), 2048, Budget(seconds, Clock()))
+def plan_within(seconds: float) -> plan.Plan:
+    return plan.make_plan(CURVE, traces.sample(0, 128), ORDER, (1, 2, 4, 8), 2048, Budget(seconds, Clock()))
 
 
-def test_prompts_are_reduced_before_lengths() -> None:
-    whole = plan_within(10_000)
-    must, _ = order_policies(ORDER)
-    plan = plan_within(sum(map(whole.estimate, must)) - 1)
-    assert (plan.trace.divisor, len(plan.trace.prompts)) == (1, 64)
-
-
-def test_essential_policies_fit_or_the_rollout_is_as_small_as_possible() -> None:
-    must, _ = order_policies(ORDER)
-    plan = plan_within(60)
-    assert plan.trace.divisor > 1
-    assert sum(map(plan.estimate, must)) <= 60
-    least = plan_within(0)
-    assert (least.trace.divisor, len(least.trace.prompts)) == (8, 64)
+def test_prompts_are_reduced_before_lengths_and_essential_policies_fit_if_they_can() -> None:
+    must, _ = plan.order_policies(ORDER)
+    needed = sum(map(plan_within(10_000).estimate, must))
+    found = [plan_within(seconds) for seconds in (needed, needed - 1, 60, 0)]
+    sizes = [(each.trace.divisor, len(each.trace.prompts)) for each in found]
+    assert sizes[:2] == [(1, 128), (1, 64)]
+    assert sizes[2][0] > 1
+    assert sum(map(found[2].estimate, must)) <= 60
+    assert sizes[3] == (8, 64)
 
 
 # --- running it -------------------------------------------------------------
@@ -75,7 +68,7 @@ def test_a_process_is_stopped_with_all_its_children(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     while not (file.exists() and file.read_text()):
         time.sleep(0.02)
-    child.stop(process)
+    benchmark.stop(process)
     assert process.returncode is not None
     until = time.monotonic() + 30
     while alive(int(file.read_text())) and time.monotonic() < until:
@@ -110,13 +103,14 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     assert not any(table["failed"] for table in tables.values())
     assert all(row["step, ms"] > 0 and row["bound, ms"] > 0 for row in tables["steps"]["rows"])
     rows = {row["policy"]: row for row in tables["rollouts-8"]["rows"]}
+    dry = traces.sample(0, traces.SAMPLED).first(8).shortened(64)
     assert set(rows) == {PLAIN, AGAIN, *ORDER}
     for row in rows.values():
         assert row["seconds"] > 0
         assert row["generated"] == row["returned"] + row["wasted"]
         assert 0 <= row["idle"] <= 1
     assert rows[PLAIN]["generated"] == rows[OFF]["generated"] == rows[AGAIN]["generated"]
-    assert rows["uniform"]["returned"] == sum(group.returned for group in replay_all(SHAPED["uniform"], dry_trace()))
+    assert rows["uniform"]["returned"] == sum(group.returned for group in plan.replay_all(plan.SHAPED["uniform"], dry))
     methods = {row["method"]: row for row in tables["training"]["rows"]}
     assert set(methods) == set(training.METHODS)
     assert methods["off"]["generated"] == methods["off"]["returned"]
@@ -135,7 +129,3 @@ def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     for table in tables.values():
         assert f"# {table['title']}\n" in done.stdout
     assert (tmp_path / "rollouts-8-tiny.png").read_bytes().startswith(b"\x89PNG")
-
-
-def dry_trace() -> traces.Trace:
-    return traces.sample(0, traces.SAMPLED).first(8).shortened(64)

@@ -62,8 +62,8 @@ def test_a_state_without_lengths_or_steps_is_refused() -> None:
 
 def test_errors_are_against_the_mean_of_the_rounds_and_last() -> None:
     rows = [
-        Row("off", 8, 64, predicted=0.9, measured=[0.8, 1.2], replayed=[0.9, 0.9]),
-        Row("cap", 8, 64, predicted=1.4, measured=[2.0, 2.0], replayed=[1.9, 1.9]),
+        Row("off", 8, 0.9, [64, 64], measured=[0.8, 1.2], replayed=[0.9, 0.9]),
+        Row("cap", 8, 1.4, [64, 64], measured=[2.0, 2.0], replayed=[1.9, 1.9]),
     ]
     assert rows[0].error == pytest.approx(-0.1)
     assert rows[0].unexplained == pytest.approx(0.1 / 64)

@@ -37,7 +37,7 @@ def test_clean_demonstrations_are_right_and_never_recheck() -> None:
         text = demonstration(problem, rng, CLEAN)
         assert reward(problem, text) == 1.0
         assert RECHECK not in text
-        assert len(text) == 5 * len(problem.steps) + 2
+        assert len(text) == 5 * len(problem.chain) + 2
 
 
 def test_prompts_fit_their_limit_in_tokens_and_looped_chains_the_limit_of_answers() -> None:

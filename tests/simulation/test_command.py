@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from darts_server.cli import USAGE_ERROR, main
-from darts_server.simulation.policies import DEFAULT
 
 SMALL = ["--prompts", "8", "--group-size", "4", "--steps", "1"]
 BLOCKED = """
@@ -68,12 +67,6 @@ def test_flags_that_cannot_be_are_refused(flags: list[str], message: str, capsys
     with pytest.raises(SystemExit):
         main(["simulate", *flags])
     assert message in capsys.readouterr().err
-
-
-def test_the_help_names_the_policies_that_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "--help"])
-    assert " ".join(DEFAULT) in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_wrong_in_a_policy_or_a_trace_is_a_usage_error(

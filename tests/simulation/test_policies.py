@@ -19,14 +19,7 @@ def test_the_default_policies_plan_a_batch(text: str) -> None:
 
 def test_several_policies_may_be_named_at_once() -> None:
     texts = ["off,uniform,darts_cut,quantile=0.8,start=1.25", "cap", "darts,uniform"]
-    assert split_policies(texts) == [
-        "off",
-        "uniform",
-        "darts_cut,quantile=0.8,start=1.25",
-        "cap",
-        "darts",
-        "uniform",
-    ]
+    assert split_policies(texts) == ["off", "uniform", "darts_cut,quantile=0.8,start=1.25", "cap", "darts", "uniform"]
     assert split_policies(["=1"]) == ["=1"]
 
 
@@ -55,13 +48,6 @@ def test_auto_by_default_changes_no_distribution() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
     assert (auto.shaping, auto.auto) == (None, None)
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
-
-
-def test_adaptive_policies_give_more_to_prompts_that_are_spread_and_spend_the_budget() -> None:
-    plan = BatchPlan.of(parse_policy("darts", 8).shaping, 8, [1.0, 30.0, 500.0, 2_000.0])
-    assert sum(plan.candidates) == 48
-    assert list(plan.candidates) == sorted(plan.candidates)
-    assert list(plan.saturated) == [count == 16 for count in plan.candidates]
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.policy.auto.options import RESTART, RULES, AutoLimits, build_auto
+from darts_server.policy.auto.options import RULES, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import Policy, parse_policy
 from darts_server.simulation.presets import PRESETS, TINY_MACHINE, with_engines
-from darts_server.simulation.training import (
-    AutoRun,
-    Candidates,
-    Setting,
-    relative_to,
-    run_auto,
-    run_policy,
-    run_step,
-    summarise,
-)
-
-SETTING = Setting(TINY_MACHINE, size=4, prompts=12, steps=2)
+from darts_server.simulation.summary import relative_to, summarise
+from darts_server.simulation.training import AutoRun, Candidates, run_auto, run_policy, run_step
 
 
-def candidates(setting: Setting = SETTING) -> Candidates:
-    return Candidates(PRESETS["tiny"].workload, setting, 2 * setting.size)
+def candidates(prompts: int = 12, steps: int = 2, *, knows_prompts: bool = True) -> Candidates:
+    return Candidates(PRESETS["tiny"].workload, TINY_MACHINE, 4, prompts, steps, 8, knows_prompts)
 
 
 def test_all_policies_get_the_same_candidates() -> None:
@@ -54,7 +44,7 @@ def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_t
     left = [step.batch.prompt_tokens[np.isinf(step.rollout.completed_at)].tolist() for step in steps]
     assert steps[2].batch.prompt_tokens.tolist() == left[0] + left[1]
     off = summarise("off", run_policy(parse_policy("off", 4), candidates()), 4)
-    assert 0.5 < relative_to(off, summarise("long", steps, 4)).tokens_returned < 1.5, "tokens of a step, not of all"
+    assert 0.5 < relative_to(off, summarise("long", steps, 4))["tokens_returned"] < 1.5, "tokens of a step, not of all"
 
 
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
@@ -68,7 +58,7 @@ def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
     returned = second.rollout.returned > 0
     assert (second.rollout.returned[returned] <= (second.batch.done + second.rollout.generated)[returned]).all()
     assert second.batch.lengths[: len(left)].tolist() == first.batch.lengths[left].tolist()
-    assert summarise("partial", steps, 4).stale_share > 0
+    assert summarise("partial", steps, 4)["stale_share"] > 0
 
 
 def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories() -> None:
@@ -76,46 +66,45 @@ def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories
     names = ("off", "uniform", "darts", "uniform,tail=longest", "uniform,longest=0")
     runs = {text: run_policy(parse_policy(text, 4), drawn) for text in names}
     off = summarise("off", runs["off"], 4)
-    found = {summary.policy: relative_to(off, summary) for summary in baselines(runs["off"], drawn)}
+    found = {summary["policy"]: relative_to(off, summary) for summary in baselines(runs["off"], drawn)}
     assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "bound"}
     bound = found["bound, best 4 of 8"]
     for text, steps in runs.items():
-        assert relative_to(off, summarise(text, steps, 4)).step_speedup <= bound.step_speedup
-    assert bound.tokens_generated < 1
-    assert bound.length_bias < 0
+        assert relative_to(off, summarise(text, steps, 4))["step_speedup"] <= bound["step_speedup"]
+    assert bound["tokens_generated"] < 1
+    assert bound["length_bias"] < 0
 
 
 def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
-    setting = Setting(TINY_MACHINE, size=4, prompts=100, steps=1)
-    drawn = candidates(setting)
+    drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)
-    anyway = summarise("off", off, 4).truncated_share or 0.0
+    anyway = summarise("off", off, 4)["truncated_share"] or 0.0
     two, ten, *_ = baselines(off, drawn)
-    assert two.truncated_share == pytest.approx(anyway + 0.02, abs=0.01)
-    assert ten.truncated_share == pytest.approx(anyway + 0.1, abs=0.02)
-    assert two.rollout_seconds > ten.rollout_seconds
+    assert two["truncated_share"] == pytest.approx(anyway + 0.02, abs=0.01)
+    assert ten["truncated_share"] == pytest.approx(anyway + 0.1, abs=0.02)
+    assert two["rollout_seconds"] > ten["rollout_seconds"]
 
 
 def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> None:
     preset = PRESETS["search-r1-7b"]
-    setting = Setting(preset.machine, size=4, prompts=40, steps=1)
-    drawn = Candidates(preset.workload, setting, 8)
+    drawn = Candidates(preset.workload, preset.machine, size=4, prompts=40, steps=1, most=8)
     off = run_policy(parse_policy("off", 4), drawn)
-    found = {summary.policy: summary for summary in baselines(off, drawn)}["async one-step-off"]
+    found = {summary["policy"]: summary for summary in baselines(off, drawn)}["async one-step-off"]
     between = preset.machine.between_rollouts
-    assert found.step_seconds == pytest.approx(max(found.rollout_seconds, found.training_seconds - between) + between)
-    assert found.stale_share == 1
+    slower = max(found["rollout_seconds"], found["training_seconds"] - between)
+    assert found["step_seconds"] == pytest.approx(slower + between)
+    assert found["stale_share"] == 1
 
 
 def test_unshaped_groups_have_their_whole_sample_size() -> None:
     drawn = candidates()
     off = summarise("off", run_policy(parse_policy("off", 4), drawn), 4)
-    assert relative_to(off, off).step_speedup == relative_to(off, off).tokens_generated == 1
-    assert off.effective_sample_size == 1
+    assert relative_to(off, off)["step_speedup"] == relative_to(off, off)["tokens_generated"] == 1
+    assert off["effective_sample_size"] == 1
     uniform = summarise("uniform", run_policy(parse_policy("uniform", 4), drawn), 4)
-    assert uniform.effective_sample_size == pytest.approx((3 + 3) ** 2 / (3 + 9) / 4)
+    assert uniform["effective_sample_size"] == pytest.approx((3 + 3) ** 2 / (3 + 9) / 4)
     shortest = summarise("shortest", run_policy(parse_policy("uniform,longest=0", 4), drawn), 4)
-    assert shortest.effective_sample_size is None
+    assert shortest["effective_sample_size"] is None
 
 
 def test_long_prompts_can_come_first() -> None:
@@ -126,7 +115,7 @@ def test_long_prompts_can_come_first() -> None:
     numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
     assert means == sorted(means, reverse=True)
-    new = candidates(Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False))
+    new = candidates(steps=1, knows_prompts=False)
     ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
     assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
@@ -142,24 +131,18 @@ class RunawaysAfterTheFirstStep:
         return 10
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        runs_away = number >= 3 * SETTING.prompts and number % 2
+        runs_away = number >= 3 * 12 and number % 2
         return np.full(count, self.max_tokens if runs_away else 100)
 
 
 def test_deadlines_are_remembered_from_step_to_step() -> None:
-    drawn = Candidates(RunawaysAfterTheFirstStep(), SETTING, 4)
+    drawn = Candidates(RunawaysAfterTheFirstStep(), TINY_MACHINE, 4, 12, 2, 4)
     first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn))
     assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
     assert second.deadline == 338, "1.5 to the third power times that of the first step"
     assert second.completion_lengths == (100,) * 6 + (0,) * 6
     alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn).rollout
     assert alone.seconds > 10 * second.seconds
-
-
-def test_new_prompts_have_no_known_spread() -> None:
-    setting = Setting(TINY_MACHINE, size=4, prompts=12, steps=1, knows_prompts=False)
-    assert candidates(setting).earlier(0) is None
-    assert candidates().earlier(0) == candidates().earlier(0) != candidates().earlier(1)
 
 
 # --- auto, from nothing --------------------------------------------------------
@@ -170,8 +153,7 @@ STEPS = 6
 
 def small(preset: str, prompts: int, *, knows_prompts: bool = True) -> Candidates:
     machine = with_engines(PRESETS[preset].machine, 1)
-    setting = Setting(machine, size=8, prompts=prompts, steps=STEPS, knows_prompts=knows_prompts)
-    return Candidates(PRESETS[preset].workload, setting, AUTO.max_candidates(8))
+    return Candidates(PRESETS[preset].workload, machine, 8, prompts, STEPS, AUTO.max_candidates(8), knows_prompts)
 
 
 def seconds(option: str, drawn: Candidates) -> float:
@@ -207,29 +189,6 @@ def test_the_first_batch_of_auto_is_that_of_off_and_counts_as_measured() -> None
     assert (len(run.state.training), len(run.state.means)) == (1, 16)
     choice, _ = run.run(run.candidates.step_prompts(1))
     assert choice.option.name != "off"
-
-
-@pytest.mark.parametrize("knows_prompts", [False, True])
-def test_groups_that_are_deferred_teach_auto_nothing(knows_prompts: bool) -> None:
-    run = AutoRun(AUTO, small("dapo-32b", 16, knows_prompts=knows_prompts))
-    _, done = run.run(run.candidates.step_prompts(0), num_groups=12)
-    assert np.isfinite(done.rollout.completed_at).sum() == 12
-    assert len(run.state.means) == (16 if knows_prompts else 12), "with what is known of deferred prompts"
-
-
-@pytest.mark.parametrize(
-    ("preset", "prompts", "is_deferring"), [("dapo-32b", 16, True), ("deepcoder-14b-16k", 32, False)]
-)
-def test_auto_ends_with_fewer_groups_where_that_takes_less_time_for_each(
-    preset: str, prompts: int, is_deferring: bool
-) -> None:
-    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=(RESTART,)))
-    run = AutoRun(auto, small(preset, prompts))
-    steps = [run.run(run.candidates.step_prompts(number), min_groups=3 * prompts // 4) for number in range(STEPS)]
-    choice, done = steps[-1]
-    assert steps[0][0].enough is None
-    assert (choice.enough is not None) is is_deferring
-    assert np.isfinite(done.rollout.completed_at).sum() == (choice.enough or prompts)
 
 
 def test_auto_is_measured_on_the_same_steps_as_other_policies() -> None:

@@ -5,35 +5,39 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+from vllm.outputs import RequestOutput
+
 from benchmarks.gpu.bench import Bench, cpu_seconds, gather_within
-from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.parts.full import FullEngine
-from benchmarks.gpu.policies import SHAPED, SIZE
-from benchmarks.gpu.records import Records
-from benchmarks.gpu.tables import Table
-from darts_server.engine.port import HiddenState, Probe
+from benchmarks.gpu.plan import SHAPED, SIZE, Budget
+from benchmarks.gpu.results import Table
+from darts_server.engine.port import HiddenState, Probe, RunningCandidate
+from darts_server.records import GroupRecord
 from darts_server.types import FinishReason
 from darts_server.vllm.prompt_request import PromptRequest
 
-TITLE = "Cost of shaping"
 MARGIN, EXTRA_SECONDS = 1.5, 0.5
 """Time of a load beyond its decode steps: a factor, and seconds."""
 FULL_STEPS = 150
 """Steps for filling the engine and stopping a few sequences."""
+PAUSE_SECONDS = 0.01
 
 
 def table() -> Table:
-    return Table(TITLE, {"measured": "", "value": ".4g", "unit": "", "smallest": ".4g", "largest": ".4g"})
+    return Table("Cost of shaping", {"measured": "", "value": ".4g", "unit": "", "smallest": ".4g", "largest": ".4g"})
 
 
 async def measure(bench: Bench, budget: Budget, result: Table) -> None:
     """Run one load after the other; leave out those that do not fit the time."""
-    rounds = bench.sizes.rounds
+    sizes = bench.sizes
+    load, full = (
+        EXTRA_SECONDS + (MARGIN * steps * bench.curve.step_seconds(batch) if bench.curve is not None else 0.0)
+        for steps, batch in ((sizes.load_tokens, sizes.load_prompts * SIZE), (FULL_STEPS, sizes.capacity))
+    )
     for name, needs, part in (
-        ("throughput", 2 * rounds * load_seconds(bench), throughput),
-        ("aborts", full_seconds(bench), full_engine),
-        ("CPU time", 4 * load_seconds(bench), cpu_time),
-        ("probes", 2 * rounds * load_seconds(bench), probes),
+        ("throughput", 2 * sizes.rounds * load, throughput),
+        ("aborts", full, full_engine),
+        ("CPU time", 4 * load, cpu_time),
+        ("probes", 2 * sizes.rounds * load, probes),
     ):
         if budget.fits(needs):
             await part(bench, result, budget)
@@ -77,54 +81,73 @@ async def throughput(bench: Bench, result: Table, budget: Budget) -> None:
 
 
 async def cpu_time(bench: Bench, result: Table, budget: Budget) -> None:
-    """Measure the CPU time of this process per generated token, with and without the sampled token's log-prob."""
-    configured = bench.logprobs
-    for bench.logprobs in (False, True):
-        suffix = ", with log-probs" if bench.logprobs else ""
-        for name, load in (("raw", raw), ("shaped", shaped)):
-            await bench.drain()
-            start = cpu_seconds()
-            tokens = await load(bench, f"{name}-{bench.logprobs}", budget.remaining)
-            used = 1e6 * (cpu_seconds() - start) / tokens
-            add_row(result, f"API process, CPU time a token, {name}{suffix}", [used], "us")
-    bench.logprobs = configured
+    """Measure the CPU time of this process per generated token, with and without the sampled token's log-prob.
 
-
-async def raw(bench: Bench, name: str, limit: float) -> int:
-    """Run the load unshaped; return the generated tokens."""
-    bench.shape_nothing()
-    sizes = bench.sizes
-    params = bench.params(sizes.load_tokens, SIZE)
-    await gather_within((bench.request(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
-    return sizes.load_prompts * SIZE * sizes.load_tokens
-
-
-async def shaped(bench: Bench, name: str, limit: float) -> int:
-    """Run the load shaped, with lengths from 0.5 to 1.5 times the load's; return the generated tokens."""
-    sizes, policy, records = bench.sizes, SHAPED["uniform"], Records()
+    Raw, and shaped with lengths from 0.5 to 1.5 times the load's.
+    """
+    configured, sizes, policy = bench.logprobs, bench.sizes, SHAPED["uniform"]
     count = policy.candidates(SIZE)
 
     def length(_: PromptRequest, index: int, resumed: bool) -> tuple[int, FinishReason]:
         return max(1, sizes.load_tokens * (count + 2 * index) // (2 * count)), FinishReason.STOP
 
-    bench.shape_with({"uniform": policy}, bench.empty_store(), length, records.groups)
-    params = bench.params(2 * sizes.load_tokens, SIZE, darts_policy="uniform")
-    await gather_within((bench.request(i, params, f"{name}-{i}") for i in range(sizes.load_prompts)), limit)
-    return records.generated
+    for bench.logprobs in (False, True):
+        for load in ("raw", "shaped"):
+            await bench.drain()
+            used, records = cpu_seconds(), list[GroupRecord]()
+            if load == "raw":
+                bench.shape_nothing()
+                params = bench.params(sizes.load_tokens, SIZE)
+            else:
+                bench.shape_with({"uniform": policy}, bench.empty_store(), length, records)
+                params = bench.params(2 * sizes.load_tokens, SIZE, darts_policy="uniform")
+            names = (f"{load}-{bench.logprobs}-{i}" for i in range(sizes.load_prompts))
+            requests = (bench.request(i, params, name) for i, name in enumerate(names))
+            await gather_within(requests, budget.remaining)
+            tokens = sum(record.generated_tokens for record in records) or sizes.load_prompts * SIZE * sizes.load_tokens
+            measured = f"API process, CPU time a token, {load}{', with log-probs' if bench.logprobs else ''}"
+            add_row(result, measured, [1e6 * (cpu_seconds() - used) / tokens], "us")
+    bench.logprobs = configured
 
 
 async def full_engine(bench: Bench, result: Table, budget: Budget) -> None:
-    """Measure aborts while the engine runs as many sequences as it can."""
+    """Measure how soon the slot of an aborted sequence is reused while the engine runs as many as it can."""
     await bench.drain()
-    engine, sequences = FullEngine(bench), f"{bench.sizes.capacity:,} sequences"
+    sizes, running = bench.sizes, list[RunningCandidate[RequestOutput]]()
+    params = bench.params(sizes.model_length - sizes.prompt - 1)
+
+    async def start(number: int) -> RunningCandidate[RequestOutput]:
+        return await bench.port.start(PromptRequest(bench.prompt(0), params, f"full-{number}"), 0)
+
+    seconds, steps = [], []
     try:
         async with asyncio.timeout(budget.remaining):
-            await engine.fill()
-            seconds, steps = await engine.time_aborts(bench.sizes.aborts)
-            add_row(result, f"abort to a waiting request's first token, {sequences}", [1e3 * s for s in seconds], "ms")
-            add_row(result, "the same", steps, "steps")
+            # All have the same prompt and share its cache; only the number of running sequences matters here.
+            await bench.request(0, bench.params(1), "shared-prompt")
+            for number in range(sizes.capacity):
+                running.append(await start(number))
+            while not all(candidate.tokens() for candidate in running):
+                await asyncio.sleep(PAUSE_SECONDS)
+            for number in range(sizes.aborts):
+                stopped, other, waiting = running.pop(0), running[-1], await start(sizes.capacity + number)
+                until = (other.tokens() or 0) + 3
+                while (other.tokens() or 0) < until:
+                    await asyncio.sleep(0)
+                if waiting.tokens():
+                    raise RuntimeError("the engine was not full: the request that should wait is running")
+                before, begun = other.tokens() or 0, time.perf_counter()
+                stopped.stop()
+                while not waiting.tokens():
+                    await asyncio.sleep(0)
+                seconds.append(1e3 * (time.perf_counter() - begun))
+                steps.append((other.tokens() or 0) - before)
+                running.append(waiting)
+        sequences = f"{sizes.capacity:,} sequences"
+        add_row(result, f"abort to a waiting request's first token, {sequences}", seconds, "ms")
+        add_row(result, "the same", steps, "steps")
     finally:
-        engine.empty()
+        for candidate in running:
+            candidate.stop()
         bench.shape_nothing()
 
 
@@ -151,19 +174,3 @@ async def probes(bench: Bench, result: Table, budget: Budget) -> None:
         times[probed].append(time.perf_counter() - start)
     add_row(result, "time of probed candidates / of others", [a / b for a, b in zip(*times.values(), strict=True)], "")
     add_row(result, "hidden states received of each probed candidate", [len(states) / (count * sizes.rounds)], "")
-
-
-# --- estimates --------------------------------------------------------------
-
-
-def load_seconds(bench: Bench) -> float:
-    """Estimate the time of one load."""
-    sizes = bench.sizes
-    if bench.curve is None:
-        return EXTRA_SECONDS
-    return EXTRA_SECONDS + MARGIN * sizes.load_tokens * bench.curve.step_seconds(sizes.load_prompts * SIZE)
-
-
-def full_seconds(bench: Bench) -> float:
-    step = 0.0 if bench.curve is None else bench.curve.step_seconds(bench.sizes.capacity)
-    return EXTRA_SECONDS + MARGIN * FULL_STEPS * step

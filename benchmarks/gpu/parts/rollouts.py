@@ -1,17 +1,31 @@
 """Measure whole rollouts: the same prompts and sampled lengths under each policy."""
 
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
+from vllm import SamplingParams
 
-from benchmarks.gpu.bench import Bench, gather_within
-from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.plan import Plan, make_plan, order_policies
-from benchmarks.gpu.policies import AGAIN, MEANING, PLAIN, SIZE
-from benchmarks.gpu.rollout import Outcome, run_rollout
-from benchmarks.gpu.tables import Table, Value
+from benchmarks.gpu.bench import Bench, Step, cpu_seconds, gather_within, prompt_number
+from benchmarks.gpu.plan import (
+    AGAIN,
+    PLAIN,
+    SHAPED,
+    SIZE,
+    UNSHAPED,
+    Budget,
+    make_plan,
+    order_policies,
+    statistics,
+)
+from benchmarks.gpu.results import Table, Value
 from benchmarks.gpu.traces import Trace
+from darts_server.records import GroupRecord
+from darts_server.rollout.learned.statistics import KIND
+from darts_server.types import OFF, FinishReason
+from darts_server.vllm.prompt_request import PromptRequest
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +34,15 @@ IDLE_BELOW = 0.25
 MOST_GROUPS = 0.9
 """The time of this share of the groups is shown too: a single last group may decide the time of all."""
 WARM_UP_TOKENS = 8
+POINTS = 400
+"""Points of a timeline that are kept for the picture."""
 MEASURED = (
+    f"All give {SIZE} trajectories a prompt. `{PLAIN}` is vLLM's `AsyncLLM` itself, measured twice; `{OFF}` is the "
+    "same through our code with nothing shaped.",
     "Candidate i of a prompt has the same length and tail draw under every policy. The prompt statistics at the start "
     "of each rollout come from an earlier sample of the same trace. Ratios are to the faster run of plain. Idle: "
     "share of the time in which fewer than a quarter of the initially running sequences ran. Predicted: from the step "
-    "times above and the lengths alone, by the paper's cost model."
+    "times above and the lengths alone, by the paper's cost model.",
 )
 
 
@@ -55,77 +73,138 @@ async def measure(
         raise RuntimeError("step times are unknown, so it is unknown what fits the time")
     plan = make_plan(bench.curve, trace, policies, bench.sizes.divisors, bench.port.capacity, budget)
     must, may = order_policies(policies)
-    result.note(describe(plan, trace))
-    result.note(MEASURED)
-    await warm_up(bench, plan.trace, budget)
-    for policy in (*must, *may):
-        outcome = await try_policy(bench, budget, result, plan, policy)
-        if outcome is None:
-            continue
-        result.rows.append(row(bench, outcome, plan.predicted[policy]))
-        fill_ratios(result.rows)
-        timelines[policy] = bench.log.between(outcome.start, outcome.end).timeline(outcome.start)
+    small, count = plan.trace, len(plan.trace.prompts)
+    divided = f", all divided by {small.divisor}" if small.divisor > 1 else ""
+    fewer = f" {len(trace.prompts)} prompts did not fit the time." if count < len(trace.prompts) else ""
+    size = f"{count} prompts x {SIZE}, lengths of up to {small.cap:,} tokens"
+    result.note(f"{size} ({small.source}{divided}).{fewer} {MEASURED[0]}")
+    result.note(MEASURED[1])
 
-
-async def try_policy(bench: Bench, budget: Budget, result: Table, plan: Plan, policy: str) -> Outcome | None:
-    """Run a rollout under one policy; on failure return ``None`` and note the reason."""
-    needs, remaining = plan.estimate(policy), budget.remaining
-    if not budget.fits(needs):
-        result.note(f"`{policy}` was left out: it needs about {needs:.0f} s, and {remaining:.0f} s remain.")
-        return None
-    try:
-        return await run_rollout(bench, policy, plan.trace, plan.limit(policy, remaining))
-    except TimeoutError:
-        predicted, limit = plan.predicted[policy], plan.limit(policy, remaining)
-        result.fail(f"`{policy}` was stopped after {limit:.0f} s; {predicted:.0f} s were predicted.")
-    except Exception as error:  # the others may still work
-        logger.exception("policy %s failed", policy)
-        result.fail(f"`{policy}` failed: {type(error).__name__}: {error}")
-    return None
-
-
-def describe(plan: Plan, wanted: Trace) -> str:
-    """Describe the rollouts."""
-    trace = plan.trace
-    smaller = f", all divided by {trace.divisor}" if trace.divisor > 1 else ""
-    fewer = f" {len(wanted.prompts)} prompts did not fit the time." if len(trace.prompts) < len(wanted.prompts) else ""
-    size = f"{len(trace.prompts)} prompts x {SIZE}, lengths of up to {trace.cap:,} tokens"
-    return f"{size} ({trace.source}{smaller}).{fewer} {MEANING}"
-
-
-async def warm_up(bench: Bench, trace: Trace, budget: Budget) -> None:
-    """Run a short load, so that kernels are compiled before anything is timed."""
+    # A short load, so that kernels are compiled before anything is timed.
     await bench.drain()
     bench.shape_nothing()
     params = bench.params(WARM_UP_TOKENS)
-    count = len(trace.prompts) * SIZE
-    await gather_within(
-        (bench.request(i % len(trace.prompts), params, f"warm-up-{i}") for i in range(count)), budget.remaining
-    )
+    requests = (bench.request(i % count, params, f"warm-up-{i}") for i in range(count * SIZE))
+    await gather_within(requests, budget.remaining)
+
+    for policy in (*must, *may):
+        needs, remaining = plan.estimate(policy), budget.remaining
+        if not budget.fits(needs):
+            result.note(f"`{policy}` was left out: it needs about {needs:.0f} s, and {remaining:.0f} s remain.")
+            continue
+        limit = plan.limit(policy, remaining)
+        try:
+            outcome = await run_rollout(bench, policy, small, limit)
+        except TimeoutError:
+            predicted = plan.predicted[policy]
+            result.fail(f"`{policy}` was stopped after {limit:.0f} s; {predicted:.0f} s were predicted.")
+            continue
+        except Exception as error:  # the others may still work
+            logger.exception("policy %s failed", policy)
+            result.fail(f"`{policy}` failed: {type(error).__name__}: {error}")
+            continue
+        steps = bench.steps_between(outcome.start, outcome.end)
+        result.rows.append(row(bench, outcome, plan.predicted[policy], steps))
+        # Relative to the faster of vLLM's own two runs, since the first run of all tends to be slower.
+        times = {str(row["policy"]): float(row["seconds"] or 0.0) for row in result.rows}
+        plain = min((times[name] for name in (PLAIN, AGAIN) if name in times), default=None)
+        for each in result.rows:
+            each["ratio to plain"] = times[str(each["policy"])] / plain if plain else None
+        # Thinned out evenly, with the last one.
+        every = max(1, len(steps) // POINTS)
+        kept = steps[::every] + (steps[-1:] if (len(steps) - 1) % every else [])
+        timelines[policy] = [(round(at - outcome.start, 4), batch) for at, batch, _ in kept]
 
 
-def fill_ratios(rows: Sequence[dict[str, Value]]) -> None:
-    """Fill in the ratios to the faster of vLLM's own two runs, since the first run of all tends to be slower."""
-    times = {str(row["policy"]): float(row["seconds"] or 0.0) for row in rows}
-    plain = min((times[policy] for policy in (PLAIN, AGAIN) if policy in times), default=None)
-    for row in rows:
-        row["ratio to plain"] = times[str(row["policy"])] / plain if plain else None
-
-
-def row(bench: Bench, outcome: Outcome, predicted: float) -> dict[str, Value]:
-    returned, started = sum(outcome.returned), min(outcome.candidates, bench.sizes.capacity)
+def row(bench: Bench, outcome: "Outcome", predicted: float, steps: Sequence[Step]) -> dict[str, Value]:
+    returned, seconds = sum(outcome.returned), outcome.end - outcome.start
+    # The engine does not report steps with prefill; their time counts with the step after them.
+    idle_below, idle, before = IDLE_BELOW * min(outcome.candidates, bench.sizes.capacity), 0.0, outcome.start
+    for at, batch, _ in steps:
+        idle += at - before if batch < idle_below else 0.0
+        before = at
+    complete = sorted(outcome.complete.values())
     return {
         "policy": outcome.policy,
-        "seconds": outcome.seconds,
+        "seconds": seconds,
         "ratio to plain": None,
         "predicted, s": predicted,
-        "90% complete, s": outcome.seconds_to(MOST_GROUPS),
+        "90% complete, s": complete[min(len(complete) - 1, int(MOST_GROUPS * len(complete)))] - outcome.start,
         "candidates a group": outcome.candidates * SIZE / len(outcome.returned),
         "generated": outcome.generated,
         "returned": returned,
         "wasted": outcome.generated - returned,
-        "idle": bench.log.idle_share(outcome.start, outcome.end, IDLE_BELOW * started),
+        "idle": idle / seconds,
         "mean length": float(np.mean(outcome.returned)),
         "p95": float(np.percentile(outcome.returned, 95)),
         "CPU us a token": 1e6 * outcome.cpu / outcome.generated,
     }
+
+
+# --- one rollout ----------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """The result of a rollout. Times are of ``time.perf_counter()``; ``complete``: of each group, by prompt."""
+
+    policy: str
+    start: float = 0.0
+    end: float = 0.0
+    cpu: float = 0.0
+    candidates: int = 0
+    generated: int = 0
+    returned: list[int] = field(default_factory=list)
+    complete: dict[int, float] = field(default_factory=dict)
+
+
+async def run_rollout(bench: Bench, policy: str, trace: Trace, limit: float) -> Outcome:
+    """Run all prompts at once on an idle engine, with lengths from the trace, until the last group is complete.
+
+    Raises:
+        TimeoutError: it took longer than ``limit`` seconds.
+        AssertionError: a trajectory does not have its length.
+    """
+    await bench.drain()
+    plain, outcome, records = policy in (PLAIN, AGAIN), Outcome(policy), list[GroupRecord]()
+    requests: list[tuple[int, SamplingParams, str]] = []
+    if policy in UNSHAPED:
+        bench.shape_nothing(plain=plain)
+        for i, prompt in enumerate(trace.prompts):
+            for j, tokens in enumerate(prompt.lengths[:SIZE]):  # a request each: all choices of one have one length
+                requests.append((i, bench.params(tokens), f"{policy}-{j}-{i}"))
+    else:
+        store = bench.empty_store()
+        for i, prompt in enumerate(trace.prompts):
+            store.put(KIND, f"prompt-{i}", asdict(statistics(prompt, trace)))
+            params = bench.params(trace.cap, SIZE, darts_policy=policy, darts_prompt_key=f"prompt-{i}")
+            requests.append((i, params, f"{policy}-{i}"))
+
+        def length(request: PromptRequest, index: int, resumed: bool) -> tuple[int, FinishReason]:
+            tokens = trace.prompts[prompt_number(request.request_id)].length(index)
+            return tokens, trace.reason(tokens)
+
+        bench.shape_with({policy: SHAPED[policy]}, store, length, records)
+
+    async def one(prompt: int, params: SamplingParams, name: str) -> list[int]:
+        output = await bench.request(prompt, params, name, plain=plain)
+        outcome.complete[prompt] = time.perf_counter()  # of the last one, if a group is several requests
+        return [len(choice.token_ids) for choice in output.outputs]
+
+    for i in range(len(trace.prompts)):
+        bench.prompt(i)  # rendered before the clock starts
+    outcome.start, used = time.perf_counter(), cpu_seconds()
+    lengths = await gather_within((one(*request) for request in requests), limit)
+    outcome.end, outcome.cpu = time.perf_counter(), cpu_seconds() - used
+    outcome.returned = [tokens for each in lengths for tokens in each]
+    outcome.generated, outcome.candidates = sum(outcome.returned), len(outcome.returned)
+    if policy not in UNSHAPED:
+        outcome.generated = sum(record.generated_tokens for record in records)
+        outcome.candidates = sum(len(record.candidates) for record in records)
+    for record in records:
+        prompt = trace.prompts[prompt_number(record.group_id)]
+        for candidate in record.selected:
+            tokens = prompt.length(candidate.index)
+            if candidate.tokens != tokens and not (candidate.cut and candidate.tokens < tokens):
+                raise AssertionError(f"{record.group_id}: {candidate} should have {tokens} tokens")
+    return outcome

@@ -1,15 +1,14 @@
 """Measure PTL(b), the seconds of a decode step by batch size, against the bound of the card's bandwidth."""
 
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import median
 
 from benchmarks.gpu.bench import Bench, gather_within
-from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.steplog import monotone
-from benchmarks.gpu.tables import Table, Value
+from benchmarks.gpu.plan import Budget
+from benchmarks.gpu.results import Table, Value
 from darts_server.policy.latency import LatencyCurve
 
-TITLE = "Seconds of a decode step (PTL)"
 GROWTH = 2.2
 """How much longer a batch twice as large may take; its prompts grow more than its steps."""
 PREFILL_SECONDS = 4e-15
@@ -30,7 +29,7 @@ def table() -> Table:
         "tokens/s": ",.0f",
         "steps": ",d",
     }
-    return Table(TITLE, columns)
+    return Table("Seconds of a decode step (PTL)", columns)
 
 
 async def measure(bench: Bench, budget: Budget, result: Table, bandwidth: float, sequences: int) -> None:
@@ -90,13 +89,13 @@ async def time_batch(
     requests = (bench.request(i, params, f"steps-{batch}-{prompt}-{i}", length=prompt) for i in range(batch))
     await gather_within(requests, limit)
     end = time.perf_counter()
-    seconds, count = bench.log.between(start, end).median_step(batch)
-    return seconds, count, end - start
+    seconds = [each for _, running, each in bench.steps_between(start, end) if running == batch]
+    return median(seconds) if seconds else None, len(seconds), end - start
 
 
 def make_curve(points: list[tuple[int, float]]) -> LatencyCurve:
     """Return the monotone curve through the points; beyond the last it rises as between the last two."""
-    rising = monotone(points)
-    slopes = [(t2 - t1) / (b2 - b1) for (b1, t1), (b2, t2) in pairwise(rising)]
-    batches, seconds = zip(*rising, strict=True)
+    batches, times = zip(*points, strict=True)
+    seconds = tuple(accumulate(times, max))
+    slopes = [(t2 - t1) / (b2 - b1) for (b1, t1), (b2, t2) in pairwise(zip(batches, seconds, strict=True))]
     return LatencyCurve(batches, seconds, slopes[-1] if slopes else 0.0)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.bench import LIMITS, Bench
-from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.policies import SHAPED, SIZE
-from benchmarks.gpu.tables import Table
+from benchmarks.gpu.plan import SHAPED, SIZE, Budget
+from benchmarks.gpu.results import Table
 from benchmarks.gpu.traces import CANDIDATES, Prompt, Trace
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
@@ -193,21 +192,22 @@ async def run(
     return seconds, records
 
 
-Ints = NDArray[np.int64]
-
-
 def predict(method: Method, trace: Trace, prompts: int, curve: LatencyCurve) -> list[float]:
     """Predict the seconds of each step by the paper's cost model: nothing but lengths and step times, nothing cut."""
-    seconds, running, started = [], dict[int, Ints](), 0
+    seconds, started, spare = [], 0, 0
+    running: dict[int, NDArray[np.int64]] = {}  # the tokens that are left, by prompt
     times: Mapping[int, int] = {}
-    spare = 0
+
+    def start(number: int) -> NDArray[np.int64]:
+        return np.asarray(lengths_of(trace, number, times.get(number, 0)).lengths[:SIZE])
+
     for _ in range(STEPS):
         if spare >= prompts:
             spare -= prompts
             seconds.append(0.0)
             continue
         for number in range(started, started + round(method.start * prompts) - len(running) - spare):
-            running[number], started = remaining(trace, number, 0), number + 1
+            running[number], started = start(number), number + 1
         ends = {number: int(left.max()) for number, left in running.items()}
         end = sorted(ends.values())[prompts - spare - 1]
         each: Sequence[int] = np.minimum(np.concatenate(list(running.values())), end).tolist()
@@ -215,12 +215,6 @@ def predict(method: Method, trace: Trace, prompts: int, curve: LatencyCurve) -> 
         undecided = [number for number in ends if ends[number] > end]
         spare += len(ends) - len(undecided) - prompts
         times = {number: times.get(number, 0) + 1 for number in undecided}
-        if method.carry is Carry.RESUME:
-            running = {number: np.maximum(running[number] - end, 0) for number in undecided}
-        else:
-            running = {number: remaining(trace, number, times[number]) for number in undecided}
+        keeps = method.carry is Carry.RESUME
+        running = {n: np.maximum(running[n] - end, 0) if keeps else start(n) for n in undecided}
     return seconds
-
-
-def remaining(trace: Trace, number: int, times: int) -> Ints:
-    return np.asarray(lengths_of(trace, number, times).lengths[:SIZE])

@@ -3,25 +3,23 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from anyio.to_thread import run_sync
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.checkpoint import FILE, write
-from benchmarks.gpu.models import Shape
-from benchmarks.gpu.tables import Table, Value
+from benchmarks.gpu.models import CHECKPOINT, Shape
+from benchmarks.gpu.plan import Budget
+from benchmarks.gpu.results import Table, Value
 from darts_server.exceptions import UpdateUnsupported
-from darts_server.records import UpdateRecord
 from darts_server.vllm.weights import VllmModel
 from darts_server.weights.port import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
-TITLE = "Weight update"
 PHASES = ("transfer", "check", "pause", "load", "resume")
 DISK, PUSHED = "from disk", "pushed"
 PASSES = {DISK: 1, PUSHED: 2}
@@ -39,13 +37,10 @@ MEASURED = (
     f"process in pieces of {PIECE_BYTES >> 10} kB, as from HTTP; the network's time comes on top. GB/s: of the update."
 )
 
-Seconds = dict[str, list[Mapping[str, float]]]
-"""Seconds of each update by phase, for each path."""
-
 
 def table() -> Table:
     phases = dict.fromkeys((f"{phase}, s" for phase in (*PHASES, "total")), ".3f")
-    return Table(TITLE, {"path": "", "GB": ".3g", "updates": ",d", **phases, "GB/s": ".2f"})
+    return Table("Weight update", {"path": "", "GB": ".3g", "updates": ",d", **phases, "GB/s": ".2f"})
 
 
 def estimate_seconds(shape: Shape) -> float:
@@ -62,7 +57,7 @@ async def measure(bench: Bench, budget: Budget, result: Table, folder: Path) -> 
         result.note(no_time("the update", first, budget))
     elif paths:
         start = time.perf_counter()
-        await run_sync(write, shape, folder / FILE)
+        await run_sync(shape.write_checkpoint, folder)
         pass_seconds = time.perf_counter() - start
         bench.shape_nothing()
         try:
@@ -98,49 +93,35 @@ async def run_updates(bench: Bench, budget: Budget, result: Table, folder: Path,
     # The engine started with dummy weights, without files. Now there is a checkpoint, so the format of new weights can
     # be checked against it.
     bench.llm.vllm_config.load_config.load_format = "auto"
-    results: Seconds = {}
+    results, size = dict[str, list[Mapping[str, float]]](), bench.shape.weight_bytes / 1e9
     with Staging(folder) as staging:
         updates = Updates(VllmModel(bench.llm), bench.llm.gate, staging, folder)
-        paths: dict[str, Callable[[], Awaitable[UpdateRecord]]] = {
-            DISK: lambda: updates.load(FILE, Rule.KEEP),
-            PUSHED: lambda: updates.push(lambda _: _pieces(folder / FILE), Rule.KEEP),
-        }
-        for number in range(bench.sizes.updates):
-            for path in estimates:
-                if budget.fits(estimates[path]):
-                    seconds = await time_update(bench, paths[path], f"{path}-{number}")
-                    estimates[path] = _estimate(1, seconds["total"])
-                    results.setdefault(path, []).append(seconds)
-                    result.rows[:] = [row(path, bench.shape.weight_bytes, each) for path, each in results.items()]
-                    result.note(MEASURED)
-                elif number == 0:
+        for number, path in product(range(bench.sizes.updates), list(estimates)):
+            if not budget.fits(estimates[path]):
+                if number == 0:
                     result.note(no_time(path, estimates[path], budget))
-
-
-async def time_update(bench: Bench, update: Callable[[], Awaitable[UpdateRecord]], name: str) -> dict[str, float]:
-    """Time one update by phase; afterwards the engine serves again."""
-    await bench.drain()
-    start = time.perf_counter()
-    record = await update()
-    took = time.perf_counter() - start
-    await bench.request(0, bench.params(1), name)
-    return {**record.seconds, "total": took}
+                continue
+            await bench.drain()
+            start = time.perf_counter()
+            if path == DISK:
+                record = await updates.load(CHECKPOINT, Rule.KEEP)
+            else:
+                record = await updates.push(lambda _: _pieces(folder / CHECKPOINT), Rule.KEEP)
+            total = time.perf_counter() - start
+            await bench.request(0, bench.params(1), f"{path}-{number}")  # it serves again
+            estimates[path] = _estimate(1, total)
+            results.setdefault(path, []).append({**record.seconds, "total": total})
+            result.rows.clear()
+            for name, seconds in results.items():
+                medians = {phase: median(each[phase] for each in seconds) for phase in (*PHASES, "total")}
+                phases = {f"{phase}, s": value for phase, value in medians.items()}
+                counts: dict[str, Value] = {"path": name, "GB": size, "updates": len(seconds)}
+                result.rows.append({**counts, **phases, "GB/s": size / medians["total"]})
+            result.note(MEASURED)
 
 
 def no_time(name: str, seconds: float, budget: Budget) -> str:
     return f"Left out for lack of time: {name}, which needs about {seconds:.0f} s; {budget.remaining:.0f} s remain."
-
-
-def row(path: str, size: int, seconds: Sequence[Mapping[str, float]]) -> dict[str, Value]:
-    """Format the medians by phase."""
-    medians = {phase: median(each[phase] for each in seconds) for phase in (*PHASES, "total")}
-    return {
-        "path": path,
-        "GB": size / 1e9,
-        "updates": len(seconds),
-        **{f"{phase}, s": value for phase, value in medians.items()},
-        "GB/s": size / 1e9 / medians["total"],
-    }
 
 
 async def _pieces(path: Path) -> AsyncIterator[bytes]:
