@@ -45,9 +45,10 @@ class SampledTailSelector(Selector):
     # --- the tail -----------------------------------------------------------
 
     def num_certain(self) -> int:
-        """Return how many of the shortest valid ones are certain to be among the K."""
-        ranks = range(min(self.rule.num_shortest, len(self.valid)))
-        return bisect_left(ranks, True, key=lambda rank: not self.is_certain(rank, self.rule.num_shortest))
+        """Return how many of the valid ones are among the K shortest, whatever the running ones do."""
+        places = self.rule.num_shortest
+        ranks = range(min(places, len(self.valid)))  # where one is certain, so are all shorter ones
+        return bisect_left(ranks, True, key=lambda rank: rank + bisect_left(self.running, self.valid[rank]) >= places)
 
     def _winners(self) -> list[Candidate]:
         """Return the candidates whose tail draw is in the group for certain. They may yet turn out to be short.
@@ -58,12 +59,9 @@ class SampledTailSelector(Selector):
         can_be_valid = len(self.valid) + len(self.running)
         sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
         rest = (*self.valid[self.num_certain() :], *self.running, *self.invalid)
-        by_draw = sorted((self.candidates[index] for _, index in rest), key=lambda c: (c.tail_draw, c.index))
-        if not sampled:
-            return []
-        while sampled < len(by_draw) and by_draw[sampled].tail_draw == by_draw[sampled - 1].tail_draw:
-            sampled += 1
-        return by_draw[:sampled]
+        by_draw = sorted((self.candidates[index] for _, index in rest), key=lambda c: c.tail_draw)
+        last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
+        return [c for c in by_draw if c.tail_draw <= last]
 
     def _fewest_lower(self, tail_draw: float) -> int:
         """Return how many candidates outside the K places will have a lower tail draw, in the best case for this one.
@@ -111,11 +109,9 @@ class SampledTailSelector(Selector):
         These are all with a lower draw than a candidate that is beyond the threshold and not stopped. For early
         delivery, where each of the K is certain on its own, these are all.
         """
-        places, beyond = self.rule.num_shortest, self._beyond()
+        places = self.rule.num_shortest
         checks = self.threshold_checks(places)
-        if not self.deliver_early and not beyond:
-            return checks
-        limit = inf if self.deliver_early else beyond[-1][0]
+        limit = inf if self.deliver_early else max(self._beyond(), default=(0.0,))[0]
         for key in self.running[: self.num_below_threshold(places)]:
             if self.candidates[key[1]].tail_draw < limit and (tokens := self.next_check(key, places)) is not None:
                 checks[key[1]] = tokens

@@ -104,13 +104,6 @@ class Selector:
         threshold = self.threshold(places)
         return len(self.running) if threshold is None else bisect_left(self.running, threshold)
 
-    def is_certain(self, rank: int, places: int) -> bool:
-        """Whether the valid candidate of this ``rank`` (from 0) is among the shortest, whatever the running ones do.
-
-        If it is, so are all shorter ones.
-        """
-        return rank + bisect_left(self.running, self.valid[rank]) < places
-
     def threshold_checks(self, places: int) -> dict[int, int]:
         """Return the token count at which each running candidate is beyond the threshold, for those that are not yet.
 

@@ -160,17 +160,6 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
     assert early.check_at == {0: 7, 4: 4}, "then also where it falls behind the first"
 
 
-def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
-    assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
-    verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
-    assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
-    assert verdict.certain == frozenset()
-
-
-def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
-    assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
-
-
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
@@ -181,23 +170,6 @@ def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     assert not before.stops
     assert after.stops == {4: DiscardReason.TAIL_PRUNED}
     assert before.check_at[2] == 4
-
-
-def test_without_places_for_the_tail_only_the_shortest_are_certain() -> None:
-    done = [ended(0, 2), ended(1, 9)]
-    verdict = assess(SampledTail(1, 0), [running(2, 0)], done, early=True)
-    assert (verdict.certain, verdict.stops) == (frozenset(), {})
-    verdict = assess(SampledTail(1, 0), [running(2, 3)], done, early=True)
-    assert (verdict.certain, verdict.stops) == (frozenset({0}), {2: DiscardReason.TAIL_PRUNED})
-
-
-def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
-    going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
-    valid = ended(0, 6, tail_draw=0.1)
-    truncated = ended(1, 9, valid=False, tail_draw=0.1)
-    assert assess(SampledTail(2, 1), going, [valid], early=True).certain == {0}
-    assert assess(SampledTail(2, 1), going, [truncated], early=True).certain == set()
-    assert assess(SampledTail(1, 1), going, [ended(2, 7), truncated], early=True).certain == {1}
 
 
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
@@ -350,3 +322,23 @@ def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_befo
     group.handle(Finished(2, 7, FinishReason.STOP))
     assert group.outcome is Outcome.COMPLETED
     assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]
+
+
+def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
+    assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
+
+
+def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
+    assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
+    verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
+    assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
+    assert verdict.certain == frozenset()
+
+
+def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
+    going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
+    valid = ended(0, 6, tail_draw=0.1)
+    truncated = ended(1, 9, valid=False, tail_draw=0.1)
+    assert assess(SampledTail(2, 1), going, [valid], early=True).certain == {0}
+    assert assess(SampledTail(2, 1), going, [truncated], early=True).certain == set()
+    assert assess(SampledTail(1, 1), going, [ended(2, 7), truncated], early=True).certain == {1}
