@@ -87,24 +87,18 @@ class LatencyCurve:
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
     """Return the seconds by which each sequence that starts lengthens its step; ``None`` before `MIN_STARTS` steps.
 
-    A step in which sequences get their first token takes longer than one that only decodes as many: they are prefilled,
-    and the API process hands them to the engine one after the other. On a real engine 64 to 128 sequences that were
-    submitted together got their first tokens within two to four steps, which took the longer the more started in them;
-    and about as much was added for each where one took the place of another. So the cost is a number of seconds for
-    each, by which it lengthens the step in which it starts, as a prefill does. It is not a delay that passes beside the
-    decoding of others.
+    They are prefilled, and the API process hands them to the engine one after the other. On a real engine 64 to 128
+    sequences that were submitted together got their first tokens within two to four steps, which took the longer the
+    more started in them; and about as much was added for each where one took the place of another. So the cost is a
+    number of seconds for each start, and no delay that passes beside the decoding of others.
 
-    The decode curve is learned from other steps, and is known here. What a step takes beyond it is then due to the n
-    sequences that start in it, and the cost is the slope of a line through the origin. Least absolute deviations fit
-    it, which is the median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest
-    stall. So would a median if the step that stalled had most of the starts, as after a pause in which requests
-    arrived; therefore no step has more than `MAX_WEIGHT` of all weight. The whole duration of batches would need no
-    steps, but it cannot tell this cost from an error of the curve, as batches with more sequences also decode more.
+    What a step takes beyond the decode curve, which is learned from other steps, is due to the n sequences that start
+    in it. Least absolute deviations fit the cost of one, which is the median of (seconds beyond the curve) / n,
+    weighted by n. Least squares would follow the largest stall. So would a median if the step that stalled had most of
+    the starts, as after a pause; therefore no step has more than `MAX_WEIGHT` of all weight.
 
-    It is one number: what prefills take is in it as an average over those that start. Where prompts are long, the first
-    sequence of a prompt costs more than the others, which find it in the prefix cache. A prefill that is split over
-    several steps counts only as far as the last of them, and the first step of an engine that was idle does not count,
-    since nothing says when it began.
+    What prefills take is in it as an average. A prefill that is split over several steps counts only as far as the last
+    of them, and the first step of an engine that was idle does not count, since nothing says when it began.
     """
     if len(steps) < MIN_STARTS:
         return None

@@ -5,24 +5,14 @@ prompt that needs long answers has the time for them. While the cohort has no de
 be set with the deadline: then every candidate is cut there, as if it were the length limit.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.selection import SelectionRule, Selector, Standings
+from darts_server.policy.selection import SelectionRule, Selector
 from darts_server.types import DiscardReason, SelectedAs
-
-Draw = tuple[float, int]
-"""(tail draw, index)"""
-
-
-def remove_sorted(draws: list[Draw], draw: Draw) -> None:
-    """Remove ``draw`` from a sorted list, if it is there."""
-    rank = bisect_left(draws, draw)
-    if draws[rank : rank + 1] == [draw]:
-        del draws[rank]
 
 
 class SampledTailSelector(Selector):
@@ -31,21 +21,6 @@ class SampledTailSelector(Selector):
     Candidates that are longer than the K-th shortest or, with a deadline, than the one that it lets finish, are stopped
     as soon as L others have a lower draw in every future.
     """
-
-    def __init__(self, rule: SelectionRule, deliver_early: bool) -> None:
-        super().__init__(rule, deliver_early)
-        self._stop_place = rule.completion_place if self.has_deadline else rule.num_shortest
-        self._stop_threshold = self.threshold(self._stop_place)  # that `_beyond` was found with
-        self._beyond: list[Draw] = []  # running candidates beyond it, lowest draw first
-        self._num_certain = 0  # so many of the shortest are certain to be among the K
-        self._rest: list[Draw] = []  # all other candidates, lowest draw first
-        self._undelivered: list[Draw] = []  # the finished ones of the rest
-        self._undelivered_short: set[int] = set()  # those among the K for certain
-        self._by_draw: list[Draw] = []  # all candidates
-        # The candidates with a tail draw below a limit, by length. The limit is that of the highest draw beyond the
-        # threshold that is not stopped, so it hardly moves far.
-        self._lower = Standings()
-        self._limit = -inf
 
     def select(self) -> dict[int, SelectedAs]:
         short = [index for _, index in self.valid[: self.rule.num_shortest]]
@@ -58,77 +33,35 @@ class SampledTailSelector(Selector):
             **{c.index: SelectedAs.LONG if c.valid or c.cut else truncated for c in sampled},
         }
 
-    # --- keeping up to date -------------------------------------------------
+    @property
+    def _stop_place(self) -> int:
+        return self.rule.completion_place if self.has_deadline else self.rule.num_shortest
 
-    def add(self, candidate: Candidate) -> None:
-        super().add(candidate)
-        draw = candidate.tail_draw, candidate.index
-        insort(self._by_draw, draw)
-        if candidate.tail_draw < self._limit:
-            self._lower.add(candidate)
-        if candidate.valid and bisect_left(self.valid, candidate.sort_key) < self._num_certain:
-            self._num_certain += 1
-            self._undelivered_short.add(candidate.index)
-        else:
-            insort(self._rest, draw)
-            if not candidate.running:
-                insort(self._undelivered, draw)
-        # It is beyond the threshold by its own length, or others are because the threshold came down.
-        threshold, before = self.threshold(self._stop_place), self._stop_threshold
-        if threshold is None:
-            return
-        if candidate.running and candidate.sort_key > threshold:
-            insort(self._beyond, draw)
-        elif threshold != before:
-            end = None if before is None else bisect_left(self.running, before)
-            for _, index in self.running[self.num_below_threshold(self._stop_place) : end]:
-                insort(self._beyond, (self.candidates[index].tail_draw, index))
-            self._stop_threshold = threshold
-
-    def remove(self, index: int) -> None:
-        if index not in self._entries:
-            return
-        super().remove(index)
-        self._lower.remove(index)
-        draw = self.candidates[index].tail_draw, index
-        for draws in (self._by_draw, self._rest, self._undelivered, self._beyond):
-            remove_sorted(draws, draw)
-
-    def _find_certain(self) -> None:
-        """Move the boundary between the shortest that are certain and the rest. It moves back for new candidates."""
-        valid, places = self.valid, self.rule.num_shortest
-        while self._num_certain < min(places, len(valid)) and self.is_certain(self._num_certain, places):
-            index = valid[self._num_certain][1]
-            self._num_certain += 1
-            self._undelivered_short.add(index)
-            for draws in (self._rest, self._undelivered):
-                remove_sorted(draws, (self.candidates[index].tail_draw, index))
-        while self._num_certain and not self.is_certain(self._num_certain - 1, places):
-            self._num_certain -= 1
-            index = valid[self._num_certain][1]
-            insort(self._rest, (self.candidates[index].tail_draw, index))
-            if index in self._undelivered_short:
-                self._undelivered_short.remove(index)
-                insort(self._undelivered, (self.candidates[index].tail_draw, index))
+    def _beyond(self) -> list[tuple[float, int]]:
+        """Return running candidates that cannot be among the shortest any more, lowest (tail draw, index) first."""
+        beyond = self.running[self.num_below_threshold(self._stop_place) :]
+        return sorted((self.candidates[index].tail_draw, index) for _, index in beyond)
 
     # --- the tail -----------------------------------------------------------
 
-    def _last_draw(self) -> float:
-        """Return the highest tail draw that is in the group for certain.
-
-        It is the L-th lowest of those that are not among the K for certain. Places for the shortest that no valid one
-        can take any more are also for the tail.
-        """
-        self._find_certain()
-        can_be_valid = len(self.valid) + len(self.running)
-        sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
-        if not sampled:
-            return -inf
-        return self._rest[sampled - 1][0] if len(self._rest) >= sampled else inf
+    def num_certain(self) -> int:
+        """Return how many of the valid ones are among the K shortest, whatever the running ones do."""
+        places = self.rule.num_shortest
+        ranks = range(min(places, len(self.valid)))  # where one is certain, so are all shorter ones
+        return bisect_left(ranks, True, key=lambda rank: rank + bisect_left(self.running, self.valid[rank]) >= places)
 
     def _winners(self) -> list[Candidate]:
-        """Return those with such a draw, at most L unless some are equal. They may yet turn out to be short."""
-        return [self.candidates[index] for _, index in self._rest[: bisect_right(self._rest, (self._last_draw(), inf))]]
+        """Return the candidates whose tail draw is in the group for certain. They may yet turn out to be short.
+
+        These are the L with the lowest draws of those that are not among the K for certain, and any with equal ones.
+        Places for the shortest that no valid one can take any more are also for the tail.
+        """
+        can_be_valid = len(self.valid) + len(self.running)
+        sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
+        rest = (*self.valid[self.num_certain() :], *self.running, *self.invalid)
+        by_draw = sorted((self.candidates[index] for _, index in rest), key=lambda c: c.tail_draw)
+        last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
+        return [c for c in by_draw if c.tail_draw <= last]
 
     def _fewest_lower(self, tail_draw: float) -> int:
         """Return how many candidates outside the K places will have a lower tail draw, in the best case for this one.
@@ -138,39 +71,33 @@ class SampledTailSelector(Selector):
         places. Of finished ones that lose theirs at most one has a lower draw for each running one that gets it, so the
         best s is the largest for which there are s running ones with a lower draw.
         """
-        before, after = (bisect_left(self._by_draw, (draw, -1)) for draw in (self._limit, tail_draw))
-        for _, index in self._by_draw[before:after]:
-            self._lower.add(self.candidates[index])
-        for _, index in self._by_draw[after:before]:
-            self._lower.remove(index)
-        self._limit = tail_draw
-        lower, valid, places = self._lower, self.valid, self.rule.num_shortest
+        running, valid, invalid = (
+            [key for key in keys if self.candidates[key[1]].tail_draw < tail_draw]
+            for keys in (self.running, self.valid, self.invalid)
+        )
+        places = self.rule.num_shortest
 
         def is_too_many(s: int) -> bool:
-            return bisect_left(lower.running, valid[places - s]) < s
+            return bisect_left(running, self.valid[places - s]) < s
 
         gained = bisect_left(range(1, places + 1), True, key=is_too_many)
         kept = places - gained
-        staying = bisect_left(lower.valid, valid[kept]) if kept < len(valid) else len(lower.valid)
-        return len(lower) - gained - staying
+        staying = bisect_left(valid, self.valid[kept]) if kept < len(self.valid) else len(valid)
+        return len(running) + len(valid) + len(invalid) - gained - staying
 
     # --- what is certain ----------------------------------------------------
 
     def stops(self) -> dict[int, DiscardReason]:
-        losers = {}
-        for tail_draw, index in reversed(self._beyond):  # a higher draw has at least as many lower ones
-            if self._fewest_lower(tail_draw) < self.rule.num_longest:
-                break
-            losers[index] = DiscardReason.TAIL_PRUNED
-        return losers
+        beyond, longest = self._beyond(), self.rule.num_longest
+        if not beyond or self._fewest_lower(beyond[-1][0]) < longest:
+            return {}
+        # A higher draw has at least as many lower ones.
+        first = bisect_left(beyond, True, key=lambda draw: self._fewest_lower(draw[0]) >= longest)
+        return {index: DiscardReason.TAIL_PRUNED for _, index in beyond[first:]}
 
     def deliveries(self) -> list[int]:
-        within = bisect_right(self._undelivered, (self._last_draw(), inf))
-        winners = [draw for draw in self._undelivered[:within] if self._is_final(self.candidates[draw[1]])]
-        for draw in winners:
-            remove_sorted(self._undelivered, draw)
-        short, self._undelivered_short = self._undelivered_short, set()
-        return [*short, *(index for _, index in winners)]
+        short = [index for _, index in self.valid[: self.num_certain()]]
+        return [*short, *(c.index for c in self._winners() if not c.running and self._is_final(c))]
 
     def _is_final(self, winner: Candidate) -> bool:
         """Whether a finished winner is in the group: an invalid one only in the tail, once the K places are taken."""
@@ -184,9 +111,7 @@ class SampledTailSelector(Selector):
         """
         places = self.rule.num_shortest
         checks = self.threshold_checks(places)
-        if not self.deliver_early and not self._beyond:
-            return checks
-        limit = inf if self.deliver_early else self._beyond[-1][0]
+        limit = inf if self.deliver_early else max(self._beyond(), default=(0.0,))[0]
         for key in self.running[: self.num_below_threshold(places)]:
             if self.candidates[key[1]].tail_draw < limit and (tokens := self.next_check(key, places)) is not None:
                 checks[key[1]] = tokens
@@ -221,8 +146,7 @@ class CutTailSelector(SampledTailSelector):
         return super()._is_final(winner) and not (is_late and self.num_below_threshold(self._stop_place))
 
     def stops(self) -> dict[int, DiscardReason]:
-        self._find_certain()
-        are_certain = self._num_certain == self.rule.num_shortest
+        are_certain = self.num_certain() == self.rule.num_shortest
         if are_certain and all(not c.running and self._is_final(c) for c in self._winners()):
             return {index: DiscardReason.TAIL_PRUNED for _, index in self.running}
         return super().stops()

@@ -13,6 +13,7 @@ with a sampled tail are in `sampled_tail`.
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 from darts_server.policy.candidate import Candidate
@@ -24,38 +25,56 @@ BEFORE_ALL: Key = (0, -1)
 """A key that comes before those of all candidates."""
 
 
-# --- candidates in order ----------------------------------------------------
+# --- what every rule has ----------------------------------------------------
 
 
-class Standings:
-    """The ``running``, the ``valid`` and the ``invalid`` candidates of a group, each list shortest first.
+class Selector:
+    """Follows the candidates of a group, and selects among them.
 
-    An update takes O(log n) comparisons. A plain list also moves all that comes after an insertion, eight bytes for
-    each candidate: with ten thousand of them that takes a microsecond. Queries about the shortest ``places`` take
-    O(log n), and those that return candidates as much again for each of them.
+    The ``running``, the ``valid`` and the ``invalid`` ones are in order, each list shortest first. A candidate that
+    changes is moved in O(log n) comparisons. What else a rule needs is found when it is needed, in O(n) at most.
+
+    All methods but `update` are queries. What they say holds whatever the running candidates do, as long as they do not
+    fail. A group is complete when nothing runs that cannot be stopped. This base class stops nothing, so its group
+    waits for all candidates, and then selects all of them.
+
+    ``deliver_early``: whether `deliveries` is called, before the group is complete; it takes more checks.
     """
 
-    def __init__(self) -> None:
+    has_deadline: ClassVar[bool] = False
+    """Whether the group has a deadline, and a bound. Otherwise both are ignored."""
+
+    def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
+        self.rule = rule
+        self.deliver_early = deliver_early
+        self.candidates: dict[int, Candidate] = {}
         self.running: list[Key] = []
         self.valid: list[Key] = []
         self.invalid: list[Key] = []
         self._entries: dict[int, tuple[list[Key], Key]] = {}
+        self.deadline: int | None = None
+        """The cohort's deadline in tokens; ``None`` while there is none."""
+        self.bound: int | None = None
+        """Length at which every candidate is cut; ``None`` while there is none."""
 
     def __len__(self) -> int:
         """Number of candidates that are in the group or may still be."""
         return len(self._entries)
 
-    def add(self, candidate: Candidate) -> None:
-        keys = self.running if candidate.running else self.valid if candidate.valid else self.invalid
-        key = candidate.sort_key
-        insort(keys, key)
-        self._entries[candidate.index] = keys, key
-
-    def remove(self, index: int) -> None:
-        """Remove a candidate, by the key it was added with. Harmless if it is not here."""
+    def update(self, candidate: Candidate) -> None:
+        """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
+        index = candidate.index
         if index in self._entries:
             keys, key = self._entries.pop(index)
             del keys[bisect_left(keys, key)]
+        if candidate.alive:
+            keys = self.running if candidate.running else self.valid if candidate.valid else self.invalid
+            key = candidate.sort_key
+            insort(keys, key)
+            self._entries[index] = keys, key
+            self.candidates[index] = candidate
+
+    # --- the order of lengths -------------------------------------------------
 
     def nth_shortest(self, n: int) -> int | None:
         """Return the length of the ``n``-th shortest valid candidate, from 1; ``None`` if there are fewer."""
@@ -85,13 +104,6 @@ class Standings:
         threshold = self.threshold(places)
         return len(self.running) if threshold is None else bisect_left(self.running, threshold)
 
-    def is_certain(self, rank: int, places: int) -> bool:
-        """Whether the valid candidate of this ``rank`` (from 0) is among the shortest, whatever the running ones do.
-
-        If it is, so are all shorter ones.
-        """
-        return rank + bisect_left(self.running, self.valid[rank]) < places
-
     def threshold_checks(self, places: int) -> dict[int, int]:
         """Return the token count at which each running candidate is beyond the threshold, for those that are not yet.
 
@@ -115,42 +127,7 @@ class Standings:
         tokens, index = self.valid[rank]
         return tokens if key[1] < index else tokens - 1
 
-
-# --- what every rule has ----------------------------------------------------
-
-
-class Selector(Standings):
-    """Follows the candidates of a group, and selects among them.
-
-    What it says holds whatever the running candidates do, as long as they do not fail. It is updated with each
-    candidate that changes, so that an event costs O(log n) rather than a look at the whole group. All methods but
-    `update` are queries: they change nothing, except that `deliveries` remembers its answers.
-
-    A group is complete when nothing runs that cannot be stopped. This base class stops nothing, so its group waits for
-    all candidates, and then selects all of them.
-
-    ``deliver_early``: whether `deliveries` is called, before the group is complete; it takes more checks.
-    """
-
-    has_deadline: ClassVar[bool] = False
-    """Whether the group has a deadline, and a bound. Otherwise both are ignored."""
-
-    def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
-        super().__init__()
-        self.rule = rule
-        self.deliver_early = deliver_early
-        self.candidates: dict[int, Candidate] = {}
-        self.deadline: int | None = None
-        """The cohort's deadline in tokens; ``None`` while there is none."""
-        self.bound: int | None = None
-        """Length at which every candidate is cut; ``None`` while there is none."""
-
-    def update(self, candidate: Candidate) -> None:
-        """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
-        self.remove(candidate.index)
-        if candidate.alive:
-            self.candidates[candidate.index] = candidate
-            self.add(candidate)
+    # --- what is certain ------------------------------------------------------
 
     def select(self) -> dict[int, SelectedAs]:
         """Select from those that have finished; fewer than ``size`` only if there are fewer."""
@@ -165,7 +142,7 @@ class Selector(Standings):
         return {}
 
     def deliveries(self) -> list[int]:
-        """Finished candidates that are certain to be in the group, and were not returned by an earlier call."""
+        """Finished candidates that are certain to be in the group."""
         return []
 
     def at_bound(self) -> list[int]:
@@ -238,19 +215,7 @@ class SelectionRule:
 
 
 class InOrderSelector(Selector):
-    """The first candidates by index are in the group, however they finish.
-
-    A look at all of them is taken only where there are more than the group returns, which is rare without shaping.
-    """
-
-    def __init__(self, rule: SelectionRule, deliver_early: bool) -> None:
-        super().__init__(rule, deliver_early)
-        self._undelivered: list[int] = []  # finished ones
-
-    def add(self, candidate: Candidate) -> None:
-        super().add(candidate)
-        if not candidate.running:
-            self._undelivered.append(candidate.index)
+    """The first candidates by index are in the group, however they finish."""
 
     def select(self) -> dict[int, SelectedAs]:
         ends = {index: SelectedAs.SHORT for _, index in self.valid} | {i: SelectedAs.FILL for _, i in self.invalid}
@@ -259,16 +224,14 @@ class InOrderSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         # A running candidate may still fail, and then a later one takes its place. So later ones are stopped only when
         # as many as are needed have finished before them.
-        if len(self.valid) + len(self.invalid) < self.rule.size:
+        if not self.running or len(self.valid) + len(self.invalid) < self.rule.size:
             return {}
         last = max(self.select())
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
 
     def deliveries(self) -> list[int]:
-        first = self.candidates.keys() if len(self) <= self.rule.size else sorted(self._entries)[: self.rule.size]
-        certain = [index for index in self._undelivered if index in first]
-        self._undelivered = [index for index in self._undelivered if index not in first]
-        return certain
+        first = self._entries if len(self) <= self.rule.size else sorted(self._entries)[: self.rule.size]
+        return [index for index in first if not self.candidates[index].running]
 
 
 class InOrder(SelectionRule):
@@ -291,15 +254,6 @@ class InOrder(SelectionRule):
 class DualEndSelector(Selector):
     """The K shortest and the L longest valid candidates are in the group."""
 
-    def __init__(self, rule: SelectionRule, deliver_early: bool) -> None:
-        super().__init__(rule, deliver_early)
-        self._undelivered: list[Key] = []  # valid ones, shortest first
-
-    def add(self, candidate: Candidate) -> None:
-        super().add(candidate)
-        if candidate.valid:
-            insort(self._undelivered, candidate.sort_key)
-
     def select(self) -> dict[int, SelectedAs]:
         short, long = self.rule.num_shortest, max(self.rule.num_shortest, len(self.valid) - self.rule.num_longest)
         return {
@@ -316,12 +270,9 @@ class DualEndSelector(Selector):
 
     def deliveries(self) -> list[int]:
         """Those that are certain are the first ones, and the last ones."""
-        certain, keys = [], self._undelivered
-        while keys and self._is_in_group(keys[0]):
-            certain.append(keys.pop(0)[1])
-        while keys and self._is_in_group(keys[-1]):
-            certain.append(keys.pop()[1])
-        return certain
+        first = [*takewhile(self._is_in_group, self.valid)]
+        last = takewhile(self._is_in_group, reversed(self.valid[len(first) :]))
+        return [index for _, index in (*first, *last)]
 
     def check_at(self) -> dict[int, int]:
         places = self.rule.num_shortest

@@ -117,21 +117,16 @@ def _find_choices(choices: Sequence[str], text: str) -> Iterator[str | None]:
     """Find the choice that ends last in the text, outside of longer words; of two the longer."""
     best = (0, 0, "")
     for choice in choices:
-        best = max(best, (_last_end(choice, text), len(choice), choice))
+        start = text.rfind(choice)
+        while start >= 0:
+            end = start + len(choice)
+            joined_before = start > 0 and text[start - 1].isalnum() and choice[0].isalnum()
+            joined_after = end < len(text) and text[end].isalnum() and choice[-1].isalnum()
+            if not joined_before and not joined_after:
+                best = max(best, (end, len(choice), choice))
+                break
+            start = text.rfind(choice, 0, end - 1)
         yield _normalise(best[2]) if best[0] else None
-
-
-def _last_end(choice: str, text: str) -> int:
-    """Return where the last occurrence outside of longer words ends; 0 if there is none."""
-    start = text.rfind(choice)
-    while start >= 0:
-        end = start + len(choice)
-        joined_before = start > 0 and text[start - 1].isalnum() and choice[0].isalnum()
-        joined_after = end < len(text) and text[end].isalnum() and choice[-1].isalnum()
-        if not joined_before and not joined_after:
-            return end
-        start = text.rfind(choice, 0, end - 1)
-    return 0
 
 
 def _normalise(answer: str) -> str | None:

@@ -27,6 +27,7 @@ from darts_server.policy.allocation import (
 )
 
 LOW, HIGH, TARGET = 8, 16, 12.0
+TARGETS = [8.3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 15.5))]
 SMALL_WEIGHTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 WEIGHTS = st.lists(
     st.integers(1, 3).map(float) | st.floats(1e-9, 100) | st.floats(1e-100, 1e100), min_size=1, max_size=40
@@ -82,12 +83,12 @@ def test_the_unit_of_the_weights_does_not_matter(
 
 def test_a_large_batch_equals_the_greedy_allocation_candidate_by_candidate() -> None:
     rng = np.random.default_rng(0)
-    weights = rng.integers(1, 500, 300).tolist()  # with ties
+    weights = rng.integers(1, 200, 100).tolist()  # with ties
     counts = [LOW] * len(weights)
-    for _ in range(700):
+    for _ in range(230):
         best = max(range(len(weights)), key=lambda i: gain(weights[i], counts[i]) if counts[i] < HIGH else -1)
         counts[best] += 1
-    allotted = allocate(weights, 700 + LOW * len(weights), LOW, HIGH)
+    allotted = allocate(weights, 230 + LOW * len(weights), LOW, HIGH)
     assert cost(weights, allotted) == cost(weights, counts)
 
 
@@ -125,10 +126,6 @@ def test_weights_are_the_papers_and_an_unknown_std_is_the_mean_of_the_known_ones
         assert allocate_by_std(stds, budget=budget, low=LOW, high=HIGH) == allocate(weights, budget, LOW, HIGH)
 
 
-def test_a_wider_prompt_gets_more_candidates() -> None:
-    assert allocate_by_std([5.0, 100.0, 30.0], budget=36, low=LOW, high=HIGH) == [8, 16, 12]
-
-
 @given(st.floats(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=5))
 def test_an_even_share_has_its_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
     carried, counts = 0.0, list[int]()
@@ -145,12 +142,8 @@ def test_an_even_share_has_its_mean_over_all_cohorts(mean: float, cohorts: list[
 RNG = np.random.default_rng(0)
 
 
-STATIONARY = RNG.lognormal(4, 1, 4000).tolist()
-
-
-DRIFTING = (RNG.lognormal(4, 0.7, 4000) * np.exp(np.linspace(3, -3, 4000))).tolist()
-
-
+STATIONARY = RNG.lognormal(4, 1, 2000).tolist()
+DRIFTING = (RNG.lognormal(4, 0.7, 2000) * np.exp(np.linspace(3, -3, 2000))).tolist()
 STREAMS = [
     pytest.param(STATIONARY, id="stationary"),
     pytest.param(DRIFTING, id="drifting down"),
@@ -169,7 +162,7 @@ STREAMS = [
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("target", [8.3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 15.5))])
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:
     price = ShadowPrice()
     counts = [price.candidates(std, target, LOW, HIGH) for std in stream]
@@ -178,7 +171,7 @@ def test_the_mean_stays_at_the_target(stream: list[float | None], target: float)
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("target", [8.3, 12, 15.5])
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
     price = ShadowPrice()
     counts = [price.candidates(std, target, LOW, HIGH) for std in STATIONARY]
@@ -188,7 +181,7 @@ def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
 
 def test_a_request_gets_what_the_batch_would_give() -> None:
     price = ShadowPrice()
-    singles = [price.candidates(std, TARGET, LOW, HIGH) for std in STATIONARY]
+    singles = [price.candidates(std, TARGET, LOW, HIGH) for std in STATIONARY[-3 * WINDOW :]]
     last = STATIONARY[-WINDOW:]
     batch = allocate_by_std(last, budget=round(TARGET * WINDOW), low=LOW, high=HIGH)
     apart = [abs(m - k) for m, k in zip(singles[-WINDOW:], batch, strict=True)]
@@ -227,9 +220,9 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
 
 def test_the_target_can_change_between_requests() -> None:
     price = ShadowPrice()
-    for std in STATIONARY[:2000]:
+    for std in STATIONARY[:800]:
         price.candidates(std, 10, LOW, HIGH)
-    counts = [price.candidates(std, 14, LOW, HIGH) for std in STATIONARY[2000:]]
+    counts = [price.candidates(std, 14, LOW, HIGH) for std in STATIONARY[800:]]
     assert statistics.fmean(counts) == pytest.approx(14, rel=0.02)
 
 
@@ -250,12 +243,6 @@ queues = st.lists(st.integers(0, 500), max_size=30)
 
 def line(waiting: int, start: float = START) -> float:
     return min(max((END - (START - start) - waiting) / (END - START), 0), 1)
-
-
-@given(queues)
-def test_redundancy_is_full_while_no_more_than_start_wait(waiting: list[int]) -> None:
-    brownout = Brownout(START, END)
-    assert {brownout.update(min(each, START)) for each in waiting} <= {1.0}
 
 
 @given(queues)
@@ -281,11 +268,6 @@ def test_redundancy_falls_linearly_and_is_full_again_when_half_of_start_wait() -
     assert [brownout.update(waiting) for waiting in (300, 250, 150, 50)] == [0, 0, 0.5, 1]
 
 
-def test_small_changes_of_the_queue_do_not_make_the_scale_flicker() -> None:
-    brownout = Brownout(START, END)
-    assert {brownout.update(waiting) for waiting in (200, 190, 200, 160, 199)} == {0.5}
-
-
 @pytest.mark.parametrize("end", [START, 50, 0])
 def test_an_end_at_the_start_switches_brownout_off(end: int) -> None:
     brownout = Brownout(START, end)
@@ -295,10 +277,6 @@ def test_an_end_at_the_start_switches_brownout_off(end: int) -> None:
 @given(st.integers(1, 64), st.integers(0, 64), st.floats(0, 1))
 def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: int, extra: int, scale: float) -> None:
     assert size <= reduce_candidates(size + extra, size, scale) <= size + extra
-
-
-def test_full_half_and_no_redundancy() -> None:
-    assert [reduce_candidates(12, 8, scale) for scale in (1.0, 0.5, 0.0)] == [12, 10, 8]
 
 
 def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
@@ -340,3 +318,7 @@ def test_cv_log_is_the_formula_of_the_public_code() -> None:
 def test_cv_log_is_clipped(std: float, mean: float, size: int) -> None:
     open_form = size * (1 + 1.5 * math.log(5 * std / mean))
     assert cv_log_mean(std, mean, size) == pytest.approx(min(max(open_form, size), 1.75 * size))
+
+
+def test_full_half_and_no_redundancy() -> None:
+    assert [reduce_candidates(12, 8, scale) for scale in (1.0, 0.5, 0.0)] == [12, 10, 8]

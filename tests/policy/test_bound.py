@@ -12,7 +12,7 @@ import pytest
 from numpy.random import Generator, default_rng
 
 from darts_server.policy.candidate import Candidate
-from darts_server.policy.deadline import MIN_KNOWN, QUANTILE, CohortDeadline, Deadline
+from darts_server.policy.deadline import MIN_KNOWN, CohortDeadline, Deadline
 from darts_server.policy.events import Finished, Progress, Started
 from darts_server.policy.group import Group
 from darts_server.policy.selection import SelectionRule
@@ -197,13 +197,6 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
     assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
     assert replace(rule, ceiling=120).without_others([], 8) == 120
     assert RULE.without_others([50] * 5, 3) is None
-
-
-def test_a_deadline_without_some_groups_is_a_quantile_of_all_groups_too() -> None:
-    lengths = list(range(100, 148))
-    found = of_cohort(RULE, lengths, [10_000] * 16)
-    assert found is not None
-    assert sum(n <= found for n in lengths) / 64 >= MIN_KNOWN * QUANTILE
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from darts_server.policy.events import (
     Cut,
     DeadlineSet,
     Deliver,
-    Event,
     Failed,
     Finished,
     GiveUp,
@@ -24,16 +23,7 @@ from darts_server.policy.group import Group, selection_weights
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import DualEnd, InOrder, SelectionRule
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
-
-
-class Draws:
-    """Return the given random numbers in their order."""
-
-    def __init__(self, *draws: float) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws)
+from tests.policy.world import Draws
 
 
 def unopened(*, draws: tuple[float, ...] = (), replacements: int | None = 0, early: bool = False) -> Group:
@@ -245,61 +235,7 @@ def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
     assert reasons(group) == [DiscardReason.LONGER_THAN_NEEDED, None, DiscardReason.LONGER_THAN_NEEDED, None]
 
 
-def test_candidates_not_selected_are_discarded_with_the_rules_reason() -> None:
-    group = opened(DualEnd(1, 1), 4)
-    group.handle(stop(0, 2), stop(1, 3), truncated(2, 9))
-    assert group.handle(stop(3, 5)) == [Complete({0: SelectedAs.SHORT, 3: SelectedAs.LONG})]
-    assert reasons(group) == [None, DiscardReason.MIDDLE, DiscardReason.TRUNCATED, None]
-
-
-def test_a_completed_group_ignores_events() -> None:
-    group = opened(DualEnd(1), 2)
-    group.handle(stop(0, 1), Progress(1, 3))
-    assert group.handle(stop(1, 4)) == []
-    assert group.cancel() == []
-    assert group.outcome is Outcome.COMPLETED
-
-
-def test_a_certain_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
-    group = opened(DualEnd(2), 2, early=True)
-    assert group.handle(stop(1, 4))[-1] == Deliver(1)
-    assert group.handle(Progress(0, 5)) == []
-    assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
-
-
-def test_a_tail_that_turns_out_to_be_short_is_delivered_once() -> None:
-    group = opened(SampledTail(1, 1), 2, draws=(0.9, 0.1), early=True)
-    assert group.handle(stop(1, 1)) == [Deliver(1)]
-    assert group.handle(Progress(0, 1)) == []
-    assert group.handle(stop(0, 2)) == [Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
-
-
-def test_one_that_finishes_before_a_certain_one_is_certain_too() -> None:
-    group = opened(SampledTail(2, 1), 4, draws=(0.4, 0.3, 0.2, 0.1), early=True)
-    assert group.handle(Progress(2, 6), Progress(3, 6), stop(0, 5))[-1] == Deliver(0)  # both shortest have a place
-    assert group.handle(stop(1, 4))[-1] == Deliver(1)
-
-
-def test_of_a_longest_tail_the_shortest_and_the_longest_are_delivered_before_those_between() -> None:
-    group = opened(DualEnd(1, 2), 4, early=True)
-    assert group.handle(*(Progress(i, 3) for i in (1, 2, 3)), stop(0, 2)) == [Deliver(0)]
-    assert group.handle(stop(2, 9)) == []
-    assert group.handle(stop(1, 5)) == [Deliver(2)]
-    assert group.handle(stop(3, 4)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG})]
-
-
-def test_the_next_in_order_takes_the_place_of_a_failed_one() -> None:
-    group = opened(InOrder(1), 2, early=True)
-    assert group.handle(stop(1, 2)) == []
-    assert group.handle(Lost(0)) == [Complete({1: SelectedAs.SHORT})]
-
-
 # --- failing ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("event", [Failed(0, RuntimeError("no memory")), Lost(0)])
-def test_a_failure_with_enough_other_candidates_starts_none(event: Event) -> None:
-    assert opened(DualEnd(1), 2, replacements=1).handle(event) == []
 
 
 def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
@@ -333,22 +269,6 @@ def test_giving_up_after_an_abort_names_who_aborted_which_candidate(by_caller: b
     assert str(gave_up.error) == f"the {who} aborted candidate 0, and too few others are left"
 
 
-def test_a_replacement_takes_no_place_from_a_delivered_candidate() -> None:
-    group = opened(DualEnd(2), 2, replacements=1, early=True)
-    assert group.handle(stop(1, 4), Progress(0, 4)) == [Deliver(1)]
-    assert group.handle(Lost(0)) == [Start((2,))]
-    assert group.handle(Started(2), stop(2, 1)) == [Complete({1: SelectedAs.SHORT, 2: SelectedAs.SHORT})]
-
-
-def test_a_replacement_leaves_shortest_and_tail_places_unchanged() -> None:
-    group = opened(SampledTail(1, 2), 3, draws=(0.7, 0.1, 0.6, 0.2), replacements=1, early=True)
-    assert group.handle(stop(0, 5), truncated(1, 9)) == [Deliver(1)]
-    assert group.handle(Lost(2)) == [Start((3,))]
-    assert group.handle(Started(3), stop(3, 7)) == [
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG_TRUNCATED, 3: SelectedAs.LONG})
-    ]
-
-
 # --- limits -----------------------------------------------------------------
 
 
@@ -363,13 +283,6 @@ def test_a_running_tail_is_cut_when_it_reaches_the_deadline() -> None:
     assert group.check_at == {2: 6}
     assert group.handle(Progress(2, 7)) == [Cut(2, 6), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
-
-
-def test_a_tail_is_never_cut_below_the_groups_completion_length() -> None:
-    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
-    assert group.handle(DeadlineSet(3), stop(0, 2), Progress(2, 4), stop(1, 5)) == []
-    assert group.check_at == {2: 5}
-    assert group.handle(Progress(2, 5)) == [Cut(2, 5), Complete({0: SelectedAs.SHORT, 2: SelectedAs.LONG})]
 
 
 def test_a_tail_that_finished_beyond_the_deadline_is_cut_once_the_deadline_is_certain() -> None:
@@ -391,15 +304,6 @@ def test_a_tail_that_finished_beyond_the_bound_is_cut_there_at_once() -> None:
     ]
 
 
-def test_the_others_are_stopped_when_it_is_certain_that_none_is_cut() -> None:
-    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
-    assert group.handle(DeadlineSet(5), stop(0, 2), Progress(2, 2)) == []
-    assert group.handle(stop(1, 5)) == [
-        Stop(2, DiscardReason.TAIL_PRUNED),
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG}),
-    ]
-
-
 def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     group = opened(CutTail(1, 2), 5, draws=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
@@ -407,28 +311,6 @@ def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
     assert group.handle(Progress(2, 5)) == [
         Cut(2, 5),
         Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG, 2: SelectedAs.LONG}),
-    ]
-
-
-def test_a_candidate_that_may_be_cut_is_not_delivered() -> None:
-    group = opened(CutTail(1, 1), 3, draws=(0.1, 0.5, 0.6), early=True)
-    assert group.handle(DeadlineSet(3), stop(0, 9)) == []
-    assert group.handle(stop(1, 2), Progress(2, 1)) == [Deliver(1)]
-    assert group.handle(stop(2, 2)) == [Cut(0, 3), Complete({0: SelectedAs.LONG, 1: SelectedAs.SHORT})]
-
-
-def test_only_the_first_deadline_counts() -> None:
-    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
-    group.handle(DeadlineSet(6), stop(0, 2), stop(1, 3))
-    assert group.handle(DeadlineSet(4), Progress(2, 5)) == []
-    assert (group.deadline, group.check_at) == (6, {2: 6})
-
-
-def test_without_enough_valid_ones_none_is_cut() -> None:
-    group = opened(CutTail(1, 2), 3, draws=(0.9, 0.5, 0.1))
-    assert group.handle(DeadlineSet(3), stop(0, 2), truncated(1, 9), Progress(2, 8)) == []
-    assert group.handle(stop(2, 9)) == [
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG_TRUNCATED, 2: SelectedAs.LONG})
     ]
 
 
@@ -453,10 +335,15 @@ def test_delivered_candidates_stay_selected_when_the_group_is_cancelled() -> Non
     assert reasons(group) == [DiscardReason.CANCELLED, None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
-def test_delivered_candidates_stay_selected_when_the_group_gives_up() -> None:
+def test_only_the_first_deadline_counts() -> None:
+    group = opened(CutTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
+    group.handle(DeadlineSet(6), stop(0, 2), stop(1, 3))
+    assert group.handle(DeadlineSet(4), Progress(2, 5)) == []
+    assert (group.deadline, group.check_at) == (6, {2: 6})
+
+
+def test_a_certain_trajectory_is_delivered_once_before_the_group_is_complete() -> None:
     group = opened(DualEnd(2), 2, early=True)
-    group.handle(stop(0, 2), Progress(1, 2))
-    error = RuntimeError("no memory")
-    assert group.handle(Failed(1, error)) == [GiveUp(error)]
-    assert [c.selected_as for c in group.candidates] == [SelectedAs.SHORT, None]
-    assert reasons(group) == [None, DiscardReason.FAILED]
+    assert group.handle(stop(1, 4))[-1] == Deliver(1)
+    assert group.handle(Progress(0, 5)) == []
+    assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]

@@ -21,7 +21,7 @@ from darts_server.policy.events import (
     Stop,
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights
-from darts_server.policy.sampled_tail import CutTail, SampledTail
+from darts_server.policy.sampled_tail import CutTail
 from darts_server.policy.selection import DualEnd, SelectionRule
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
@@ -40,6 +40,7 @@ from tests.policy.cases import (
 from tests.policy.oracle import Fate, chosen
 from tests.policy.scored import SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
 from tests.policy.test_group_properties import assert_exact, assert_given_up
+from tests.policy.world import Draws
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -182,16 +183,6 @@ def test_inverse_propensity_weights_stay_unbiased_when_the_group_needs_all_that_
 # --- one by one -------------------------------------------------------------
 
 
-class Draws:
-    """Return the given random numbers in their order, then 0.99."""
-
-    def __init__(self, *draws: float) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws, 0.99)
-
-
 def opened(rule: SelectionRule, candidates: int, chances: Any, early: bool = False, most: int = 0) -> Group:
     group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates, most)
@@ -201,13 +192,6 @@ def opened(rule: SelectionRule, candidates: int, chances: Any, early: bool = Fal
 
 def finish(group: Group, **lengths: int) -> list[Decision]:
     return group.handle(*(Finished(int(name[1:]), tokens, STOP) for name, tokens in lengths.items()))
-
-
-def test_a_candidate_that_the_group_needs_is_kept_for_certain() -> None:
-    group = opened(DualEnd(2), 3, Draws(0.9, 0.9, 0.9))
-    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED)]
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Keep(1, 1.0)]
-    assert group.candidates[1].survival == 1.0
 
 
 def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
@@ -235,26 +219,6 @@ def test_scores_before_the_opening_are_decided_at_the_opening() -> None:
     group.add_candidate()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
     assert group.open(DualEnd(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
-
-
-def test_pruning_the_last_that_is_waited_for_completes_the_group() -> None:
-    group = opened(DualEnd(2), 3, Draws(0.0, 0.0, 0.9))
-    assert finish(group, c0=5, c1=7) == []
-    assert group.handle(Scored(2, 0.2, 0.5)) == [
-        Stop(2, DiscardReason.PRUNED),
-        Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT}),
-    ]
-
-
-def test_the_tail_goes_to_the_next_draw_when_its_winner_is_pruned() -> None:
-    group = opened(SampledTail(1, 1), 3, Draws(0.9, 0.9, 0.9))
-    winner = min((1, 2), key=lambda i: group.candidates[i].tail_draw)
-    assert group.handle(Scored(winner, 0.2, 0.5)) == [Stop(winner, DiscardReason.PRUNED)]
-    loser = 3 - winner
-    assert finish(group, c0=4) == []
-    assert group.handle(Finished(loser, 30, STOP)) == [
-        Complete(dict(sorted({0: SelectedAs.SHORT, loser: SelectedAs.LONG}.items())))
-    ]
 
 
 # --- refill -----------------------------------------------------------------

@@ -101,18 +101,20 @@ NARROW, WIDE, HEAVY = log_normal(200, 0.3), log_normal(200, 0.5), log_normal(200
 GEOMETRIC, EVEN, UNEVEN = geometric(200), two_modes(150, 600, 0.5), two_modes(150, 450, 0.3)
 MOSTLY_LONG = two_modes(150, 600, 0.7)
 FIGURES = [
-    pytest.param(NARROW, shortest, 0.99, 0.99, id="log-normal 0.3, shortest"),
-    pytest.param(WIDE, shortest, 0.89, 0.85, id="log-normal 0.5, shortest"),
+    pytest.param(NARROW, shortest, 0.99, 0.99, id="log-normal 0.3, shortest", marks=pytest.mark.nightly),
+    pytest.param(WIDE, shortest, 0.89, 0.85, id="log-normal 0.5, shortest", marks=pytest.mark.nightly),
     pytest.param(HEAVY, shortest, 0.76, 0.67, id="log-normal 0.8, shortest"),
     pytest.param(GEOMETRIC, shortest, 0.98, 0.92, id="geometric, shortest"),
     pytest.param(EVEN, shortest, 1.23, 0.92, id="two even modes, shortest"),
-    pytest.param(UNEVEN, shortest, 0.68, 0.45, id="the longer mode rare, shortest"),
-    pytest.param(NARROW, shortest_polled_early, 0.99, 0.99, id="log-normal 0.3, polled early"),
+    pytest.param(UNEVEN, shortest, 0.68, 0.45, id="the longer mode rare, shortest", marks=pytest.mark.nightly),
+    pytest.param(
+        NARROW, shortest_polled_early, 0.99, 0.99, id="log-normal 0.3, polled early", marks=pytest.mark.nightly
+    ),
     pytest.param(GEOMETRIC, shortest_polled_early, 0.98, 0.92, id="geometric, polled early"),
-    pytest.param(NARROW, sampled_tail, 0.97, 0.97, id="log-normal 0.3, sampled tail"),
-    pytest.param(WIDE, sampled_tail, 0.92, 0.88, id="log-normal 0.5, sampled tail"),
+    pytest.param(NARROW, sampled_tail, 0.97, 0.97, id="log-normal 0.3, sampled tail", marks=pytest.mark.nightly),
+    pytest.param(WIDE, sampled_tail, 0.92, 0.88, id="log-normal 0.5, sampled tail", marks=pytest.mark.nightly),
     pytest.param(HEAVY, sampled_tail, 0.83, 0.76, id="log-normal 0.8, sampled tail"),
-    pytest.param(GEOMETRIC, sampled_tail, 0.94, 0.90, id="geometric, sampled tail"),
+    pytest.param(GEOMETRIC, sampled_tail, 0.94, 0.90, id="geometric, sampled tail", marks=pytest.mark.nightly),
     pytest.param(EVEN, sampled_tail, 1.05, 0.94, id="two even modes, sampled tail"),
     pytest.param(UNEVEN, sampled_tail, 0.83, 0.74, id="the longer mode rare, sampled tail"),
 ]
@@ -150,7 +152,7 @@ def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, 
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("draw", [NARROW, WIDE, GEOMETRIC, EVEN])
+@pytest.mark.parametrize("draw", [WIDE, EVEN])
 @pytest.mark.parametrize("stop", [shortest, sampled_tail])
 def test_the_mean_is_not_biased_short_either(
     draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping
@@ -192,12 +194,6 @@ def test_equal_lengths_with_others_stopped_there_leave_some_spread() -> None:
     assert 23 < guess.mean < 26
     assert guess.std is not None
     assert 0 < guess.std < 6
-
-
-def test_a_longer_candidate_gets_votes_of_stopped_ones() -> None:
-    short = estimate_lengths(ended(10, 11, 12, 20) + stopped(12, 12, 12))
-    long = estimate_lengths(ended(10, 11, 12, 200) + stopped(12, 12, 12))
-    assert long.mean - short.mean > (200 - 20) / 7 * 2
 
 
 def test_one_token_longer_gets_no_vote() -> None:

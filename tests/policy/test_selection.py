@@ -1,7 +1,4 @@
-"""The selection rules alone: what they select, how they label it, and what they hold for certain.
-
-What a group keeps of its candidates from event to event is what its rule says of all of them at once.
-"""
+"""The selection rules alone: what they select, how they label it, and what they hold for certain."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +16,11 @@ from darts_server.policy.group import Group
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule, Selector
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
-from tests.policy.cases import CUT_TAILS, RULES, WITH_FAILURES, WITHOUT_DEADLINE, Case, cases
+from tests.policy.cases import CUT_TAILS, RULES, WITH_FAILURES, WITHOUT_DEADLINE, cases
 from tests.policy.oracle import Fate, Known, Open, Rule, chosen, cut_lengths, futures, possible
 from tests.policy.scored import ScoredCase, scored
-from tests.policy.world import World
 
-cheap = settings(max_examples=3 * settings().max_examples)
-thoroughly = settings(max_examples=6 * settings().max_examples)
+thoroughly = settings(max_examples=3 * settings().max_examples)
 
 
 RuleT = TypeVar("RuleT", bound=Rule)
@@ -74,7 +69,7 @@ def assess(
     selector.bound = bound
     stops = selector.stops()
     for index in stops:
-        selector.remove(index)
+        selector.update(replace(selector.candidates[index], state=State.DISCARDED))
     waits = len(stops) < len(running)
     certain = frozenset(selector.deliveries() if waits else selector.select())
     return Verdict(certain, stops, selector.cuts(), selector.check_at())
@@ -83,7 +78,7 @@ def assess(
 # --- selecting ---------------------------------------------------------------
 
 
-@cheap
+@thoroughly
 @given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
 def test_a_rule_selects_what_its_definition_says(
     rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
@@ -165,17 +160,6 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
     assert early.check_at == {0: 7, 4: 4}, "then also where it falls behind the first"
 
 
-def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
-    assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
-    verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
-    assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
-    assert verdict.certain == frozenset()
-
-
-def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
-    assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
-
-
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
@@ -186,23 +170,6 @@ def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     assert not before.stops
     assert after.stops == {4: DiscardReason.TAIL_PRUNED}
     assert before.check_at[2] == 4
-
-
-def test_without_places_for_the_tail_only_the_shortest_are_certain() -> None:
-    done = [ended(0, 2), ended(1, 9)]
-    verdict = assess(SampledTail(1, 0), [running(2, 0)], done, early=True)
-    assert (verdict.certain, verdict.stops) == (frozenset(), {})
-    verdict = assess(SampledTail(1, 0), [running(2, 3)], done, early=True)
-    assert (verdict.certain, verdict.stops) == (frozenset({0}), {2: DiscardReason.TAIL_PRUNED})
-
-
-def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
-    going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
-    valid = ended(0, 6, tail_draw=0.1)
-    truncated = ended(1, 9, valid=False, tail_draw=0.1)
-    assert assess(SampledTail(2, 1), going, [valid], early=True).certain == {0}
-    assert assess(SampledTail(2, 1), going, [truncated], early=True).certain == set()
-    assert assess(SampledTail(1, 1), going, [ended(2, 7), truncated], early=True).certain == {1}
 
 
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
@@ -266,7 +233,7 @@ def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known,
     return ends, tuple((c.index, c.tokens, c.tail_draw) for c in going)
 
 
-@cheap
+@thoroughly
 @given(situations(WITHOUT_DEADLINE), st.booleans(), RANDOMS)
 def test_candidates_are_stopped_if_no_future_selects_them(
     situation: tuple[Rule, States], early: bool, random: Random
@@ -304,7 +271,7 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     assert verdict.stops.keys() == (unselected if is_complete else unselected & behind)
 
 
-@cheap
+@thoroughly
 @given(situations(RULES, most=8, max_tokens=8), st.booleans(), LIMITS, RANDOMS)
 def test_no_verdict_changes_before_its_check(
     situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
@@ -326,18 +293,9 @@ def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
 # --- kept up to date --------------------------------------------------------
 
 
-@cheap
-@given(cases(WITH_FAILURES, most=40, max_length=20, max_replacements=6, cut=True))
-def test_a_selector_kept_up_to_date_equals_a_new_one(case: Case) -> None:
-    assert_kept(case.world(), case.early)
-
-
-@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=3), refill=True))
-def test_also_of_candidates_that_are_pruned_and_replaced(case: ScoredCase) -> None:
-    assert_kept(case.world(), case.case.early)
-
-
-def assert_kept(world: World, early: bool) -> None:
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True), refill=True))
+def test_a_group_does_at_once_all_that_its_rule_says(case: ScoredCase) -> None:
+    world, early = case.world(), case.case.early
     group = world.group
     for _ in world.moments():
         if not group.is_open or group.outcome is not None:
@@ -364,3 +322,23 @@ def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_befo
     group.handle(Finished(2, 7, FinishReason.STOP))
     assert group.outcome is Outcome.COMPLETED
     assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]
+
+
+def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
+    assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
+
+
+def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
+    assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
+    verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
+    assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
+    assert verdict.certain == frozenset()
+
+
+def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
+    going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
+    valid = ended(0, 6, tail_draw=0.1)
+    truncated = ended(1, 9, valid=False, tail_draw=0.1)
+    assert assess(SampledTail(2, 1), going, [valid], early=True).certain == {0}
+    assert assess(SampledTail(2, 1), going, [truncated], early=True).certain == set()
+    assert assess(SampledTail(1, 1), going, [ended(2, 7), truncated], early=True).certain == {1}

@@ -151,13 +151,6 @@ def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redund
     assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
 
 
-def test_arrol_ignores_tails_and_budgets() -> None:
-    base = replace(BASE, num_shortest=4, num_longest=2, budget=BudgetKind.CV_LOG)
-    arrol = build_policies(base, Deadline(), SEVERE)["arrol"]
-    assert arrol.selection_rule(8) == SampledSurvivors(8)
-    assert not arrol.uses_cohort
-
-
 def test_darts_with_arrol_is_darts_with_pruning() -> None:
     base = replace(BASE, tail=Tail.LONGEST)
     both = build_policies(base, Deadline(), SEVERE)

@@ -251,12 +251,6 @@ def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_rema
     assert is_decided([], [], MajorityWeighting())
 
 
-def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() -> None:
-    assert is_decided([Vote(i, "a") for i in range(5)], [5, 6, 7], MajorityWeighting())
-    assert is_decided([Vote(i, "a") for i in range(4)], [4, 5, 6, 7], MajorityWeighting())
-    assert not is_decided([Vote(i, "a") for i in range(1, 5)], [0, 5, 6, 7], MajorityWeighting())
-
-
 def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> None:
     """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
 
@@ -274,3 +268,9 @@ def test_a_negative_vote_for_the_leader_may_still_make_it_the_earlier_answer() -
     leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
     assert is_decided(leader + rival, [0], rule)
     assert not is_decided(leader + rival, [6], rule)
+
+
+def test_five_of_eight_decide_a_majority_and_four_only_with_the_first_index() -> None:
+    assert is_decided([Vote(i, "a") for i in range(5)], [5, 6, 7], MajorityWeighting())
+    assert is_decided([Vote(i, "a") for i in range(4)], [4, 5, 6, 7], MajorityWeighting())
+    assert not is_decided([Vote(i, "a") for i in range(1, 5)], [0, 5, 6, 7], MajorityWeighting())

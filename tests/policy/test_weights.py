@@ -15,23 +15,14 @@ from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
 from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
-
-
-class Draws:
-    """A generator that returns these numbers."""
-
-    def __init__(self, draws: Sequence[float]) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws)
+from tests.policy.world import Draws
 
 
 def complete(
     rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float], deadline: int | None = None
 ) -> Group:
     """Run a group to its end: candidates finish in the order of their lengths, at a stop token or at the limit."""
-    group = Group(rng=Draws(draws), max_replacements=0)
+    group = Group(rng=Draws(*draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
     if deadline is not None:
@@ -96,16 +87,8 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
     assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
 
 
-def test_a_sampled_tail_without_places_has_no_weights() -> None:
-    assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
-
-
-def test_the_first_in_order_are_a_plain_sample() -> None:
-    assert selection_weights(complete(InOrder(2), [(7, True), (5, False)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}
-
-
 def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
-    group = Group(rng=Draws([0.1 * i for i in range(12)]))
+    group = Group(rng=Draws(*(0.1 * i for i in range(12))))
     group.open(SampledTail(1, 1), 4)
     group.restart()
     group.resume()
@@ -115,7 +98,7 @@ def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
 
 
 def test_an_incomplete_group_has_no_weights() -> None:
-    group = Group(rng=Draws([0.1, 0.2]))
+    group = Group(rng=Draws(0.1, 0.2))
     group.open(SampledTail(1, 1), 2)
     assert selection_weights(group) == {}
     assert tail_share(group) == 1.0
@@ -135,7 +118,7 @@ def test_a_large_group_of_which_many_fail_after_a_score_ends_with_weights_in_ran
     failures: int, survival: float, has_weights: bool
 ) -> None:
     count = 1200
-    group = Group(rng=Draws([0.0] * count), survival_rng=Draws([0.0] * count), max_replacements=0)
+    group = Group(rng=Draws(*[0.0] * count), survival_rng=Draws(*[0.0] * count), max_replacements=0)
     group.open(AllSurvivors(1), count)
     group.handle(*(Started(i) for i in range(count)))
     group.handle(*(Scored(i, 0.5, survival) for i in range(count - 1)))
@@ -151,7 +134,7 @@ class TestPruning:
     """Survivors of pruning, which needs `Scored` events with a survival probability."""
 
     def survivors(self, survivals: Sequence[float], draws: Sequence[float], rule: SelectionRule) -> Group:
-        group = Group(rng=Draws([0.0] * len(draws)), survival_rng=Draws(draws), max_replacements=0)
+        group = Group(rng=Draws(*[0.0] * len(draws)), survival_rng=Draws(*draws), max_replacements=0)
         group.open(rule, len(draws))
         group.handle(*(Started(i) for i in range(len(draws))))
         for i, survival in enumerate(survivals):
@@ -208,7 +191,7 @@ def run_with_scores(
 
     ``failing``: candidates that fail, after so many tokens.
     """
-    group = Group(rng=Draws(tail_draws), survival_rng=Draws(survival_draws), max_replacements=0)
+    group = Group(rng=Draws(*tail_draws), survival_rng=Draws(*survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
     for tokens in range(1, max(length for length, _ in lengths) + 1):
@@ -285,3 +268,11 @@ def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
                     sums[i] += weight / counted
     assert corrected
     assert [each / runs for each in sums] == pytest.approx([1 / count] * count, abs=1e-9)
+
+
+def test_a_sampled_tail_without_places_has_no_weights() -> None:
+    assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
+
+
+def test_the_first_in_order_are_a_plain_sample() -> None:
+    assert selection_weights(complete(InOrder(2), [(7, True), (5, False)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}

@@ -34,6 +34,16 @@ MAX_STEPS = 400
 """Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
 
 
+class Draws:
+    """Return the given random numbers in their order, then 0.99."""
+
+    def __init__(self, *draws: float) -> None:
+        self._draws = iter(draws)
+
+    def random(self) -> float:
+        return next(self._draws, 0.99)
+
+
 class Ending(Enum):
     STOP = auto()
     LENGTH = auto()

@@ -238,13 +238,16 @@ def choose(
             for part in sorted({min_groups, (min_groups + groups) // 2}):
                 within.append(expect(whole.option, foresee(whole.option, part), whole, part))
 
+    def named(one: Choice) -> str:
+        return f"{one.option.name} {one.step:.3g} s{one.scope}"
+
     best = min(within[1:], key=lambda one: one.cost, default=off)
     if best is off:
         reason = "nothing else is within the limits"
     elif best.cost > (1 - (MARGIN if state.chosen == OFF else 0.0)) * off.cost:
-        best, reason = off, f"{_step(off)}, {_named(best)}"
+        best, reason = off, f"{off.step:.3g} s a step, {named(best)}"
     else:
-        reason = f"{_step(best)}, {_named(off)}"
+        reason = f"{best.step:.3g} s a step{best.scope}, {named(off)}"
 
     # Now and then another one is worth a batch, to measure it.
     if state.explored + 1 <= limits.exploration * (state.batches + 1):
@@ -260,17 +263,9 @@ def choose(
         # What was measured the longest ago, or never, comes first.
         oldest = min(others, key=lambda one: (state.last(one.name), one.cost), default=None)
         if oldest is not None:
-            reason = f"explored: {_step(oldest)}, {_named(best)}, {_named(off)}"
+            reason = f"explored: {oldest.step:.3g} s a step{oldest.scope}, {named(best)}, {named(off)}"
             return replace(oldest, reason=reason, explores=True)
     return replace(best, reason=reason)
-
-
-def _step(one: Choice) -> str:
-    return f"{one.step:.3g} s a step{one.scope}"
-
-
-def _named(one: Choice) -> str:
-    return f"{one.option.name} {one.step:.3g} s{one.scope}"
 
 
 def _expect(

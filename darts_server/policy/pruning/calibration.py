@@ -107,15 +107,6 @@ class Calibration:
         return replace(self, smoothing=1.0, monotone=False, corrected=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Calibration of the labels in the buffer. ``chances``: q of each bin."""
-
-    prior: float
-    one_class: bool
-    chances: Floats
-
-
 class Calibrator:
     """Learn from labels what a score is worth. Use one for each kind of score and each detection point.
 
@@ -126,11 +117,7 @@ class Calibrator:
         self.calibration = calibration or Calibration()
         self.labels: deque[Label] = deque(labels, maxlen=self.calibration.buffer)
         self.steps = steps
-        self._cached: _Table | None = None
-
-    def count_step(self) -> None:
-        """Count one more step of the trainer."""
-        self.steps += 1
+        self._cached: tuple[float, bool, Floats] | None = None
 
     def add(self, label: Label) -> None:
         self.labels.append(label)
@@ -144,12 +131,12 @@ class Calibrator:
             return CalibrationStatus.COLD
         if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
-        return CalibrationStatus.ONE_CLASS if self._table().one_class else CalibrationStatus.READY
+        return CalibrationStatus.ONE_CLASS if self._fit()[1] else CalibrationStatus.READY
 
     @property
     def prior(self) -> float:
         """Share of right ones among the labels (pi); a half without any."""
-        return self._table().prior if self.labels else DEFAULT_PRIOR
+        return self._fit()[0] if self.labels else DEFAULT_PRIOR
 
     def probability(self, score: float) -> float:
         """Return the probability q that a trajectory with this score ends correct.
@@ -159,9 +146,10 @@ class Calibrator:
         if self.status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
-        return float(self._table().chances[min(bins - 1, math.floor(bins * score))])
+        return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])
 
-    def _table(self) -> _Table:
+    def _fit(self) -> tuple[float, bool, Floats]:
+        """Return the prior, whether all labels are of one class, and q of each bin."""
         if self._cached is not None:
             return self._cached
         bins, alpha = self.calibration.bins, self.calibration.smoothing
@@ -178,7 +166,7 @@ class Calibrator:
         chances = if_right / (if_right + if_wrong)
         if self.calibration.monotone:
             chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
-        self._cached = _Table(prior, not right.any() or not wrong.any(), chances)
+        self._cached = prior, not right.any() or not wrong.any(), chances
         return self._cached
 
 

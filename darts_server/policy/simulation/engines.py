@@ -140,10 +140,11 @@ class Clock:
             prefilled = done + np.where(is_first, prompts, rest)
         else:
             columns = (column.tolist() for column in (group, own, shared, tokens))
-            who, begin, end, had, fresh = map(np.asarray, _admissions(machine.max_num_seqs, room, *columns))
+            numbers, begin, end, had, fresh = np.asarray(_admissions(machine.max_num_seqs, room, *columns)).T
+            who = numbers.astype(np.int64)
             held = done[who] + had
             sequence, context = sequence[who], prompts[who] + held
-            prefilled = held + np.where(fresh, prompts[who], rest[who])
+            prefilled = held + np.where(fresh > 0, prompts[who], rest[who])
 
         # What runs, and what a step takes, changes only where a stay begins or ends.
         times = machine.step_time
@@ -239,7 +240,7 @@ class Clocks:
 
 def _admissions(
     places: int, room: float, group: list[int], own: list[float], shared: list[float], tokens: list[float]
-) -> tuple[list[int], list[float], list[float], list[float], list[bool]]:
+) -> list[list[float]]:
     """Return of each stay: who, the steps of begin and end, tokens generated before, and whether the prompt is new.
 
     Of each sequence, ``own``: tokens in the KV cache besides its full blocks of the prompt, ``shared``, which those of
@@ -251,11 +252,7 @@ def _admissions(
     left = list(tokens)
     ends_at = [0.0] * len(tokens)  # the step at which one that runs ends, unless it is preempted
     ends: list[tuple[float, int]] = []
-    who: list[int] = []
-    begin: list[float] = []
-    end: list[float] = []
-    had: list[float] = []
-    fresh: list[bool] = []
+    stays: list[list[float]] = []
     step, count = 0.0, 0
     while waiting or running:
         while ends and ends_at[ends[0][1]] != ends[0][0]:
@@ -270,14 +267,10 @@ def _admissions(
             room = rest
             count += 1
             resident[group[i]] += 1
-            running[i] = len(who)
+            running[i] = len(stays)
             ends_at[i] = step + left[i]
             heappush(ends, (ends_at[i], i))
-            who.append(i)
-            begin.append(step)
-            end.append(inf)
-            had.append(tokens[i] - left[i])
-            fresh.append(is_first)
+            stays.append([i, step, inf, tokens[i] - left[i], is_first])
         ahead, i = ends[0]
         full = max(step + room // count + 1, step) if room < inf else inf
         if ahead <= full or count == 1:
@@ -288,12 +281,12 @@ def _admissions(
             waiting.appendleft(i)
         room -= (ahead - step) * count
         step = ahead
-        stay = running.pop(i)
-        end[stay] = step
-        more = step - begin[stay]
+        stay = stays[running.pop(i)]
+        stay[2] = step
+        more = step - stay[1]
         left[i] -= more
         own[i] += more
         count -= 1
         resident[group[i]] -= 1
         room += own[i] if resident[group[i]] else own[i] + shared[i]
-    return who, begin, end, had, fresh
+    return stays

@@ -173,7 +173,7 @@ class DetectionPoint:
 
     def count_step(self) -> None:
         """Count one more step of the trainer."""
-        self.calibrator.count_step()
+        self.calibrator.steps += 1
         self._has_changes = True
 
     def reload(self) -> None:

@@ -30,12 +30,6 @@ def test_nothing_is_expected_of_what_was_never_measured() -> None:
     assert LEVEL < nothing.spread("off", 5) < 2 * LEVEL
 
 
-def test_what_is_repeated_is_expected() -> None:
-    found = errors(of("off", [0.4, 0.4, 0.4, 0.4, 0.4]))
-    assert found.expect("off", 6) == pytest.approx(0.4, abs=0.02)
-    assert found.spread("off", 6) < 0.1
-
-
 def test_what_all_options_have_in_common_is_expected_of_one_that_was_never_measured() -> None:
     found = errors(of("off", [0.4, 0.4, 0.4]), of("uniform 1.5", [0.4, 0.4, 0.4], 4))
     assert found.expect("darts 1.5", 7) == pytest.approx(0.4, abs=0.05)

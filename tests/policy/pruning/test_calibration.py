@@ -147,7 +147,7 @@ def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.COLD, 1.0)
     statuses = []
     for _ in range(2):
-        calibrator.count_step()
+        calibrator.steps += 1
         statuses.append(calibrator.status)
     assert statuses == [CalibrationStatus.COLD, CalibrationStatus.FEW_LABELS]
     calibrator.add(Label(0.8, 1.0))
@@ -163,7 +163,7 @@ def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:
     calibrator = Calibrator(CORRECTED)
     for i in range(9):
         calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
-        calibrator.count_step()
+        calibrator.steps += 1
     restored = Calibrator(CORRECTED, calibrator.labels, calibrator.steps)
     assert restored.steps == 9
     assert [restored.probability(i / 20) for i in range(21)] == [calibrator.probability(i / 20) for i in range(21)]

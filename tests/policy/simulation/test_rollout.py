@@ -55,14 +55,14 @@ def test_where_all_candidates_start_together_it_is_the_same_as_token_by_token(po
 @pytest.mark.parametrize("policy", ["off", "longest"])
 def test_where_no_candidate_is_stopped_it_is_the_same_with_any_queue_and_full_kv_caches(policy: str) -> None:
     preemptions = 0
-    for seed in range(24):
+    for seed in range(12):
         case = world(policy, seed)
         longest = (case.batch.prompt_tokens[:, None] + case.batch.ends).max()
         case.machine = replace(case.machine, block_size=1, kv_blocks=int(longest * 1.5))
         expected = token_by_token(case)
         assert_same(simulate(case.batch, case.plan, case.machine), expected)
         preemptions += expected.preemptions
-    assert preemptions > 20
+    assert preemptions > 10
 
 
 @pytest.mark.untraced
@@ -98,7 +98,10 @@ def test_where_candidates_queue_it_is_close(policy: str) -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("kv_blocks", "size", "prompt"), [(150, 16, 0), (3200, 1, 400), (200, 16, 400)])
+@pytest.mark.parametrize(
+    ("kv_blocks", "size", "prompt"),
+    [(200, 16, 400), *(pytest.param(*of, marks=pytest.mark.nightly) for of in ((150, 16, 0), (3200, 1, 400)))],
+)
 @pytest.mark.parametrize("policy", ["off", "uniform"])
 def test_where_the_kv_cache_is_full_it_is_close(policy: str, kv_blocks: int, size: int, prompt: int) -> None:
     assert median(errors(policy, 4, kv_blocks, size, prompt)) < 0.04

@@ -13,6 +13,7 @@ from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.types import FinishReason
+from tests.policy.world import Draws
 
 NAMED = build_policies(Shaping(), Deadline(exploration=0.0))
 POLICIES: dict[str, Shaping | None] = {
@@ -77,16 +78,6 @@ def machine(rng: Generator, replicas: int, room: int | None, longest: int) -> Ma
 
 
 # --- token by token -----------------------------------------------------------
-
-
-class Draws:
-    """A generator of random numbers that were drawn before."""
-
-    def __init__(self, draws: list[float]) -> None:
-        self._draws = iter(draws)
-
-    def random(self) -> float:
-        return next(self._draws)
 
 
 @dataclass
@@ -187,7 +178,7 @@ def token_by_token(world: World) -> Outcome:
             for i in range(count)
         ]
         rule = plan.rule(number)
-        group = Group(rng=Draws(batch.tail_draws[number].tolist()), max_replacements=0)
+        group = Group(rng=Draws(*batch.tail_draws[number].tolist()), max_replacements=0)
         group.open(rule, count)
         group.handle(*(Started(i) for i in range(count)))
         engines[replica].waiting += candidates
