@@ -70,7 +70,7 @@ def test_routes_that_are_not_public_need_a_key_and_vllms_control_routes_an_admin
     for path in ("/pause", "/update_weights", "/scale_elastic_ep", "/reset_prefix_cache", "/sleep"):
         assert [call(server, "POST", path, key, json={}).status_code for key in (None, GIVEN)] == [401, 403]
     assert call(server, "POST", "/reset_prefix_cache", ADMIN).status_code == 200
-    assert call(server, "GET", "/server_info", ADMIN).status_code == 200
+    assert call(server, "GET", "/is_sleeping", ADMIN).status_code == 200
     assert call(server, "PATCH", "/darts/v1/policy", ADMIN, json={}).status_code == 200
 
 

@@ -1,6 +1,6 @@
 """Requests of strangers to a server without keys, signals that must not end it, and its sudden end.
 
-One server, at night also one that is started as users start it: its processes are looked at. The last test kills it.
+One server. At night it is started as users start it, and its processes are looked at; the last test kills it.
 """
 
 import os
@@ -23,10 +23,10 @@ SECONDS = 60.0
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
-def server(forks: Launch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(forks: Launch, nightly: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """TRL's way: without keys, with vLLM's development routes. And as behind a proxy: any is believed."""
     environment = EAGER | {"VLLM_SERVER_DEV_MODE": "1", "FORWARDED_ALLOW_IPS": "*"}
-    log, start = tmp_path_factory.mktemp("strangers") / "log", forks if request.param == "forked" else launch
+    log, start = tmp_path_factory.mktemp("strangers") / "log", launch if nightly else forks
     with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment, launch=start) as running:
         yield running
 
@@ -79,7 +79,7 @@ def test_a_name_that_points_here_by_dns_rebinding_reads_nothing(caller: httpx.Cl
 
 
 def test_callers_of_this_machine_probes_and_allowed_names_are_served(caller: httpx.Client) -> None:
-    assert caller.get("/server_info").status_code == 200
+    assert caller.get("/is_sleeping").status_code == 200
     assert caller.post("/reset_prefix_cache").status_code == 200
     for host in ("10.1.2.3:8000", "[2001:db8::1]:8000", "localhost", "rollouts.example.com"):
         assert caller.get("/v1/models", headers={"Host": host}).status_code == 200
@@ -98,6 +98,7 @@ def test_a_forwarded_address_is_never_this_machine(caller: httpx.Client, forged:
     assert caller.get("/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.nightly
 def test_sighup_without_key_files_is_survived(server: Server, caller: httpx.Client) -> None:
     for process in engine(server):
         process.send_signal(signal.SIGHUP)
@@ -106,12 +107,14 @@ def test_sighup_without_key_files_is_survived(server: Server, caller: httpx.Clie
     assert_serves(caller)
 
 
+@pytest.mark.nightly
 def test_sigusr1_writes_the_stacks_of_all_threads_and_is_survived(server: Server, caller: httpx.Client) -> None:
     os.kill(server.process.pid, signal.SIGUSR1)
     wait_until(lambda: "Current thread" in server.log.read_text())
     assert_serves(caller)
 
 
+@pytest.mark.nightly
 def test_all_processes_end_when_the_server_is_killed(server: Server, caller: httpx.Client) -> None:
     vote = {"prompt": "7a-5b*4>", "n": 2, "sampling": {"max_tokens": 5}, "pattern": "([0-9])"}
     assert caller.post("/darts/v1/vote", json=vote).status_code == 200

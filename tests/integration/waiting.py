@@ -6,6 +6,8 @@ import psutil
 
 from darts_server.demo.server import Server
 
+POLL_SECONDS = 0.06
+"""Each poll of the metrics takes 25 ms of a core, which the server would have."""
 STARTED, ENDED = "darts_candidates_started_total", "darts_candidates_ended_total"
 
 
@@ -19,7 +21,7 @@ def wait_idle(server: Server, seconds: float = 180.0) -> None:
     while (left := server.busy()) > 0 or (going := server.metric(STARTED) - server.metric(ENDED)):
         what = f"{left:.0f} requests still on the engine" if left else f"{going:.0f} candidates have not ended"
         assert time.monotonic() - began < seconds, f"{what} after {seconds} s"
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
 
 
 def wait_started(server: Server, candidates: float, seconds: float = 180.0) -> None:
@@ -32,7 +34,7 @@ def wait_counted(server: Server, counter: str, count: float, seconds: float = 18
     began = time.monotonic()
     while (now := server.metric(counter, **labels)) < count:
         assert time.monotonic() - began < seconds, f"{counter} is only {now} and not {count} after {seconds} s"
-        time.sleep(0.02)
+        time.sleep(POLL_SECONDS)
 
 
 def engine_processes(server: Server) -> list[int]:

@@ -163,7 +163,8 @@ async def prepare_batch(
                     else:
                         raise
             if lost:
-                taken = [old for old in taken if all(old is not other for other, _ in lost)]
+                gone = {id(old) for old, _ in lost}
+                taken = [old for old in taken if id(old) not in gone]
                 logger.error(
                     "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: "
                     "%.200s)",
