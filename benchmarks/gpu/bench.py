@@ -181,11 +181,6 @@ class Bench:
             while running or not await self.llm.reset_prefix_cache():
                 await asyncio.sleep(0.05)
 
-    def output_tokens(self) -> list[int]:
-        """Return the generated tokens of each unfinished request; 0 for a waiting one."""
-        states = self.llm.output_processor.request_states.values()
-        return [state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None]
-
     # --- requests -----------------------------------------------------------
 
     def prompt(self, number: int, length: int | None = None) -> Any:

@@ -59,7 +59,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
         raise InvalidSetting(f"--darts-config: {config} is not a file")
     try:
         file = {} if config is None else tomllib.loads(Path(config).read_text(encoding="utf-8"))
-        return Settings(**file | variables | given)
+        return Settings(**{name.lower(): value for name, value in file.items()} | variables | given)
     except ValidationError as error:
         raise InvalidSetting("\n".join(_startup_error(each, given) for each in error.errors())) from error
     except (ValueError, OSError) as error:

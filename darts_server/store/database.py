@@ -31,6 +31,9 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
     log = Path(f"{path}-wal")
     with translate_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for file in (path, log, Path(f"{path}-shm")):  # SQLite would wait for ever for the writer of a pipe
+            if file.exists() and not file.is_file():
+                raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
         if not path.exists():
             if log.exists() and not path.exists():  # in this order: SQLite creates the log after the file
                 raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")

@@ -244,7 +244,7 @@ class Coordinator:
                 partial=update.partial,
                 lora=update.lora,
                 seconds=update.seconds,
-                error=None if error is None else str(error) or type(error).__name__,
+                error=None if error is None else _text(error),
             )
             if record.error is not None:
                 self.last_error = record.error
@@ -408,3 +408,9 @@ class Coordinator:
     def _update_running(self) -> UpdateRunning:
         remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):  # its own text is of the task
+        return "the caller has disconnected"
+    return str(error) or type(error).__name__

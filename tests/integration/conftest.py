@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -53,11 +54,20 @@ def plain(forks: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
-    """The environment of an engine that is started from this process."""
+    """The environment of an engine that is started from this process.
+
+    It is not forked from this process, which has computed with several threads, but from a server of Python's own that
+    has imported all.
+    """
+    import vllm.envs
+
     with pytest.MonkeyPatch.context() as patch:
-        # Not forked from this process, which has computed with several threads.
         for name, value in (ENVIRONMENT | EAGER | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}).items():
             patch.setenv(name, value)
+        if can_fork():
+            multiprocessing.set_forkserver_preload(["tests.integration.preloaded"])
+            method = {"VLLM_WORKER_MULTIPROC_METHOD": lambda: "forkserver"}
+            patch.setattr(vllm.envs, "environment_variables", vllm.envs.environment_variables | method)
         yield
 
 

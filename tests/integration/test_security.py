@@ -137,6 +137,7 @@ def test_no_key_was_ever_logged(server: Server) -> None:
     assert not [key for key in (GIVEN, FILED, ROTATED, ADMIN) if key in log]
 
 
+@pytest.mark.nightly
 def test_without_a_key_it_does_not_start_on_an_address_that_other_machines_reach(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8
-PROMPTS = 20
+PROMPTS = 12
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
 NO_LIMIT = httpx.Limits(max_connections=None)
 

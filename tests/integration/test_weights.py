@@ -296,7 +296,7 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
     prompts: list[dict[str, Any]] = [
         {"token_ids": tokenize(server, text), "key": f"across/{text}"} for text in ["1a+2>", *texts]
     ]
-    sampling = {"max_tokens": 250, "temperature": 0.0, "logprobs": True}
+    sampling = {"max_tokens": 150, "temperature": 0.0, "logprobs": True}
     body: dict[str, Any] = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
 
     def run(**more: Any) -> dict[str, Any]:
@@ -366,7 +366,7 @@ async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> 
         save_file(perturbed(seed), path)
     assert post(server, old.name).status_code == 200
     old.unlink()
-    body = {"prompts": [{"text": PROMPT}] * 8, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
+    body = {"prompts": [{"text": PROMPT}] * 4, "group_size": 4, "sampling": {"max_tokens": 300, "ignore_eos": True}}
     before = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         group = asyncio.create_task(client.post("/darts/v1/rollouts", json=body))

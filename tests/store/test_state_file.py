@@ -158,3 +158,15 @@ def test_a_file_that_a_newer_version_has_migrated_is_not_written(tmp_path: Path)
             other.execute("PRAGMA user_version = 1")
         store.flush()
         assert store.fault is None
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
+    if suffix:
+        Store(tmp_path).close()
+    path = tmp_path / f"state.db{suffix}"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(StateDamaged, match=f"state.db{suffix} is not a regular file"):
+        Store(tmp_path)
