@@ -89,6 +89,7 @@ def test_an_internal_error_is_found_and_printed_as_one_command_with_the_seed(tmp
     assert "1e400" in commands[0]
 
 
+@pytest.mark.nightly
 def test_a_candidate_that_never_ends_is_found_and_another_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,6 +353,7 @@ async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(
     assert cut > bounded
 
 
+@pytest.mark.nightly
 async def test_explored_cohorts_run_past_the_deadline_and_record_it(
     engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
 ) -> None:

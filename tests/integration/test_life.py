@@ -47,7 +47,8 @@ def is_503(answer: httpx.Response) -> bool:
     return answer.status_code == 503 and answer.json()["error"]["code"] == 503
 
 
-@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("spawned", [False, True])
 async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
     serve: Serve, tmp_path: Path, spawned: bool
 ) -> None:
@@ -200,7 +201,8 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
     assert "the engine died: EngineCore was killed (SIGKILL)" in last
 
 
-@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("spawned", [False, True])
 def test_a_server_stops_on_sigterm_while_its_engine_starts(forks: Launch, tmp_path: Path, spawned: bool) -> None:
     log = tmp_path / "log"
     command = [*DARTS, *FLAGS, "--port", "0", "--worker-extension-cls", "tests.integration.never_ready.Extension"]

@@ -201,6 +201,7 @@ def test_a_folder_as_peft_writes_it_is_loaded(server: Server, root: Path) -> Non
     assert "must be a folder with adapter_config.json and adapter_model.safetensors" in answer.text
 
 
+@pytest.mark.nightly
 def test_invalid_adapters_are_rejected_and_change_nothing(server: Server, staging: Path) -> None:
     check_lora(server, push(server, lora(12)), merged(lora(12)))
     before, earlier = sample(server, "ad:raw"), status(server)

@@ -161,7 +161,9 @@ async def test_two_steps_of_every_trainer_have_its_groups_under_the_weights_of_t
 
 
 @pytest.mark.parametrize(
-    ("recorded", "stream"), CASES, ids=[f"{each['trainer']}{', streamed' * stream}" for each, stream in CASES]
+    ("recorded", "stream"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] * case[1]) for case in CASES],
+    ids=[f"{each['trainer']}{', streamed' * stream}" for each, stream in CASES],
 )
 async def test_a_trainers_evaluation_is_raw_and_its_answers_have_the_same_fields(
     server: Server, recorded: Mapping[str, Any], stream: bool

@@ -60,6 +60,7 @@ def wait_written(state: Path, keys: int) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.nightly
 def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, tmp_path: Path) -> None:
     rng = Random(3)
     prompts = [sample_problem(rng).prompt for _ in range(16)]

@@ -1,6 +1,6 @@
 """Requests of strangers to a server without keys, signals that must not end it, and its sudden end.
 
-One server. At night it is started as users start it, and its processes are looked at; the last test kills it.
+One server, started as users start it: its processes are looked at. The last test kills it.
 """
 
 import os
@@ -12,22 +12,22 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, Launch, Server, launch, serving
+from darts_server.demo.server import DARTS, Server, serving
 from tests.integration.fork_server import EAGER
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 PAGE = {"Origin": "https://example.com"}
 REBOUND = {"Host": "rebound.example.com:8000"}
 COMPLETION = {"model": "tiny", "prompt": "7a-5b*4>", "n": 2, "max_tokens": 5}
 SECONDS = 60.0
 
 
-@pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
-def server(forks: Launch, nightly: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """TRL's way: without keys, with vLLM's development routes. And as behind a proxy: any is believed."""
     environment = EAGER | {"VLLM_SERVER_DEV_MODE": "1", "FORWARDED_ALLOW_IPS": "*"}
-    log, start = tmp_path_factory.mktemp("strangers") / "log", launch if nightly else forks
-    with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment, launch=start) as running:
+    log = tmp_path_factory.mktemp("strangers") / "log"
+    with serving(DARTS, log, "--allowed-hosts", "rollouts.example.com", env=environment) as running:
         yield running
 
 
@@ -48,7 +48,6 @@ def assert_serves(caller: httpx.Client) -> None:
     assert caller.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
-@pytest.mark.nightly
 def test_web_pages_of_strangers_read_nothing(caller: httpx.Client) -> None:
     for path in ("/health", "/metrics", "/v1/models", "/darts/v1/live"):
         with caller.stream("GET", path, headers=PAGE) as answer:
@@ -98,7 +97,6 @@ def test_a_forwarded_address_is_never_this_machine(caller: httpx.Client, forged:
     assert caller.get("/v1/models", headers=headers).status_code == 200
 
 
-@pytest.mark.nightly
 def test_sighup_without_key_files_is_survived(server: Server, caller: httpx.Client) -> None:
     for process in engine(server):
         process.send_signal(signal.SIGHUP)
@@ -107,14 +105,12 @@ def test_sighup_without_key_files_is_survived(server: Server, caller: httpx.Clie
     assert_serves(caller)
 
 
-@pytest.mark.nightly
 def test_sigusr1_writes_the_stacks_of_all_threads_and_is_survived(server: Server, caller: httpx.Client) -> None:
     os.kill(server.process.pid, signal.SIGUSR1)
     wait_until(lambda: "Current thread" in server.log.read_text())
     assert_serves(caller)
 
 
-@pytest.mark.nightly
 def test_all_processes_end_when_the_server_is_killed(server: Server, caller: httpx.Client) -> None:
     vote = {"prompt": "7a-5b*4>", "n": 2, "sampling": {"max_tokens": 5}, "pattern": "([0-9])"}
     assert caller.post("/darts/v1/vote", json=vote).status_code == 200

@@ -107,6 +107,7 @@ async def test_no_answer_to_areal_mixes_versions_where_it_has_not_paused(server:
     assert max_difference(server, perturbed(42)) < 1e-5  # it runs again
 
 
+@pytest.mark.nightly
 def test_tensors_missing_from_a_partial_set_stay(server: Server, root: Path) -> None:
     check_served(server, put(server, perturbed(4)), perturbed(4))
     mixed = perturbed(4) | {QUERY: perturbed(5)[QUERY]}
