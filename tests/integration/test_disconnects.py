@@ -34,7 +34,9 @@ async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, 
     return cancelled, completed
 
 
-@pytest.mark.parametrize(("groups", "stream"), [(64, False), (64, True), (1, False)])
+@pytest.mark.parametrize(
+    ("groups", "stream"), [(64, False), pytest.param(64, True, marks=pytest.mark.nightly), (1, False)]
+)
 async def test_groups_of_a_client_that_disconnects_are_cancelled(server: Server, groups: int, stream: bool) -> None:
     for _ in range(5):  # on a busy machine some groups complete before the client disconnects
         generated = server.metric("darts_tokens_total", kind="generated")

@@ -363,7 +363,9 @@ async def test_explored_cohorts_run_past_the_deadline_and_record_it(
     assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
 
 
-@pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])
+@pytest.mark.parametrize(
+    "multi_byte", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one byte", "multi-byte"]
+)
 async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
     engine: TinyEngine, nightly: bool, multi_byte: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

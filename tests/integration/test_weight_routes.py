@@ -268,8 +268,7 @@ def abortable(form: str, prompt_ids: list[int]) -> list[tuple[str, dict[str, Any
     "form",
     [
         "single requests",
-        "tokens",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("one request", "an incomplete group")),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tokens", "one request", "an incomplete group")),
     ],
 )
 async def test_aborted_callers_get_what_was_generated_for_them(

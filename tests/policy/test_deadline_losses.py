@@ -288,7 +288,7 @@ def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
 
 
 @pytest.mark.parametrize("rule", [Deadline(), Deadline(ceiling=4096), Deadline(floor=4000)])
-@pytest.mark.parametrize("unstretched", [1_000, 3_000])
+@pytest.mark.parametrize("unstretched", [1_000, pytest.param(3_000, marks=pytest.mark.nightly)])
 def test_the_stretch_comes_back_also_where_the_deadline_is_limited(rule: Deadline, unstretched: int) -> None:
     losses, stretches = groups(0.5, times=100), []
     for number in range(60):

@@ -200,6 +200,7 @@ def test_what_is_measured_under_a_noisy_load_is_believed_later() -> None:
     assert believed[0] - believed[1] > 2 * (believed[2] - believed[3]) > 0
 
 
+@pytest.mark.nightly
 def test_near_the_edge_what_was_chosen_goes_on_being_chosen() -> None:
     def choose_with(error: float, before: str) -> Choice:
         measured = [*MEASURED.measured, *(MeasuredErrors(5, "uniform 2.0", error, 0.0) for _ in range(32))]
@@ -441,7 +442,7 @@ def test_it_explores_no_more_than_its_share_and_tries_what_is_near_the_best() ->
     assert all("explored" in choice.reason for choice in explored)
 
 
-@pytest.mark.untraced
+@pytest.mark.nightly
 def test_off_is_measured_again_while_it_may_be_faster_although_it_is_not_near() -> None:
     """Of an option that gets slower from batch to batch it does not show by itself that ``off`` does not."""
     state, names = AutoState(), []

@@ -82,7 +82,13 @@ def test_some_prompts_stand_for_a_large_batch() -> None:
     assert whole.thinned(100) is whole.thinned(101) is whole
 
 
-@pytest.mark.parametrize("machine", [replace(MACHINE, max_num_seqs=300), replace(MACHINE, kv_blocks=1_500, replicas=2)])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        replace(MACHINE, max_num_seqs=300),
+        pytest.param(replace(MACHINE, kv_blocks=1_500, replicas=2), marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("name", ["off", "uniform 1.5", "cut 1.5 at 0.8"])
 def test_a_scale_model_takes_about_as_long(name: str, machine: Machine) -> None:
     whole = Expectation([100.0] * 512, [None] * 512, RATIOS, max_tokens=500)
