@@ -241,7 +241,7 @@ class Network:
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
-        """Continue from these arrays; the optimiser begins anew unless ``moments`` are to be loaded as well."""
+        """Continue from these arrays; the optimiser starts again unless ``moments`` are to be loaded as well."""
         self._optimiser.state.clear()
         for name, p in self._parameters.items():
             with torch.no_grad():

@@ -146,8 +146,7 @@ def import_vllm() -> None:
     import vllm.envs
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401  # loaded before the forks
+    import vllm.v1.executor.multiproc_executor  # noqa: F401  # loaded before the forks
 
     os.register_at_fork(after_in_child=forget_signals)
     prepare_to_fork()
@@ -159,6 +158,7 @@ def import_server() -> None:
     Make vLLM fork the engine's processes too.
     """
     import vllm.envs
+    import vllm.v1.worker.cpu_worker
 
     import darts_server.app
     import darts_server.vllm.server
