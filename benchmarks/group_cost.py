@@ -29,7 +29,7 @@ from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
 
-SIZES = (64, 256, 1024, 4096)
+SIZES = (64, 256, 1024)
 POLL_STEPS = 10
 MEDIAN_LENGTH, LENGTH_SPREAD = 400, 0.8
 """Of a log-normal distribution, in tokens and as a standard deviation of logarithms."""
