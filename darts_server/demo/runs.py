@@ -45,7 +45,7 @@ class Step:
     seconds: float  # from the request to the end of the answer
     resumed: Sequence[bool] = ()
     waiting: int = 0  # groups that go on in the next step
-    truncated: int = 0  # returned trajectories that were cut off
+    truncated: int = 0  # returned trajectories that were cut off before the limit of raw
 
 
 class Batches:
@@ -89,7 +89,9 @@ class Batches:
                     arrivals.append(time.perf_counter() - start)
                     lengths.append([each["length"] for each in trajectories])
                     resumed.append(data["number"] >= len(new))
-                    truncated += sum(each["finish_reason"] == "length" for each in trajectories)
+                    # Those that reach the limit of raw are cut off by it in every run.
+                    cut = [each for each in trajectories if each["finish_reason"] == "length"]
+                    truncated += sum(each["length"] < MAX_RESPONSE_TOKENS for each in cut)
                     right += sum(reward(problem, each["text"]) == 1 for each in trajectories)
                 elif event == "done":
                     done = data
@@ -117,8 +119,8 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 class Run:
     """All steps under one policy; ``name`` is the policy's, or `RAW`. Lengths are in tokens.
 
-    ``right``, ``cut``: shares of the returned trajectories that have the right answer, and that have no end of their
-    own.
+    ``right``, ``cut``: shares of the returned trajectories that have the right answer, and that were cut off before the
+    limit of raw.
     """
 
     def __init__(self, name: str, steps: Sequence[Step]) -> None:
@@ -154,7 +156,7 @@ def verdict(raw: Run, others: Sequence[Run]) -> str:
         more = "more" if points > 0 else "fewer"
         kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
         what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
-        if run.cut > raw.cut + 0.005:
+        if run.cut > 0.005:
             what = f"cuts {run.cut:.0%} of the answers"
         longest = f"longest {max(run.lengths)} tokens of {max(raw.lengths)}"
         costs.append(f"{run.name} takes {pace}, {kept} and {what} ({longest})")
