@@ -8,12 +8,14 @@ import functools
 import inspect
 import logging
 import os
+import re
 import ssl
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.integration.fork_server import FORKS, ForkServer
 
@@ -60,6 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+class ByServer(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """Give a worker whole modules, and one worker all tests with so many engines, as they share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        fleet = re.search("engines-[2-9]", nodeid)
+        return fleet[0] if fleet else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer:
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -298,6 +298,7 @@ class Group:
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
         self.standings = self.rule.selector_type(self.rule, self._deliver_early)
+        self.standings.delivered = self._delivered
         self.standings.deadline, self.standings.bound = self.deadline, self.bound
         self._check_at = None
         for candidate in self.candidates[self.restarted_from :]:
@@ -341,6 +342,13 @@ class Group:
             yield self._start(missing)
             self._replacements_left -= missing
 
+        # One that is cut at the bound counts as truncated from then on, and may turn out not to be selected. This may
+        # decide the group: so it comes before what is stopped.
+        late, self._finished_late = self._finished_late, []
+        for index in sorted([*late, *selector.at_bound()]):
+            assert self.bound is not None
+            yield self._cut(index, self.bound)
+
         # Pruned candidates are replaced while new ones cannot contradict an earlier decision.
         stops = selector.stops()
         refill, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
@@ -351,12 +359,7 @@ class Group:
         for index in sorted(stops):
             yield self._stop(index, stops[index])
 
-        # One that is cut at the bound counts as truncated from then on, and may turn out not to be selected. At the
-        # group's deadline those are cut too that finished beyond it before it was known.
-        late, self._finished_late = self._finished_late, []
-        for index in sorted([*late, *selector.at_bound()]):
-            assert self.bound is not None
-            yield self._cut(index, self.bound)
+        # At the group's deadline those are cut too that finished beyond it before it was known.
         for index, tokens in sorted(selector.cuts().items()):
             if index not in self._delivered:
                 yield self._cut(index, tokens)

@@ -142,6 +142,8 @@ class CutTailSelector(SampledTailSelector):
         return own if self.bound is None else min(own, self.bound)
 
     def _is_final(self, winner: Candidate) -> bool:
+        if winner.index in self.delivered:  # before there was a deadline
+            return True
         is_late = self.deadline is not None and winner.tokens > self.deadline
         return super()._is_final(winner) and not (is_late and self.num_below_threshold(self._stop_place))
 

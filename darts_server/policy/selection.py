@@ -11,7 +11,7 @@ with a sampled tail are in `sampled_tail`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
@@ -52,6 +52,8 @@ class Selector:
         self.valid: list[Key] = []
         self.invalid: list[Key] = []
         self._entries: dict[int, tuple[list[Key], Key]] = {}
+        self.delivered: Collection[int] = ()
+        """Those that were delivered: they are in the group, whole."""
         self.deadline: int | None = None
         """The cohort's deadline in tokens; ``None`` while there is none."""
         self.bound: int | None = None

@@ -34,7 +34,7 @@ def serve(forks: Launch, request: pytest.FixtureRequest) -> Serve:
     Tests of a server's own processes and signals use `serving` itself.
     """
     count = request.param
-    return partial(serving, launch=forks) if count == 1 else partial(fleet, count)
+    return partial(serving, launch=forks) if count == 1 else partial(fleet, count, forks=forks)
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,14 @@ from uuid import uuid4
 
 import psutil
 
-from darts_server.demo.server import Server, serving
+from darts_server.demo.server import Launch, Server, launch, serving
+from tests.integration.fork_server import ROOT
 
 MARK = "DARTS_TEST_FLEET"
 """Environment variable by which the processes of a fleet are found: Ray's are no children of the server."""
 HOST = "darts_server.vllm.engine_host"
+FORKED_HOSTS = {"PYTHONPATH": f"{Path(__file__).parent / 'forked_hosts'}:{ROOT}"}
+"""Environment of a server whose hosts of engines start fast."""
 START_SECONDS = 900.0
 """Each engine imports vLLM by itself: half a minute of a core, beside whatever other tests do."""
 BACK_SECONDS = 240.0
@@ -23,11 +26,18 @@ BACK_SECONDS = 240.0
 
 @contextmanager
 def fleet(
-    count: int, command: Sequence[str], log: Path, *flags: str, env: dict[str, str] | None = None
+    count: int,
+    command: Sequence[str],
+    log: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    forks: Launch = launch,
 ) -> Iterator[Server]:
-    """Run a server with several engines, on this machine's cores."""
+    """Run a server with several engines, on this machine's cores. ``forks``: what starts it, see `Forks`."""
+    if forks is not launch:
+        env = FORKED_HOSTS | (env or {})
     placed = ("--replicas", str(count), "--cpus-per-replica", "0.1")
-    with serving(command, log, *placed, *flags, env=env, patience=START_SECONDS) as running:
+    with serving(command, log, *placed, *flags, env=env, launch=forks, patience=START_SECONDS) as running:
         yield running
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from darts_server.demo.server import ENVIRONMENT, Process, Server
+from darts_server.ray import prepare_cluster
 
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
@@ -142,6 +143,7 @@ def serve(listener: socket.socket) -> NoReturn:
 
 def import_vllm() -> None:
     """Import whatever of vLLM a server and its engine's processes import."""
+    prepare_cluster()  # vLLM imports Ray
     import vllm.entrypoints.openai.api_server
     import vllm.envs
     import vllm.model_executor.models.qwen3
@@ -248,8 +250,9 @@ def become(streams: Sequence[int], env: Mapping[str, str]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    of_ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}  # it has been read already
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update(of_ray | dict(env))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
@@ -21,10 +21,26 @@ from tests.policy.cases import (
     cases,
 )
 from tests.policy.oracle import Fate, Fates, chosen, cut_lengths, deadline, is_bounded, possible
-from tests.policy.world import Ending, Peek, World
+from tests.policy.world import Ending, Peek, Truth, World
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
 """For the properties in which a mistake hides best."""
+
+
+DECIDED_BY_THE_BOUND = Case(
+    CutTail(1, 1), 3, [Truth(1), Truth(1, delay=2), Truth(2)], early=True, seed=0, order=0, limits={0: 1}, slack=0
+)
+DELIVERED_BEFORE_THE_DEADLINE = Case(
+    CutTail(1, 1),
+    7,
+    [Truth(2), Truth(4), Truth(2, delay=2), Truth(4), Truth(1), Truth(1, Ending.FAILED), Truth(5), Truth(1)],
+    early=True,
+    seed=1,
+    order=130,
+    peek=Peek.NOW_AND_THEN,
+    replacements=4,
+    limits={3: 1},
+)
 
 
 def is_small(case: Case) -> bool:
@@ -281,6 +297,8 @@ def assert_late_events_change_nothing(world: World, running: list[int]) -> None:
 
 @thoroughly
 @given(cases(WITH_FAILURES, of=CUT_TAILS, cut=True, max_replacements=6))
+@example(DECIDED_BY_THE_BOUND)
+@example(DELIVERED_BEFORE_THE_DEADLINE)
 def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> None:
     world = case.world().run()
     for i, tokens in world.cuts.items() if world.selection is not None else ():

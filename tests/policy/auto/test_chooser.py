@@ -249,7 +249,7 @@ CUT = "cut 2.0 at 0.8"
 
 @pytest.mark.nightly
 @pytest.mark.untraced
-@pytest.mark.parametrize("ratio", [1.1, pytest.param(1.3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ratio", [1.1, 1.3])
 def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
     """``ratio``: the limit over the option's true share of lost trajectories, which is as forecast."""
     forecast = forecast_of(CUT)
@@ -258,7 +258,7 @@ def test_no_option_is_locked_out_by_chance(ratio: float) -> None:
         return replace(measured(choice), cut=measured(choice).cut + 0.2 * rng.standard_normal())
 
     done = run_only(CUT, replace(ALL, most_lost=ratio * forecast.lost), 160, measure)
-    assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 20
+    assert sum(choice.option.name == CUT for choice, _ in done[80:]) > 8
 
 
 @pytest.mark.nightly
@@ -336,7 +336,7 @@ def test_a_price_of_tokens_makes_it_start_fewer_candidates() -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("slower", "most"), [(10.0, 5), pytest.param(2.0, 10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("slower", "most"), [(10.0, 5), pytest.param(2.5, 10, marks=pytest.mark.nightly)])
 def test_a_choice_that_loses_is_given_up(slower: float, most: int) -> None:
     """Each of three options must be measured, and what is forecast to be half as slow as ``off`` some more times."""
     choices, _ = run(MIN_OFF + 40, lambda name: 1.0 if name == "off" else slower, replace(ALL, allow=("uniform",)))
