@@ -20,6 +20,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tests.integration.fork_server import FORKS, ForkServer
 
 FORK_SERVER = pytest.StashKey[ForkServer]()
+FLEET = re.compile("engines-[2-9]")
 
 SLOW_MACHINES = [HealthCheck.too_slow]
 settings.register_profile("push", max_examples=25, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
@@ -56,19 +57,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out nightly tests unless ``--all`` is given, and put modules with an engine, the longest ones, first."""
-    if not config.getoption("--all"):
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if item not in nightly]
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    """Leave out nightly tests unless ``--all`` is given, and put what takes long first: fleets, then other engines.
+
+    What is nightly with one engine does not run with several at all.
+    """
+
+    def is_left_out(item: pytest.Item) -> bool:
+        marks = len([*item.iter_markers("nightly")])
+        return marks > 1 and bool(FLEET.search(item.nodeid)) if config.getoption("--all") else marks > 0
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
+    items.sort(key=lambda item: (not FLEET.search(item.nodeid), item.get_closest_marker("engine") is None))
 
 
 class ByServer(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """Give a worker whole modules, and one worker all tests with so many engines, as they share a server."""
 
     def _split_scope(self, nodeid: str) -> str:
-        fleet = re.search("engines-[2-9]", nodeid)
+        fleet = FLEET.search(nodeid)
         return fleet[0] if fleet else nodeid.split("::")[0]
 
 

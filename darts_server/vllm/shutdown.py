@@ -53,6 +53,9 @@ def exit_on_signals() -> None:
     """
     for number in SIGNALS:
         signal.signal(number, exit_at_once)
+    # A forked engine would share the descriptor that wakes the event loop up: the signal that ends it would arrive here
+    # too, as a second one.
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 

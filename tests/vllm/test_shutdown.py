@@ -5,6 +5,7 @@ import faulthandler
 import logging
 import os
 import signal
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+import uvloop
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError, EngineDead, ServerStopping
@@ -185,6 +187,29 @@ def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pyt
         assert left == exits
     assert isinstance(lifecycle.stop_reason, ServerStopping)
     assert lifecycle.stop_reason.retry_after
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_signal_to_a_forked_engine_is_none_to_the_server() -> None:
+    async def run() -> tuple[int, bool]:
+        shutdown.exit_on_signals()
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.set)
+        ready, is_ready = os.pipe()
+        if (child := os.fork()) == 0:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+            os.write(is_ready, b"1")
+            time.sleep(60)
+            os._exit(1)
+        await asyncio.to_thread(os.read, ready, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        await asyncio.sleep(0.05)  # in which it would be heard
+        os.close(ready)
+        os.close(is_ready)
+        return os.waitstatus_to_exitcode(status), heard.is_set()
+
+    assert uvloop.run(run()) == (7, False)
 
 
 def test_work_may_finish_within_the_grace_time() -> None:
