@@ -16,7 +16,7 @@ from darts_server.policy.latency import LatencyCurve
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 CURVE = LatencyCurve((1, 512), (0.002, 0.008), 1e-5)
-DRY_SECONDS = 360
+DRY_SECONDS = 560
 
 
 class Clock:
@@ -85,7 +85,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "benchmarks/gpu/run", "--dry", "--out", tmp_path],

@@ -120,7 +120,7 @@ async def test_no_prompt_of_a_row_of_batches_is_lost_or_returned_twice(
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         row = Row(server, client, policy)
-        for number in range(200 if nightly else 7):
+        for number in range(60 if nightly else 7):
             await row.run(FAULTS[number // 2 % 3] if number % 2 else None)
         await row.finish()
         await asyncio.to_thread(wait_idle, server)
