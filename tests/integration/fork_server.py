@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -161,13 +162,23 @@ def import_server() -> None:
     """
     import vllm.envs
     import vllm.v1.worker.cpu_worker
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     import darts_server.app
     import darts_server.vllm.server
     import darts_server.vllm.worker  # noqa: F401  # loaded before the forks
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
+    SpinCondition.record_read = turn_for_a_moment
     prepare_to_fork()
+
+
+def turn_for_a_moment(condition: Any) -> None:
+    """Look for the next message for 50 ms after each, and then sleep until it comes: vLLM does so for a second.
+
+    A dozen idle engines would take most of two cores.
+    """
+    condition.last_read = time.monotonic() - condition.busy_loop_s + 0.05
 
 
 def prepare_to_fork() -> None:
