@@ -184,9 +184,9 @@ class CohortRecord:
     It is filled by `add` until then, and does not change any more.
 
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
-    set. Seconds are measured from the start of the first group to the end of the last one;
-    ``predicted_seconds`` is ``None`` without a prediction. Tokens are summed over all candidates, and over the returned
-    ones; ``stale_tokens``: those of the latter that other weights have generated than the last of their group.
+    set. Seconds are measured from the start of the first group to the end of the last one; ``predicted_seconds`` is
+    ``None`` where `auto` has forecast nothing. Tokens are summed over all candidates, and over the returned ones;
+    ``stale_tokens``: those of the latter that other weights have generated than the last of their group.
 
     ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
     ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.

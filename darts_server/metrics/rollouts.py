@@ -97,7 +97,7 @@ class RolloutMetrics(Collectors):
         self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        what = "Time from the start of a cohort's first group to the end of its last, predicted and measured."
+        what = "Time from the start of a cohort's first group to the end of its last, measured and predicted by auto."
         self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS, "kind")
         what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
         self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))

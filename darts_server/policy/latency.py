@@ -69,10 +69,10 @@ class LatencyCurve:
     seconds: tuple[float, ...]
     per_sequence: float = 0.0
 
-    def scaled(self, weight: float, slower: float = 1.0) -> "LatencyCurve":
-        """Return the curve for sequences of which each stands for ``weight``, with steps ``slower`` times as long."""
-        batches, seconds = (batch / weight for batch in self.batches), (slower * second for second in self.seconds)
-        return LatencyCurve(tuple(batches), tuple(seconds), slower * weight * self.per_sequence)
+    def scaled(self, weight: float) -> "LatencyCurve":
+        """Return the curve for sequences of which each stands for ``weight``."""
+        batches = tuple(batch / weight for batch in self.batches)
+        return LatencyCurve(batches, self.seconds, weight * self.per_sequence)
 
     def step_seconds(self, batch: float) -> float:
         """Return the seconds of one decode step while ``batch`` sequences run."""

@@ -98,20 +98,6 @@ class Shaping:
         """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
-    def by_length(self, size: int) -> "Shaping":
-        """Return what the policy would be for groups of ``size`` if it pruned nothing.
-
-        All but the L places of the tail are then for the shortest, and at least one is, so that every size has a rule.
-        """
-        return replace(
-            self,
-            num_shortest=None,
-            num_longest=min(self.num_longest, size - 1),
-            pruning=None,
-            sample_survivors=False,
-            return_survivors=False,
-        )
-
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
         """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.
 

@@ -67,20 +67,14 @@ class BatchPlan:
         shaping: Shaping | None,
         size: int,
         stds: Sequence[float | None],
-        mean_candidates: float | None = None,
         enough: int | None = None,
     ) -> "BatchPlan":
-        """Plan a batch by its prompts' length stds, as `rollout.allocation` does.
-
-        ``mean_candidates``: of a prompt, by the policy's bounds at least ``size`` and at most M_up; ``None`` for the
-        fixed budget.
-        """
+        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with the fixed budget."""
         if shaping is None:
             return cls(size, [size] * len(stds), enough=enough)
         low, high = shaping.bounds(size)
-        if mean_candidates is None:
-            mean_candidates = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)
-        counts, _ = allocate_evenly(min(max(mean_candidates, low), high), len(stds))
+        mean = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)
+        counts, _ = allocate_evenly(min(max(mean, low), high), len(stds))
         if shaping.adaptive:
             counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
         return cls(size, counts, shaping, [shaping.is_saturated(size, count) for count in counts], enough)

@@ -14,7 +14,7 @@ and adds b tokens to the cache, so that steps in which the same sequences run ar
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
@@ -61,26 +61,6 @@ class Machine:
     block_size: int = BLOCK_SIZE
     training_per_token: float = 0.0
     between_rollouts: float = 0.0
-
-    def scaled(self, weight: float) -> "Machine":
-        """Return the machine as it is for sequences of which each stands for so many: a scale model of a large one.
-
-        With a ``weight`` of 1 / R it is a model of R such machines, as one that has the places of all.
-        """
-        times, places = self.step_time, max(1, round(self.max_num_seqs / weight))
-        return replace(
-            self,
-            step_time=StepTime(
-                # What rounding adds to the places, or takes away, steps take longer, or shorter.
-                times.decode.scaled(weight, slower=weight * places / self.max_num_seqs),
-                times.per_context_token * weight,
-                times.per_prefill_token * weight,
-                times.per_start * weight,
-            ),
-            max_num_seqs=places,
-            kv_blocks=None if self.kv_blocks is None else max(1, round(self.kv_blocks / weight)),
-            training_per_token=self.training_per_token * weight,
-        )
 
     def training_seconds(self, tokens: float) -> float:
         """Return the seconds from the end of a rollout to the next, with so many tokens to train on."""

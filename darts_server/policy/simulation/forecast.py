@@ -1,21 +1,17 @@
 """Forecast what a policy would do with a batch, from what is known of its prompts' lengths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 
-from darts_server.policy.deadline import MIN_GROUPS
-from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats
 from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.rollout import simulate
 
 MIN_SAMPLES, MAX_SAMPLES, SAMPLED_GROUPS = 2, 8, 256
 """A batch is sampled so often that there are this many groups: a few large batches, more small ones."""
-SIMULATED = 4096
-"""Candidates by which seconds are predicted: small batches several times over, large ones as a scale model."""
 LONGEST = 1 << 24
 """Tokens at which lengths end where no limit is known."""
 RATIOS = 4096
@@ -62,14 +58,6 @@ class Expectation:
         drawn = iter(rng.permutation(np.resize(recent, new)).tolist() if new else ())
         known = [next(drawn) if mean is None else mean for mean in means]
         return cls(known, stds, ratios, prompt_tokens, max_tokens)
-
-    def thinned(self, groups: int) -> "Expectation":
-        """Return what is expected of so many of the prompts, at even distances in the order of means; or of all."""
-        if groups >= self.groups:
-            return self
-        order = np.argsort(self.means, kind="stable")
-        chosen = np.sort(order[((np.arange(groups) + 0.5) * self.groups / groups).astype(np.int64)]).tolist()
-        return replace(self, means=[self.means[i] for i in chosen], stds=[self.stds[i] for i in chosen])
 
     def samples(self, most: int = MAX_SAMPLES) -> int:
         """Return how often the batch is sampled, at most ``most`` times."""
@@ -127,23 +115,3 @@ def forecast(plan: BatchPlan, batches: Sequence[Batch], machine: Machine) -> For
         generated = float(outcome.generated.sum())
         found.append((outcome.seconds, generated, returned, returned / count, cut.sum() / count, lost, truncated))
     return Forecast(*(float(value) for value in np.mean(found, axis=0)))
-
-
-def predict_seconds(
-    mean_candidates: float,
-    shaping: Shaping,
-    size: int,
-    expectation: Expectation,
-    machine: Machine,
-    rng: np.random.Generator,
-) -> float:
-    """Predict the seconds of a rollout of groups of ``size`` with so many candidates per prompt, without pruning.
-
-    A large batch is forecast by a scale model: some of its prompts, on a machine of which each place stands for
-    several.
-    """
-    most = shaping.bounds(size)[1]
-    some = expectation.thinned(max(SIMULATED // most, MIN_GROUPS))  # with fewer groups there would be no deadline
-    batches = some.sample(most, rng, max(SIMULATED // (most * some.groups), 1))
-    plan = BatchPlan.of(shaping.by_length(size), size, some.stds, mean_candidates)
-    return forecast(plan, batches, machine.scaled(expectation.groups / some.groups)).seconds

@@ -160,16 +160,11 @@ class Allocator:
                 tokens_from_recent = recent.deadline(rule)
             else:
                 rule = replace(rule, recent=recent.quantile(rule))
-        if chosen is None:
-            mean_count, timed = sum(counts) / groups, replace(shaping, deadline=rule)
-            predicted = self._statistics.predict_seconds(mean_count, timed, size, stats, tokens)
-        else:
-            predicted = None if chosen.forecast is None else chosen.seconds
         record = CohortRecord(
             policy=plan.policy,
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
-            predicted_seconds=predicted,
+            predicted_seconds=None if chosen is None or chosen.forecast is None else chosen.seconds,
             explored=rule is not None
             and (chosen is None or not chosen.explores)
             and self.deadlines.should_explore(rule, policy, groups),

@@ -23,9 +23,8 @@ from darts_server.policy.lengths import (
     update_stats,
 )
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
-from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.engines import Machine, StepTime
-from darts_server.policy.simulation.forecast import Expectation, predict_seconds
+from darts_server.policy.simulation.forecast import Expectation
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome
@@ -39,8 +38,6 @@ LATENCY_DELAY_SECONDS = 2.0
 KEY, ENGINE_KEY = "all", "engine"
 MIN_COHORT = 8
 """Number of prompts below which the cohort alone says too little."""
-PREDICTION_SEED, PREDICTION_RATIOS = 0, 512
-"""The same statistics give the same prediction, and so many quantiles represent the distribution of lengths for it."""
 UNLIMITED = 1 << 20
 """Sequences that an engine without a limit runs at once."""
 
@@ -340,29 +337,6 @@ class Statistics:
             max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1,
             max(limits) if limits and len(limits) == len(tokens) else max_tokens,
         )
-
-    def predict_seconds(
-        self,
-        mean: float,
-        shaping: Shaping,
-        size: int,
-        stats: Sequence[PromptStats | None],
-        tokens: Sequence[RequestTokens] = (),
-    ) -> float | None:
-        """Predict the seconds until a cohort is complete that gets ``mean`` candidates; ``None`` if unknown.
-
-        ``stats``: of its prompts; of fewer than `MIN_COHORT` it is unknown. ``tokens``: see `expect`.
-        """
-        if len(stats) < MIN_COHORT:
-            return None
-        machine, rng = self.latency.machine(), np.random.default_rng(PREDICTION_SEED)
-        usual = self.dataset.stats.mean
-        # Prompts that were never seen are like the others.
-        seen = [one.mean_ema for one in stats if one is not None] or ([usual] if usual else [])
-        expectation = self.expect(stats, tokens, seen, PREDICTION_RATIOS, rng)
-        if expectation is None or machine is None:
-            return None
-        return predict_seconds(mean, shaping, size, expectation, machine, rng)
 
     def flush(self) -> None:
         """Write everything that is pending to ``documents``."""
