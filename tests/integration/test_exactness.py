@@ -109,7 +109,7 @@ def tail_draws(engine: TinyEngine, text: str, seed: int, count: int) -> list[flo
 
 
 async def test_groups_equal_the_brute_force_selection(engine: TinyEngine, nightly: bool) -> None:
-    groups = 200 if nightly else 30
+    groups = 200 if nightly else 18
 
     async def one(number: int) -> None:
         text, policy = PROMPTS[number % len(PROMPTS)], FIXED[number % len(FIXED)]

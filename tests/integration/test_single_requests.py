@@ -22,6 +22,7 @@ def body(prompt: str) -> dict[str, object]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 256, "temperature": 1.0, "return_token_ids": True}
 
 
+@pytest.mark.nightly
 async def test_groups_of_8_single_requests_of_which_a_tenth_disconnect(server: Server) -> None:
     rng = Random(11)
     prompts = list({sample_problem(rng).prompt: None for _ in range(3 * PROMPTS)})[:PROMPTS]

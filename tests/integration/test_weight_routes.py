@@ -150,6 +150,7 @@ def test_the_old_weights_are_restored_when_a_trainer_dies(server: Server, traine
     assert max_difference(server, ORIGINAL) < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_failed_call_gets_vllms_answer_and_ends_the_update(server: Server, trainer: Trainer, folder: Path) -> None:
     trainer.start()
     info = {"path": str(folder / "nothing.safetensors"), "names": sorted(ORIGINAL)}

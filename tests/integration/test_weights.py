@@ -361,6 +361,7 @@ def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_i
 
 
 @pytest.mark.anyio
+@pytest.mark.nightly
 async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> None:
     """Must be the last test. New weights change while a group is waited for, and the old ones are gone."""
     old, new = root / "old.safetensors", root / "new.safetensors"
