@@ -88,7 +88,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.timeout(600)
 def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "benchmarks/gpu/run", "--dry", "--out", tmp_path],
+        [ROOT / "benchmarks/gpu/run", "--dry", "--minutes", "9", "--out", tmp_path],
         capture_output=True,
         text=True,
         timeout=DRY_SECONDS,

@@ -116,11 +116,12 @@ class Row:
 
 @pytest.mark.parametrize("policy", ["auto", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)])
 async def test_no_prompt_of_a_row_of_batches_is_lost_or_returned_twice(
-    server: Server, policy: str, nightly: bool
+    server: Server, policy: str, nightly: bool, request: pytest.FixtureRequest
 ) -> None:
+    is_long = nightly and "engines-1" in request.node.name
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         row = Row(server, client, policy)
-        for number in range(60 if nightly else 7):
+        for number in range(60 if is_long else 7):
             await row.run(FAULTS[number // 2 % 3] if number % 2 else None)
         await row.finish()
         await asyncio.to_thread(wait_idle, server)
