@@ -16,7 +16,7 @@ from darts_server.policy.latency import LatencyCurve
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 CURVE = LatencyCurve((1, 512), (0.002, 0.008), 1e-5)
-DRY_SECONDS = 560
+DRY_SECONDS = 1500  # beside other tests; two minutes alone
 
 
 class Clock:
@@ -85,10 +85,10 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 def test_a_dry_run_fills_every_table(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "benchmarks/gpu/run", "--dry", "--minutes", "9", "--out", tmp_path],
+        [ROOT / "benchmarks/gpu/run", "--dry", "--minutes", "24", "--out", tmp_path],
         capture_output=True,
         text=True,
         timeout=DRY_SECONDS,

@@ -23,18 +23,24 @@ def forks() -> Iterator[Launch]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def serve_one(forks: Launch) -> Serve:
+    """`serving` with a server that starts fast and has one engine: it ends with it."""
+    return partial(serving, launch=forks)
+
+
 @pytest.fixture(
     scope="session",
     params=[1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (2, 3))],
     ids="engines-{}".format,
 )
-def serve(forks: Launch, request: pytest.FixtureRequest) -> Serve:
+def serve(forks: Launch, serve_one: Serve, request: pytest.FixtureRequest) -> Serve:
     """`serving` with servers that start fast, of one engine, and at night of several under Ray.
 
     Tests of a server's own processes and signals use `serving` itself.
     """
     count = request.param
-    return partial(serving, launch=forks) if count == 1 else partial(fleet, count, forks=forks)
+    return serve_one if count == 1 else partial(fleet, count, forks=forks)
 
 
 @pytest.fixture(scope="session")

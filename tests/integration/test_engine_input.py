@@ -186,8 +186,8 @@ def test_any_value_is_served_or_refused_and_the_next_caller_is_served(server: Se
 
 
 @pytest.mark.nightly
-def test_an_engine_that_receives_nothing_any_more_ends_the_server_at_once(serve: Serve, tmp_path: Path) -> None:
-    with serve(DARTS, tmp_path / "log", "--middleware", "tests.integration.backdoor.backdoor") as server:
+def test_an_engine_that_receives_nothing_any_more_ends_the_server_at_once(serve_one: Serve, tmp_path: Path) -> None:
+    with serve_one(DARTS, tmp_path / "log", "--middleware", "tests.integration.backdoor.backdoor") as server:
         kept = httpx.get(f"{server.url}/health", headers={HEADER: "unsendable"})
         assert (kept.status_code, kept.json()) == (200, [])
         check_serves(server)

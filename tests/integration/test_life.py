@@ -50,12 +50,12 @@ def is_503(answer: httpx.Response) -> bool:
 @pytest.mark.nightly
 @pytest.mark.parametrize("spawned", [False, True])
 async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
-    serve: Serve, tmp_path: Path, spawned: bool
+    serve_one: Serve, tmp_path: Path, spawned: bool
 ) -> None:
     settings = tmp_path / "darts.toml"
     settings.write_text(f'grace_seconds = 3\ngroup_wait = 600\nstate_dir = "{tmp_path / "s"}"\n')
     flags = ("--max-num-seqs", "16", "--darts-config", str(settings))
-    with (serving if spawned else serve)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
+    with (serving if spawned else serve_one)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
             singles = send(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
@@ -133,9 +133,9 @@ def last_event(answer: httpx.Response) -> dict[str, Any]:
     return event
 
 
-async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve, tmp_path: Path) -> None:
+async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve_one: Serve, tmp_path: Path) -> None:
     flags = ("--engine-watchdog", "8", "--max-num-seqs", "16", "--enable-scale-out")
-    with serve(DARTS, tmp_path / "log", *flags) as server:
+    with serve_one(DARTS, tmp_path / "log", *flags) as server:
         engines = engine_processes(server)
         processes = [psutil.Process(engine) for engine in engines]
         try:
@@ -174,10 +174,10 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve: Serve
 
 
 async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_error(
-    serve: Serve, tmp_path: Path
+    serve_one: Serve, tmp_path: Path
 ) -> None:
     few_at_a_time = ("--max-num-seqs", "2")  # no group completes before the engine is killed
-    with serve(DARTS, tmp_path / "log", *few_at_a_time) as server:
+    with serve_one(DARTS, tmp_path / "log", *few_at_a_time) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             requests = [send(client, "/v1/completions", LONG | {"stream": bool(i % 2)})[0] for i in range(8)]
             await asyncio.to_thread(wait_started, server, 12 * 8)
