@@ -13,7 +13,6 @@ with a sampled tail are in `sampled_tail`.
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import ClassVar
 
 from darts_server.policy.candidate import Candidate
@@ -144,7 +143,7 @@ class Selector:
         return {}
 
     def deliveries(self) -> list[int]:
-        """Finished candidates that are certain to be in the group."""
+        """Finished candidates that are certain to be in the group; it may leave out those that it has named before."""
         return []
 
     def at_bound(self) -> list[int]:
@@ -256,6 +255,15 @@ class InOrder(SelectionRule):
 class DualEndSelector(Selector):
     """The K shortest and the L longest valid candidates are in the group."""
 
+    def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
+        super().__init__(rule, deliver_early)
+        self._undelivered: list[Key] = []  # valid ones, shortest first
+
+    def update(self, candidate: Candidate) -> None:
+        super().update(candidate)
+        if candidate.valid:
+            insort(self._undelivered, candidate.sort_key)
+
     def select(self) -> dict[int, SelectedAs]:
         short, long = self.rule.num_shortest, max(self.rule.num_shortest, len(self.valid) - self.rule.num_longest)
         return {
@@ -271,10 +279,13 @@ class DualEndSelector(Selector):
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in beyond}
 
     def deliveries(self) -> list[int]:
-        """Those that are certain are the first ones, and the last ones."""
-        first = [*takewhile(self._is_in_group, self.valid)]
-        last = takewhile(self._is_in_group, reversed(self.valid[len(first) :]))
-        return [index for _, index in (*first, *last)]
+        """Those that are certain are the first ones, and the last ones. Each is named once."""
+        certain, keys = [], self._undelivered
+        while keys and self._is_in_group(keys[0]):
+            certain.append(keys.pop(0)[1])
+        while keys and self._is_in_group(keys[-1]):
+            certain.append(keys.pop()[1])
+        return certain
 
     def check_at(self) -> dict[int, int]:
         places = self.rule.num_shortest
