@@ -169,7 +169,7 @@ def import_server() -> None:
     import darts_server.vllm.worker  # noqa: F401  # loaded before the forks
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
-    SpinCondition.record_read = turn_for_a_moment
+    SpinCondition.record_read = turn_for_a_moment  # type: ignore[method-assign]
     prepare_to_fork()
 
 
