@@ -128,25 +128,6 @@ def test_a_tied_head_and_another_precision_are_accepted(server: Server) -> None:
     check_served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
 
 
-def test_weights_that_produce_nan_are_reported_as_broken(server: Server) -> None:
-    """Names and shapes are right, so the weights are served; a trainer must not train on what they generate."""
-    broken = ORIGINAL | {NORM: torch.full_like(ORIGINAL[NORM], torch.nan)}
-    assert put(server, broken).status_code == 200
-    body: dict[str, Any] = {
-        "prompts": [{"text": PROMPT}],
-        "group_size": 2,
-        "sampling": {"max_tokens": 8, "logprobs": 0},
-    }
-    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
-    assert "are NaN: the model's weights are broken" in answer.text
-    body = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "logprobs": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
-    assert answer.status_code == 500
-    assert "are NaN: the model's weights are broken" in answer.text
-    assert put(server, ORIGINAL).status_code == 200
-    assert max_difference(server, ORIGINAL) < 1e-5
-
-
 def test_invalid_sets_are_rejected_and_change_nothing(server: Server) -> None:
     check_served(server, put(server, perturbed(8)), perturbed(8))
     before, version = sample(server), status(server)["version"]
@@ -342,6 +323,28 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
         assert rest["logprobs"] == pytest.approx(logprobs[before:], abs=1e-4)
         assert logprobs[before:] != pytest.approx(earlier["logprobs"][before:length], abs=1e-3)
     put(server, ORIGINAL)
+
+
+# These leave NaN in the KV cache, and come last: an answer of a later test was once NaN, on a busy machine.
+
+
+def test_weights_that_produce_nan_are_reported_as_broken(server: Server) -> None:
+    """Names and shapes are right, so the weights are served; a trainer must not train on what they generate."""
+    broken = ORIGINAL | {NORM: torch.full_like(ORIGINAL[NORM], torch.nan)}
+    assert put(server, broken).status_code == 200
+    body: dict[str, Any] = {
+        "prompts": [{"text": PROMPT}],
+        "group_size": 2,
+        "sampling": {"max_tokens": 8, "logprobs": 0},
+    }
+    answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=240)
+    assert "are NaN: the model's weights are broken" in answer.text
+    body = {"model": "tiny", "prompt": PROMPT, "n": 2, "max_tokens": 8, "logprobs": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
+    assert answer.status_code == 500
+    assert "are NaN: the model's weights are broken" in answer.text
+    assert put(server, ORIGINAL).status_code == 200
+    assert max_difference(server, ORIGINAL) < 1e-5
 
 
 def test_an_engine_survives_a_load_that_fails_half_way_and_a_full_load_repairs_it(server: Server, root: Path) -> None:
