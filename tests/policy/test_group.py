@@ -347,3 +347,9 @@ def test_a_certain_trajectory_is_delivered_once_before_the_group_is_complete() -
     assert group.handle(stop(1, 4))[-1] == Deliver(1)
     assert group.handle(Progress(0, 5)) == []
     assert group.handle(stop(0, 6)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.SHORT})]
+
+
+def test_the_longest_is_delivered_before_the_shortest_is_certain() -> None:
+    group = opened(DualEnd(1, 2), 4, early=True)
+    assert group.handle(stop(0, 5), stop(1, 6)) == []
+    assert group.handle(stop(2, 7)) == [Deliver(2)]

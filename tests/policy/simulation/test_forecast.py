@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,3 +112,11 @@ def test_a_limit_cuts_its_share_of_those_that_end() -> None:
     some = Expectation([100.0] * 8, [None] * 8, RATIOS).sample(8, rng())
     shortest = min(int(batch.lengths.min()) for batch in some)
     assert limit_of(1.0, some) == limit_of(5.2, some) == shortest
+
+
+def test_saturated_prompts_do_not_wait_for_a_tail() -> None:
+    plan = BatchPlan.of(Shaping(adaptive=True, redundancy=2.0, max_redundancy=2.0), 8, [None] * 32)
+    batches = Expectation([100.0] * 32, [None] * 32, RATIOS).sample(16, rng())
+    assert all(plan.saturated)
+    with_tail = forecast(replace(plan, saturated=[False] * 32), batches, MACHINE)
+    assert forecast(plan, batches, MACHINE).seconds < with_tail.seconds
