@@ -7,7 +7,7 @@ Usage::
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
 The rule's `Selector` keeps the candidates in the order of their lengths. An event costs O(log n), and O(n) where a
-sampled tail may be decided, or trajectories are delivered early: some microseconds for a group of usual size.
+sampled tail may be decided: some microseconds for a group of usual size.
 
 A group that is assembled from single requests starts with `Group.add_candidate`, before its size is known.
 

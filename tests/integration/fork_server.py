@@ -176,7 +176,7 @@ def import_server() -> None:
 def turn_for_a_moment(condition: Any) -> None:
     """Look for the next message for 50 ms after each, and then sleep until it comes: vLLM does so for a second.
 
-    A dozen idle engines would take most of two cores.
+    Idle engines of several fleets took a third of two cores with that.
     """
     condition.last_read = time.monotonic() - condition.busy_loop_s + 0.05
 
