@@ -20,7 +20,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tests.integration.fork_server import FORKS, ForkServer
 
 FORK_SERVER = pytest.StashKey[ForkServer]()
-FLEET = re.compile("engines-[2-9]")
+FLEET = re.compile("engines-[2-9]|test_losses")
 
 SLOW_MACHINES = [HealthCheck.too_slow]
 settings.register_profile("push", max_examples=25, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)

@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from darts_server.control import Control, make_planner
@@ -8,14 +11,6 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import load
 from darts_server.types import RequestOptions
-
-
-class Room:
-    """Stands in for the rollout room."""
-
-    def __init__(self, control: Control) -> None:
-        self.planner = control.planner
-        control.apply_to(self)  # type: ignore[arg-type]  # only its planner is used
 
 
 def shaping(planner: Planner, policy: str) -> Shaping:
@@ -42,13 +37,12 @@ def test_auto_has_the_limits_of_the_settings() -> None:
     assert plan.auto is not None
     assert plan.auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.2)
     assert plan.auto.max_candidates(8) == 12
-    with pytest.raises(InvalidRequest, match="auto_allow"):
-        Control(load({}, None)).change({"auto_allow": "cut,fast"})
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
     control = Control(load({"num_longest": "2"}, None))
-    room = Room(control)
+    room: Any = SimpleNamespace(planner=control.planner)
+    control.apply_to(room)
     assert control.change({"redundancy": 3.0, "policy": "off"}) == control.current()
     assert room.planner is control.planner
     uniform = shaping(room.planner, "uniform")
@@ -60,11 +54,8 @@ def test_pruning_follows_the_settings_and_their_changes() -> None:
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4)
     assert arrol.refill
-    assert [control.prunes(name) for name in ("arrol", "darts+arrol", "darts", "off", "none")] == [
-        True,
-        True,
-        *[False] * 3,
-    ]
+    names = ("arrol", "darts+arrol", "darts", "off", "none")
+    assert [name for name in names if control.prunes(name)] == ["arrol", "darts+arrol"]
     control.change({"keep_ratio": 0.25, "min_survival": 0.2})
     changed = shaping(control.planner, "arrol")
     assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2)

@@ -93,7 +93,6 @@ def test_a_state_without_lengths_is_an_error(
         (["--samples", "0"], "--samples must be at least 1"),
         (["--cap", "0"], "--cap must be at least 1"),
         (["--seed", "-1"], "--seed must be at least 0"),
-        (["--url", "http://x"], "not allowed with argument"),
     ],
 )
 def test_wrong_flags_are_usage_errors(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,3 @@
-"""Seconds of a rollout by the paper's cost model."""
-
 from collections.abc import Sequence
 
 import pytest
@@ -26,19 +24,9 @@ def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> flo
     return seconds
 
 
-def test_the_cost_model_is_the_papers() -> None:
-    by_hand = 2 * BENT.step_seconds(3) + (7 - 2) * BENT.step_seconds(2) + (9 - 7) * BENT.step_seconds(1)
-    assert rollout_seconds(BENT, [7, 2, 9]) == pytest.approx(by_hand)
-    assert rollout_seconds(BENT, []) == 0
-
-
-@given(st.lists(st.integers(0, 12), max_size=12), CURVES)
-def test_without_a_capacity_all_run_from_the_start(lengths: list[int], curve: LatencyCurve) -> None:
-    assert rollout_seconds(curve, lengths) == pytest.approx(simulated(lengths, len(lengths), curve))
-
-
-@given(st.lists(st.integers(0, 12), max_size=25), st.integers(1, 8), CURVES)
-def test_beyond_the_capacity_they_queue_in_order_of_arrival(
-    lengths: list[int], capacity: int, curve: LatencyCurve
+@given(st.lists(st.integers(0, 12), max_size=25), st.none() | st.integers(1, 8), CURVES)
+def test_trajectories_beyond_the_capacity_queue_in_order_of_arrival(
+    lengths: list[int], capacity: int | None, curve: LatencyCurve
 ) -> None:
-    assert rollout_seconds(curve, lengths, capacity) == pytest.approx(simulated(lengths, capacity, curve))
+    expected = simulated(lengths, capacity or len(lengths), curve)
+    assert rollout_seconds(curve, lengths, capacity) == pytest.approx(expected)

@@ -1,5 +1,3 @@
-"""An event of a large group costs hardly more than one of a small group."""
-
 import pytest
 
 from benchmarks.group_cost import POLICIES, cost_per_event

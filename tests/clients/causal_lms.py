@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
     "max_position_embeddings": 64,
 }
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.15}
 SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
     "llama, linear rope": (
@@ -32,17 +33,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
-    "gpt2": (
-        "gpt2",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "initializer_range": 0.15,
-        },
-    ),
+    "gpt2": ("gpt2", GPT2),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from safetensors.torch import load
 
 from . import transcripts
@@ -75,29 +76,29 @@ class FakeVllm:
         match request.method, request.path:
             case _, "/darts/v1/weights":
                 weights = {"version": 3, "state": "serving", "rule": "finish", "last": None, "last_error": None}
-                return _json(weights)
+                return JSONResponse(weights)
             case "POST", "/darts/v1/rewards":
-                return _json({"matched": len(request.body["rewards"]), "repeated": 0, "unknown": 0})
+                return JSONResponse({"matched": len(request.body["rewards"]), "repeated": 0, "unknown": 0})
             case "GET", "/darts/v1/state":
                 return Response(STATE)
             case "GET", "/darts/v1/groups/cmpl-1" if self.groups is not None:
-                return _json({"groups": self.groups})
+                return JSONResponse({"groups": self.groups})
             case "GET", path if path.startswith("/darts/v1/groups/"):
                 return Response('{"error": {"message": "there is no such group"}}', 404, media_type="application/json")
             case "PUT", "/darts/v1/state":
-                return _json({"prompts": 7})
+                return JSONResponse({"prompts": 7})
             case "GET", "/metrics":
                 return Response(METRICS.format(n=12 * len(self.completions)))
             case "GET", "/v1/models":
-                return _json({"data": [{"id": "tiny"}]})
+                return JSONResponse({"data": [{"id": "tiny"}]})
             case "POST", "/darts/v1/rollouts":
                 return Response(b"".join(self._batch(request.body)), media_type="text/event-stream")
             case "POST", "/v1/completions":
                 body = request.body
                 numbers = range(body.get("n", 1))
                 choices = [self._choice(p, k, body["max_tokens"]) for p in body["prompt"] for k in numbers]
-                return _json({"id": "cmpl-1", "choices": choices})
-        return _json({})
+                return JSONResponse({"id": "cmpl-1", "choices": choices})
+        return JSONResponse({})
 
     def _batch(self, body: dict[str, Any]) -> list[bytes]:
         """Prompts that were left before are complete first, and then the shortest."""
@@ -139,7 +140,3 @@ def fake_vllm() -> Iterator[FakeVllm]:
     with listening(app) as listener:
         server.url = listener.url
         yield server
-
-
-def _json(body: Any) -> Response:
-    return Response(json.dumps(body), media_type="application/json")

@@ -17,7 +17,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.records import UpdateRecord
-from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
@@ -147,7 +147,8 @@ def application(
         rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
         rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)
         control.apply_to(rollouts)
-        batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner)
+        kept = BatchRetention(resume_seconds=3600.0)  # so that a durable batch ends early only if it is cancelled
+        batches = BatchRegistry(rollouts, SlowTexts(), control.new_planner, kept)
         votes = VoteRunner(rollouts, SlowTexts(), confidence, Mock(), AtOnce())
 
         @asynccontextmanager

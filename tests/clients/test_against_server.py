@@ -206,7 +206,9 @@ def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
 
 def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, tmp_path: Path) -> None:
     list(client.rollouts(PromptSpec("5", key="kept"), **SIZES))
+    (tmp_path / "state").write_bytes(b"of before")
     client.state.save(tmp_path / "state")
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
     groups = client.prompts.get("kept").groups
     list(client.rollouts(PromptSpec("5", key="kept"), **SIZES))
     assert client.prompts.get("kept").groups == groups + 1

@@ -41,22 +41,18 @@ def error_for(response: httpx.Response) -> StatusError:
     return caught.value
 
 
+KINDS: dict[type[StatusError], tuple[int, ...]] = {
+    BadRequest: (400, 409, 422),
+    Unauthorized: (401, 403),
+    NotFound: (404,),
+    Overloaded: (429, 503),
+    ServerFault: (500, 501),
+    StatusError: (307, 413),
+}
+
+
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, BadRequest),
-        (409, BadRequest),
-        (422, BadRequest),
-        (401, Unauthorized),
-        (403, Unauthorized),
-        (404, NotFound),
-        (429, Overloaded),
-        (503, Overloaded),
-        (500, ServerFault),
-        (502, ServerFault),
-        (307, StatusError),
-        (413, StatusError),
-    ],
+    ("status", "kind"), [(status, kind) for kind, statuses in KINDS.items() for status in statuses]
 )
 def test_each_status_has_its_error(status: int, kind: type[StatusError]) -> None:
     error = error_for(httpx.Response(status, json={"error": {"message": "no"}}))

@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from darts_client._models import Delta, Discard, Done, Event, Group, GroupEvent, TrajectoryEvent, Unfinished, Usage
 from darts_client.overlap import Overlap
-from tests.clients.causal_lms import SIZES, VOCABULARY, assert_equal, causal_lm, expected_logprobs, small
+
+from .causal_lms import SIZES, VOCABULARY, assert_equal, causal_lm, expected_logprobs, small
+from .test_stream import build_reader, read
+from .transcripts import delta, discard, done, group, started, trajectory, trajectory_end
 
 
 def test_a_model_in_training_mode_is_rejected() -> None:
@@ -63,7 +64,6 @@ def build_overlap() -> Overlap:
 MISTAKES: dict[str, Callable[[Overlap], object]] = {
     "missing: it has 2, these start at 3": lambda o: o.add_tokens("a", 0, [1], start=3),
     "repeated: it has 2, these start at 1": lambda o: o.add_tokens("a", 0, [1], start=1),
-    "missing: it has 0": lambda o: o.add_tokens("new", 0, [1], start=1),
     "'a' belongs to prompt 0, not 1": lambda o: o.add_tokens("a", 1, [1]),
     "'finished' is finished": lambda o: o.add_tokens("finished", 0, [1]),
     "'dropped' was dropped": lambda o: o.add_tokens("dropped", 0, [1], start=2),
@@ -75,11 +75,7 @@ MISTAKES: dict[str, Callable[[Overlap], object]] = {
     "prompt 8 has no tokens": lambda o: o.add_prompt(8, []),
     "length is 3, but 2 tokens came": lambda o: o.finish("a", 3),
     "unknown trajectory 'x'": lambda o: o.finish("x"),
-    "trajectory 'x': add its first": lambda o: o.drop("x"),
-    "'x'": lambda o: o.logprobs("x"),
-    "'dropped'": lambda o: o.logprobs("dropped"),
     "trajectory 'finished' is finished": lambda o: o.finish("finished"),
-    "unknown prompt 9": lambda o: o.close_prompt(9),
     "entropy=True": lambda o: o.entropies("a"),
 }
 
@@ -101,72 +97,56 @@ def test_invalid_settings_are_rejected(wrong: dict[str, Any]) -> None:
         Overlap(small(), **wrong)
 
 
-GROUP = Group("g", None, (), number=0)
-USAGE = Usage(generated=9, returned=3, wasted=6, seconds=1.0)
-TYPED: list[Event] = [
-    Delta(trajectory_id="g:0", number=0, start=0, token_ids=(5, 6), logprobs=None),
-    Delta(trajectory_id="h:0", number=1, start=0, token_ids=(5,), logprobs=None),
-    Delta(trajectory_id="g:1", number=0, start=0, token_ids=(9,), logprobs=None),
-    Delta(trajectory_id="g:0", number=0, start=2, token_ids=(7, 8), logprobs=None),
-    Discard(trajectory_id="g:1", number=0, length=1, reason="surplus"),
-    Discard(trajectory_id="g:2", number=0, length=0, reason="surplus"),
-    TrajectoryEvent("g:0", 0, (5, 6, 7), None, "", "length", cut=True),
-    GroupEvent(GROUP),
-    Done(USAGE, (Unfinished(number=1, prompt_key="k", metadata=None),)),
-]
-RAW: list[tuple[str, dict[str, Any]]] = [
-    ("batch", {"id": "b", "policy": "uniform", "groups": 2}),
-    ("delta", {"trajectory_id": "g:0", "number": 0, "start": 0, "token_ids": [5, 6], "logprobs": None}),
-    ("delta", {"trajectory_id": "h:0", "number": 1, "start": 0, "token_ids": [5], "logprobs": None}),
-    ("delta", {"trajectory_id": "g:1", "number": 0, "start": 0, "token_ids": [9], "logprobs": None}),
-    ("delta", {"trajectory_id": "g:0", "number": 0, "start": 2, "token_ids": [7, 8], "logprobs": None}),
-    ("discard", {"trajectory_id": "g:1", "number": 0, "length": 1, "reason": "surplus"}),
-    ("discard", {"trajectory_id": "g:2", "number": 0, "length": 0, "reason": "surplus"}),
-    ("trajectory", {"trajectory_id": "g:0", "number": 0, "length": 3, "finish_reason": "length", "cut": True}),
-    ("group", {"number": 0, "group_id": "g", "trajectories": []}),
-    ("done", {"id": "b", "usage": {}, "unfinished": [{"number": 1, "prompt_key": "k", "metadata": None}]}),
+STREAM = [
+    started(2),
+    ("delta", delta(0, 0, 0, 2)),
+    ("delta", delta(1, 0, 0, 1)),
+    ("delta", delta(0, 1, 0, 1)),
+    ("delta", delta(0, 0, 2, 4)),
+    ("discard", discard(0, 1, 1)),
+    ("discard", discard(0, 2, 0)),
+    ("trajectory", trajectory_end(0, 0, 3, cut=True)),
+    ("group", group(0, trajectory(0, 0, 3, tokens=False, cut=True))),
+    done(1),
 ]
 
 
 @pytest.mark.parametrize("form", ["typed", "raw"])
 def test_the_events_of_a_stream_are_applied(form: str) -> None:
-    model, overlap = small(), Overlap(small())
+    overlap = Overlap(small())
     for number in range(2):
         overlap.add_prompt(number, [1, 2, 3])
-    typed = [partial(overlap.add_event, event) for event in TYPED]
-    raw = [partial(overlap.add_raw_event, *event) for event in RAW]
+    events = read(build_reader(stream="tokens", group_size=1), *STREAM)
+    typed = [partial(overlap.add_event, event) for event in events]
+    raw = [partial(overlap.add_raw_event, *event) for event in STREAM]
     for add in typed if form == "typed" else raw:
         add()
         overlap.step()
-    assert [name in overlap for name in ("g:0", "g:1", "g:2", "h:0")] == [True, False, False, False]
-    assert_equal(overlap.logprobs("g:0"), expected_logprobs(model, [1, 2, 3], [5, 6, 7]))
+    assert [f"roll-1-{name}" in overlap for name in ("0:0", "0:1", "0:2", "1:0")] == [True, False, False, False]
+    assert_equal(overlap.logprobs("roll-1-0:0"), expected_logprobs(small(), [1, 2, 3], [0, 1, 2]))
     assert overlap.cached_tokens == overlap.pending_tokens == 0
     with pytest.raises(ValueError, match="prompt 1 is closed"):
-        overlap.add_tokens("h:1", 1, [5])
+        overlap.add_tokens("roll-1-1:1", 1, [5])
 
 
-class Wrapped(torch.nn.Module):
+class Wrapped:
     """A model behind a wrapper that takes any argument, like PEFT's."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+        self._model = model
 
     def get_base_model(self) -> Any:
-        return self.model
+        return self._model
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._modules["model"], name)
+        return getattr(self._model, name)
 
-    def forward(self, **given: Any) -> Any:
-        return self.model(**given)
+    def __call__(self, **given: Any) -> Any:
+        return self._model(**given)
 
 
 def test_the_model_inside_a_wrapper_is_checked() -> None:
-    overlap = Overlap(Wrapped(small()).eval())
+    overlap = Overlap(Wrapped(small()))
     overlap.add_prompt(0, [1, 2, 3])
     overlap.add_tokens("a", 0, [4, 5])
     assert_equal(overlap.logprobs("a"), expected_logprobs(small(), [1, 2, 3], [4, 5]))

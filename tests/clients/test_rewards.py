@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_client import Group, Reward, RewardCounts, Trajectory, to_dataset, to_rows
+from darts_client import Group, Reward, Trajectory, to_dataset, to_rows
 from darts_client._rewards import as_rewards, rewards_body, split_rewards
 
 
@@ -18,14 +18,10 @@ def pair(name: str | None = "g", prompt: tuple[int, ...] | None = None) -> Group
     return Group(name, prompt, (member(0, name), member(1, name)))
 
 
-def named(*pairs: tuple[str, float]) -> list[Reward]:
-    return [Reward(trajectory_id=name, reward=value) for name, value in pairs]
-
-
 def test_all_forms_of_rewards_are_equivalent() -> None:
     group = pair()
     first, second = group.trajectories
-    expected = named(("g:0", 1.0), ("g:1", 0.0))
+    expected = [Reward(trajectory_id="g:0", reward=1.0), Reward(trajectory_id="g:1", reward=0.0)]
     assert as_rewards(expected) == expected
     assert as_rewards(iter(expected)) == expected
     assert as_rewards({"g:0": 1, "g:1": 0}) == expected
@@ -80,13 +76,6 @@ def test_rewards_are_split_in_order_within_the_limits(sizes: Sequence[int]) -> N
     assert [reward for _, part in requests for reward in part] == given_rewards
     assert all(given_rewards[offset] is part[0] for offset, part in requests)
     assert all(len(part) <= 5 and sum(r.num_tokens for r in part) <= 40 for _, part in requests)
-
-
-def test_counts_are_added_and_indices_refer_to_the_whole_list() -> None:
-    first = RewardCounts(matched=3, repeated=1, unknown=1, unknown_indices=(2,))
-    later = RewardCounts(matched=1, repeated=0, unknown=2, unknown_indices=(0, 4))
-    both = first.plus(later, offset=5)
-    assert (both.matched, both.repeated, both.unknown, both.unknown_indices) == (4, 1, 3, (2, 5, 9))
 
 
 def group(**fields: Any) -> Group:

@@ -32,14 +32,10 @@ def test_options_are_where_the_server_expects_them() -> None:
     assert made["sampling"] == {"max_tokens": 16, "temperature": 1.0, "seed": 0, "top_p": 0.9}
     assert (made["policy"], made["budget"], made["num_groups"]) == ({"name": "darts"}, 12, 1)
     assert (made["stream"], made["chunk_tokens"]) == ("tokens", 10)
-    made = body(min_groups=1, carry="restart")
-    assert (made["min_groups"], made["carry"]) == (1, "restart")
-    assert "num_groups" not in made
-
-
-def test_a_policy_may_have_settings_for_the_batch() -> None:
     policy = {"name": "darts", "redundancy": 2.0}
-    assert body(policy=policy)["policy"] == policy
+    made = body(policy=policy, min_groups=1, carry="restart")
+    assert (made["policy"], made["min_groups"], made["carry"]) == (policy, 1, "restart")
+    assert "num_groups" not in made
 
 
 def test_each_durable_batch_has_its_own_key_or_the_callers() -> None:

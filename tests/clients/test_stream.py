@@ -57,18 +57,6 @@ def read_error(batch: BatchReader, *events: tuple[str, dict[str, Any]]) -> str:
     return str(caught.value)
 
 
-def test_a_trajectory_has_all_fields_of_the_event() -> None:
-    fields: dict[str, Any] = {"rank": 4, "selected_as": "long", "cut": True, "finish_reason": "length", "quality": 0.25}
-    cut = trajectory(0, 1, 2, weight_version_end=7, **fields)
-    [event] = read(build_reader(), started(), ("group", group(0, trajectory(0, 0, 1), cut, deadline=2)))
-    assert isinstance(event, GroupEvent)
-    made = event.group.trajectories[1]
-    assert (made.index, made.trajectory_id, made.rank, made.selected_as) == (1, f"{BATCH}-0:1", 4, "long")
-    assert (made.cut, made.finish_reason, made.weight_version_start, made.weight_version_end) == (True, "length", 3, 7)
-    assert (made.token_ids, made.logprobs, made.quality) == ((0, 1), (0.0, -0.5), 0.25)
-    assert (event.group.deadline, event.group.candidates, event.group.discarded[0].length) == (2, 3, 2)
-
-
 def test_unknown_fields_and_events_are_ignored() -> None:
     later = group(0, trajectory(0, 0, 1, colour=0.5), trajectory(0, 1, 2), timing={"x": 1})
     events = read(build_reader(), started(), ("weather", {"sun": True}), ("group", later))
@@ -134,7 +122,6 @@ WRONG: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
         "trajectories.0.finish_reason",
         [started(), ("group", group(0, trajectory(0, 0, 2, finish_reason="abort"), trajectory(0, 1, 2)))],
     ),
-    ("event 2 (group): seconds", [started(), ("group", group(0, seconds="long"))]),
     ("but reported [0]", [started(), ("group", group(0)), done()]),
     ("but reported [0, 0]", [started(), ("group", group(0)), done(0)]),
 ]

@@ -33,6 +33,8 @@ def test_tensors_hold_all_tokens_and_logprobs_between_the_padding(batch: list[li
     assert tensors.prompt_ids is not None
     assert tensors.prompt_mask is not None
     assert tensors.logprobs is not None
+    assert tensors.completion_ids.dtype == tensors.prompt_ids.dtype == torch.int64
+    assert (tensors.completion_mask.dtype, tensors.logprobs.dtype) == (torch.bool, torch.float32)
     expected = [(index, tokens, logprobs) for index, members in enumerate(batch) for tokens, logprobs in members]
     assert tensors.group.tolist() == [index for index, _, _ in expected]
     for n, (index, tokens, logprobs) in enumerate(expected):
@@ -87,15 +89,6 @@ def test_fields_that_some_trajectories_lack_are_none() -> None:
     assert tensors.weight_versions is None
     assert (tensors.rewards, tensors.advantages) == (None, None)
     assert tensors.completion_ids.tolist() == [[1, 2], [1, 0]]
-
-
-def test_dtypes_are_those_of_a_models_inputs() -> None:
-    tensors = to_tensors([group(([1], [0.0]))], [[1]])
-    assert tensors.completion_ids.dtype == tensors.group.dtype == torch.int64
-    assert tensors.completion_mask.dtype == torch.bool
-    assert tensors.logprobs is not None
-    assert tensors.rewards is not None
-    assert tensors.logprobs.dtype == tensors.rewards.dtype == torch.float32
 
 
 @pytest.mark.parametrize("rewards", [[[1.0]], [[1.0, 2.0], [1.0]], []])

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from darts_client import Client, TimedOut
 
-from .servers import Listener, listening
+from .servers import listening
 from .transcripts import BATCH, GROUPS
 
 SIZES: dict[str, Any] = {"group_size": 2, "max_tokens": 16}
@@ -24,6 +24,7 @@ class SlowServer:
     """Sends half of a batch, pauses with or without comments, and sends the rest."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.comments = 0
         self.cancelled = 0
         self.app = Starlette(
@@ -58,23 +59,20 @@ class SlowServer:
 
 
 @pytest.fixture
-def slow() -> SlowServer:
-    return SlowServer()
-
-
-@pytest.fixture
-def server(slow: SlowServer) -> Iterator[Listener]:
+def server() -> Iterator[SlowServer]:
+    slow = SlowServer()
     with listening(slow.app) as listener:
-        yield listener
+        slow.url = listener.url
+        yield slow
 
 
-def test_comments_reset_the_idle_timeout(slow: SlowServer, server: Listener) -> None:
-    slow.comments = 40
+def test_comments_reset_the_idle_timeout(server: SlowServer) -> None:
+    server.comments = 40
     with Client(server.url, idle_timeout=1.5, retries=0) as client:
         assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
 
 
-def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: Listener) -> None:
+def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: SlowServer) -> None:
     start = time.monotonic()
     with Client(server.url, idle_timeout=0.2) as client:
         assert len(list(client.rollouts(PROMPTS, **SIZES))) == 2
@@ -82,12 +80,10 @@ def test_a_durable_batch_is_resumed_after_the_idle_timeout(server: Listener) -> 
 
 
 @pytest.mark.parametrize("comments", [0, 2000])
-def test_the_timeout_of_a_batch_ends_it_with_or_without_comments(
-    slow: SlowServer, server: Listener, comments: int
-) -> None:
-    slow.comments = comments
+def test_the_timeout_of_a_batch_ends_it_with_or_without_comments(server: SlowServer, comments: int) -> None:
+    server.comments = comments
     start = time.monotonic()
     with Client(server.url) as client, pytest.raises(TimedOut, match=r"after 1 s"):
         list(client.rollouts(PROMPTS, timeout=1, **SIZES))
     assert time.monotonic() - start < 30
-    assert slow.cancelled == 1
+    assert server.cancelled == 1

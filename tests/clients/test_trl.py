@@ -1,7 +1,6 @@
 """TRL's trainer and client with the integration, against a fake server."""
 
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,17 +12,16 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 
 from darts_client import NotFound, ServerFault
+from darts_client._records import CandidateRecord, GroupRecord
 from darts_client.integrations.trl import DartsGRPOTrainer, PushingVLLMClient, WeightTransfer, report_rewards
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm
-from .test_async_resources import CANDIDATE
-from .test_async_resources import GROUP as GROUP_RECORD
 
 # Warnings are TRL's and those of what it imports.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
@@ -170,13 +168,15 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
 
 def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform", **changes: Any) -> dict[str, Any]:
     """Of `GROUP` returned candidates and one that is not, between them; the last one is sampled, and has the weight."""
-    places: list[Any] = ["short", "short", None, "short", "long"]
     weights = {"short": 1.0, "long": weight, None: None}
+    empty: dict[str, Any] = {**dict.fromkeys(CandidateRecord.model_fields), "cut": False, "survival": 1.0}
     candidates = [
-        CANDIDATE | {"index": k, "rank": k, "length": 2, "selected_as": place, "weight": weights[place]}
-        for k, place in enumerate(places)
+        empty | {"index": k, "length": 2, "selected_as": place, "weight": weights[place]}
+        for k, place in enumerate(["short", "short", None, "short", "long"])
     ]
-    record = GROUP_RECORD | {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
+    record: dict[str, Any] = {**dict.fromkeys(GroupRecord.model_fields), "outcome": "completed", "duration": 0.5}
+    record |= {"mixed_versions": False, "explored": False, "members": [], "generated": 10, "returned": 8}
+    record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
     return record | {"counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
 
 
@@ -322,20 +322,14 @@ def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_
     assert [each.data for each in server.of("PUT", "/darts/v1/state")] == [b"of step 1", STATE]
 
 
-class Reporter:
+class Reporter(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
     """Records the logs in its turn, like the reporters of tensorboard and others."""
 
     def __init__(self, seen: list[dict[str, Any]]) -> None:
         self.seen = seen
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def event(args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if name == "on_log":
-                self.seen.append(dict(logs))
-
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return event
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.seen.append(dict(logs))
 
 
 def test_rejected_weights_end_the_training_after_lora_adapters_are_unmerged(server: FakeVllm, tmp_path: Path) -> None:
@@ -378,7 +372,6 @@ def test_with_nccl_trl_sends_the_weights(server: FakeVllm, tmp_path: Path) -> No
 def test_trl_warns_of_raw_logprobs_without_development_routes(
     server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.first_logprob = -0.5
     logging.getLogger("trl").propagate = True
     with caplog.at_level(logging.WARNING, "trl"):
         trainer = build_trainer(server, tmp_path)
@@ -420,19 +413,3 @@ def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(ser
             transfer.send_weights(left)
         assert list(left) == []
         left = iter(weights(1.0).items())
-
-
-def test_the_weight_transfer_has_all_that_trls_trainer_calls() -> None:
-    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
-
-    wanted = {name for name in vars(WeightTransferProtocol) if not name.startswith("_")}
-    assert wanted <= set(dir(WeightTransfer))
-
-
-def test_the_weight_transfer_waits_for_the_server_as_long_as_its_timeout() -> None:
-    PartialState()
-    with socket.socket() as unused:  # bound, but nothing listens there
-        unused.bind(("127.0.0.1", 0))
-        transfer = WeightTransfer(f"http://127.0.0.1:{unused.getsockname()[1]}", ready_timeout=0)
-        with pytest.raises(TimeoutError, match="after 0s"):
-            transfer.init_weight_transfer()

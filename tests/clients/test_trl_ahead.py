@@ -170,7 +170,6 @@ def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) ->
         (AHEAD | {"carry": "drop"}, {}, "carry must be 'restart' or 'resume'"),
         ({"rollouts": "off"}, {}, "rollouts must be 'auto'"),
         (AHEAD | {"rollouts": "auto"}, {}, "rollouts='auto' chooses prompts_ahead"),
-        ({"rollouts": "auto"}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
         (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
         ({"max_staleness": 1}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
         (AHEAD, {"generation_kwargs": {"vllm_xargs": {"other": 1}}}, "vllm_xargs has other"),

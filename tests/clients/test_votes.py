@@ -40,25 +40,10 @@ def test_a_decided_vote_stops_the_remaining_candidates(client: Client, server: R
     assert (group.outcome, group.policy, group.group_size) == ("decided", "vote", 5)
 
 
-def test_votes_are_weighted_by_logprobs_which_are_returned_on_request(client: Client) -> None:
-    vote = client.vote([5, 6], n=4, max_tokens=9, pattern=["4", "7"], weights="rank", score="logprob", seed=1)
-    assert (vote.answer, vote.votes, vote.weights) == ("7", {"7": 3, "4": 1}, {"7": 1.0, "4": 1.0})
-    assert [v.score is not None for v in vote.trajectories] == [True] * 4
-    assert vote.trajectories[1].weight == 1.0, "the most likely one"
-    assert vote.trajectories[0].logprobs is None
-    vote = client.vote("p", n=2, max_tokens=9, pattern="([0-9])", weights="log_odds", score="logprob", logprobs=True)
-    assert vote.trajectories[0].logprobs == tuple(-k / 8 for k in range(7))
-    assert vote.calibration == "no_labels"
-    rewards = {v.trajectory_id: 1.0 for v in vote.trajectories}
-    assert client.rewards(rewards).matched == 2
-    vote = client.vote("p", n=2, max_tokens=9, pattern="([0-9])", weights="log_odds", score="logprob")
-    assert vote.calibration == "few_labels", "rewards of votes calibrate the scores"
-
-
-def test_a_vote_may_have_no_answer(client: Client) -> None:
-    vote = client.vote("p", n=2, max_tokens=9, pattern="boxed")
+def test_a_vote_may_have_no_answer_and_has_logprobs_on_request(client: Client) -> None:
+    vote = client.vote("p", n=2, max_tokens=9, pattern="boxed", logprobs=True)
     assert (vote.answer, vote.weights, vote.votes) == (None, {}, {})
-    assert [(v.answer, v.weight) for v in vote.trajectories] == [(None, None)] * 2
+    assert vote.trajectories[0].logprobs == tuple(-k / 8 for k in range(7))
 
 
 def test_a_chat_is_sent_as_messages() -> None:

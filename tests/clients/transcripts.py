@@ -1,7 +1,7 @@
 """Event streams of the rollouts route, as bytes that a test can split, cut off and repeat."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -119,28 +119,16 @@ TOKENS = encode(
 """A complete stream of tokens; candidate 1 is cut at 3 tokens after 4 were sent."""
 
 
-class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
-    """Chunks of bytes, and what happens at their end; `closed`: the client has closed the connection."""
+class Body(httpx.SyncByteStream):
+    """Chunks of bytes, and what happens at their end."""
 
     def __init__(self, *chunks: bytes, then: Callable[[], None] = lambda: None) -> None:
         self.chunks = chunks
         self.then = then
-        self.closed = False
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self.chunks
         self.then()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in self.chunks:
-            yield chunk
-        self.then()
-
-    def close(self) -> None:
-        self.closed = True
-
-    async def aclose(self) -> None:
-        self.closed = True
 
 
 def lose_connection() -> None:
@@ -149,7 +137,7 @@ def lose_connection() -> None:
 
 
 class FakeServer:
-    """Returns these answers in turn: events, a response, an error to raise, bytes or JSON. Records the requests."""
+    """Returns these answers in turn: events, a response, an error to raise, or JSON. Records the requests."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -163,11 +151,11 @@ class FakeServer:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        if not isinstance(answer, Body | httpx.Response):
-            return httpx.Response(200, **({"content": answer} if isinstance(answer, bytes) else {"json": answer}))
         if isinstance(answer, httpx.Response):
             return answer
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=answer)
+        if isinstance(answer, Body):
+            return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=answer)
+        return httpx.Response(200, json=answer)
 
     @property
     def routes(self) -> Sequence[tuple[str, str]]:

@@ -23,21 +23,9 @@ def choice(
     }
 
 
-def completion(*choices: dict[str, Any], id: str = "cmpl-1") -> dict[str, Any]:
-    return {"id": id, "object": "text_completion", "choices": list(choices), "usage": {"prompt_tokens": 1}}
+def completion(*choices: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "cmpl-1", "object": "text_completion", "choices": list(choices), "usage": {"prompt_tokens": 1}}
 
 
 def answer(body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
     return httpx.Response(200, json=body, headers=headers, request=httpx.Request("POST", f"{URL}/v1/completions"))
-
-
-def full_completion(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a valid answer to the body of a request; trajectory k of a group has k + 1 tokens."""
-    n = body["n"]
-    return completion(
-        *(
-            choice(position * n + k, token_ids=tuple(range(k + 1)), prompt=prompt if isinstance(prompt, list) else [0])
-            for position, prompt in enumerate(body["prompt"])
-            for k in range(n)
-        )
-    )

@@ -9,9 +9,7 @@ from darts_server.demo.command import methods, parse_arguments
 from darts_server.demo.runs import Method
 
 
-@pytest.mark.parametrize(
-    "argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--caps", "0"], ["--port", "x"]]
-)
+@pytest.mark.parametrize("argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--caps", "0"]])
 def test_values_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(argv)

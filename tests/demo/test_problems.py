@@ -1,5 +1,3 @@
-"""The problems of the tiny task and their verifier."""
-
 import operator
 import re
 from collections.abc import Iterable
@@ -22,8 +20,6 @@ EXAMPLE = Problem("7a-5b*4c-8d+7>", STEPS, 7, "easy")
         ("#7", 1.0),
         ("a-5=2#1#7", 1.0),
         ("#7#1", 0.0),
-        ("#1", 0.0),
-        ("7", 0.0),
         ("#", 0.0),
         ("#77", 0.0),
         ("a-5=2b*4=8c-8=0d+7=7", 0.0),

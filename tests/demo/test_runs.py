@@ -17,11 +17,14 @@ def group(number: int, *texts: str) -> tuple[str, dict[str, Any]]:
     return "group", {"number": number, "metadata": {"number": number}, "trajectories": trajectories}
 
 
+def stream(*events: tuple[str, dict[str, Any]]) -> str:
+    numbered = enumerate(events, start=1)
+    return "".join(f"id: {i}\nevent: {name}\ndata: {json.dumps(data)}\n\n: wait\n\n" for i, (name, data) in numbered)
+
+
 def answer(*events: tuple[str, dict[str, Any]], status: int = 200) -> httpx.Client:
     """A client of a server that answers every batch with these events."""
-    numbered = enumerate(events, start=1)
-    text = "".join(f"id: {i}\nevent: {name}\ndata: {json.dumps(data)}\n\n: wait\n\n" for i, (name, data) in numbered)
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=text))
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=stream(*events)))
     return httpx.Client(base_url="http://test", transport=transport)
 
 
@@ -99,9 +102,7 @@ def test_what_runs_ahead_is_complete_in_the_last_step() -> None:
         left = [] if len(bodies) == 3 else [{"number": 3}]
         groups = [group(number, "#1") for number in range(first, first + 3)]
         usage = {"returned": 9, "generated": 9}
-        lines = [*groups, ("done", {"usage": usage, "unfinished": left})]
-        text = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in lines)
-        return httpx.Response(200, text=text)
+        return httpx.Response(200, text=stream(*groups, ("done", {"usage": usage, "unfinished": left})))
 
     problems = [sample_problem(Random(seed)) for seed in range(9)]
     batches = Batches(problems, 3, 1, Method("auto", ahead=0.34))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.registry import Collector
 
 from darts_server.metrics.collectors import AccessMetrics, ServingMetrics, WeightMetrics
 from darts_server.metrics.quality import QualityMetrics
@@ -38,23 +37,13 @@ class Metric:
 
 def ours() -> list[Metric]:
     """Return all metrics of our collectors."""
-    registry = _Registry()
+    registry = CollectorRegistry()
     AccessMetrics("m", registry)
     QualityMetrics("m", defaultdict(lambda: _zero), registry)
     RolloutMetrics("m", defaultdict(lambda: _zero), registry)
     ServingMetrics("m", registry=registry)
     WeightMetrics("m", registry)
-    return [metric for collector in registry.made for metric in _described(collector)]
-
-
-class _Registry(CollectorRegistry):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Collector] = []
-
-    def register(self, collector: Collector) -> None:
-        super().register(collector)
-        self.made.append(collector)
+    return [metric for collector in registry._collector_to_names for metric in _described(collector)]
 
 
 def _zero(*_: object) -> Any:

@@ -34,10 +34,7 @@ def exposed(text: str) -> Iterator[Metric]:
         yield Metric(f"{family.name}{suffix}", family.type, tuple(sorted(labels)), "")
 
 
-def _is_worth_recording(metric: Metric) -> bool:
-    return metric.name.startswith("vllm:") and metric.name != CACHE_CONFIG and not metric.name.endswith("_created")
-
-
 if __name__ == "__main__":
-    kept = sorted((m for m in exposed(sys.stdin.read()) if _is_worth_recording(m)), key=lambda metric: metric.name)
+    found = (m for m in exposed(sys.stdin.read()) if m.name.startswith("vllm:") and not m.name.endswith("_created"))
+    kept = sorted((m for m in found if m.name != CACHE_CONFIG), key=lambda metric: metric.name)
     print(HEAD, *(" ".join((m.name, m.kind, *m.labels)) for m in kept), sep="\n")

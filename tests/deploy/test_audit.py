@@ -1,5 +1,3 @@
-"""The summary of an audit."""
-
 from tests.deploy.audit import summarize
 
 UNKNOWN = {"name": "ours", "skip_reason": "not found"}

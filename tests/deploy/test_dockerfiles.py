@@ -62,11 +62,8 @@ def test_the_image_has_the_version_of_vllm_that_setup_installs(file: str, build:
 
 
 def test_the_cpu_image_has_the_torch_that_setup_installs() -> None:
-    setup = (ROOT / "scripts/setup").read_text()
-    assert f"TORCH_VERSION={arguments('Dockerfile.cpu')['TORCH_VERSION']}\n" in setup
-    removed = "torchvision torchaudio torchcodec"
-    assert removed in setup
-    assert removed in (ROOT / "Dockerfile.cpu").read_text()
+    version = arguments("Dockerfile.cpu")["TORCH_VERSION"]
+    assert f"TORCH_VERSION={version}\n" in (ROOT / "scripts/setup").read_text()
 
 
 @every_file
@@ -90,7 +87,6 @@ def test_it_runs_as_any_user_of_group_0(file: str) -> None:
     assert "chmod 2770 /cache /state" in written[0]
     assert environment(file)["HOME"] == "/cache"
     assert {"USER", "LOGNAME"} <= set(environment(file))
-    assert Settings.model_fields.keys() >= {"state_dir"}
     assert environment(file)["DARTS_STATE_DIR"] == "/state"
     after = found[[name for name, _ in found].index("USER") :]
     assert not {"RUN", "COPY", "ADD"} & {name for name, _ in after}
@@ -132,11 +128,8 @@ def test_copied_files_exist_and_are_not_ignored(file: str) -> None:
 
 
 @every_file
-def test_labels_are_those_of_the_project_and_no_secret_is_in_it(file: str) -> None:
+def test_it_has_the_projects_version_and_no_secret(file: str) -> None:
     assert arguments(file)["VERSION"] == PROJECT["version"]
-    labels = only(last_stage(file), "LABEL")
-    assert f'org.opencontainers.image.licenses="{PROJECT["license"]}"' in labels
-    assert PROJECT["description"] in labels
     names = " ".join([*arguments(file), *environment(file)])
     assert not re.search("KEY|TOKEN|SECRET|PASSWORD", names)
 

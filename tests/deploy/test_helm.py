@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.deploy.names import DEPLOY
-from tests.deploy.test_kubernetes import NEWEST, OF_OPERATORS, OLDEST, pod, server
+from tests.deploy.test_kubernetes import NEWEST, OF_OPERATORS, OLDEST, one, pod, server
 
 CHART = DEPLOY / "helm" / "darts-server"
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
@@ -84,8 +84,10 @@ def test_objects_are_valid_for_kubernetes(version: str, everything: bool) -> Non
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_pods_equal_those_of_the_plain_manifests() -> None:
+def test_deployment_and_pods_equal_those_of_the_plain_manifests() -> None:
     [servers] = of_kind(rendered(), "Deployment")
+    for field in ("replicas", "strategy"):
+        assert servers["spec"][field] == one("Deployment")["spec"][field]
     charts, plain = servers["spec"]["template"]["spec"], pod()
     of_chart, of_plain = container(rendered()), server()
     for field in ("securityContext", "enableServiceLinks", "terminationGracePeriodSeconds"):
@@ -172,7 +174,6 @@ def test_flags_reach_the_server_and_a_given_secret_is_used() -> None:
         (values({"replicas": 0}), "replicas"),
         (values({"dartsConfig": {"redundancy": 0.5}}), "redundancy"),
         (values({"name": "Not_A_Name"}), "name"),
-        (values({"modelUrl": "a/b"}), "modelUrl"),
         (values(auth={"apiKey": ""}), "auth.apiKey"),
     ],
 )

@@ -10,12 +10,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from darts_server import settings
 from darts_server.serving.lifecycle import END_SECONDS
-from darts_server.settings.sources import flag_of
 from tests.deploy.names import DEPLOY, ROOT
 from tests.deploy.test_dockerfiles import PROJECT, arguments
-from tests.deploy.test_kubernetes import NEWEST, OLDEST, objects, one, pod, server
+from tests.deploy.test_kubernetes import NEWEST, OLDEST, OUR_FLAGS, objects, one, pod, server
 
 FOLDER = DEPLOY / "kuberay"
 Manifest = tuple[dict[str, Any], dict[str, Any]]
@@ -56,10 +54,6 @@ def gpus(manifest: Manifest) -> list[int]:
     return [int(each["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for each in pods(manifest)]
 
 
-def test_there_are_no_other_manifests() -> None:
-    assert {file.name for file in FOLDER.iterdir()} == {"rayjob.yaml", "replicas.yaml"}
-
-
 @each_job
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_pods_and_service_are_valid_for_kubernetes(version: str, manifest: Manifest) -> None:
@@ -71,8 +65,7 @@ def test_pods_and_service_are_valid_for_kubernetes(version: str, manifest: Manif
 
 @each_job
 def test_all_flags_of_the_server_exist(manifest: Manifest) -> None:
-    ours = {flag_of(name) for name in settings.Settings.model_fields}
-    assert flags(manifest).keys() <= ours | OF_VLLM
+    assert flags(manifest).keys() <= OUR_FLAGS | OF_VLLM
     assert manifest[0]["spec"]["entrypoint"].startswith("darts-server serve Qwen/")
 
 

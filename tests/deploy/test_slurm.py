@@ -116,9 +116,3 @@ def test_given_keys_are_kept_and_the_job_exits_with_the_code_of_its_trainer(clus
     assert ended.returncode == 5
     assert len(cluster.notes("stopped-")) == 2
     assert cluster.notes("trained")[""].strip() == "sesame simsalabim"
-
-
-def test_a_missing_variable_is_named(cluster: Cluster) -> None:
-    ended = cluster.run()
-    assert ended.returncode != 0
-    assert "TRAIN" in ended.stderr

@@ -8,16 +8,7 @@ import torch
 
 from darts_server.demo.server import MODEL
 from examples.tiny_rl.batches import Sample, collate
-from examples.tiny_rl.grpo import (
-    MAX_RATIO,
-    Learner,
-    StaleWeights,
-    Trained,
-    advantages,
-    importance,
-    log_probs,
-    policy_loss,
-)
+from examples.tiny_rl.grpo import MAX_RATIO, Learner, StaleWeights, Trained, importance, log_probs, policy_loss
 from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 
 
@@ -43,10 +34,6 @@ def trained(learner: Learner, one: Sample, advantage: float, off_by: float = 0.0
 def total(learner: Learner, one: Sample) -> float:
     with torch.no_grad():
         return float(log_probs(learner.model, *collate([one])).sum())
-
-
-def test_advantages_have_mean_0_and_std_1_within_the_group() -> None:
-    assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
 
 
 def test_log_probs_cover_the_response_alone_and_do_not_depend_on_padding(learner: Learner) -> None:
@@ -82,8 +69,6 @@ def test_stale_tokens_count_by_how_likely_they_are_now_up_to_a_bound() -> None:
 def test_stale_tokens_are_trained_on_with_their_ratio_and_are_no_sign_of_other_weights(learner: Learner) -> None:
     one = sample("7a-5b*4>", "#3")
     halved = trained(learner, one, 1.0, off_by=math.log(2))
-    with pytest.raises(StaleWeights):
-        learner.update([halved])
     stale = Learner(MODEL).update([replace(halved, stale=len(halved.logprobs))])
     fresh = Learner(MODEL).update([trained(learner, one, 1.0)])
     assert stale.gap == 0.0
@@ -112,11 +97,3 @@ def test_samples_of_other_weights_are_rejected_and_change_nothing(learner: Learn
         learner.update([trained(learner, fine, 1.0), trained(learner, stale, -1.0, off_by=1e-3)])
     assert learner.weights() == before
     assert learner.update([trained(learner, fine, 1.0)]).gap < 2e-5, "and the next step has its own gradient"
-
-
-def test_weights_have_all_tensors_and_names_of_the_saved_model(learner: Learner) -> None:
-    from safetensors.torch import load, load_file
-
-    pushed, committed = load(learner.weights()), load_file(MODEL / "model.safetensors")
-    assert pushed.keys() == committed.keys()
-    assert all(torch.equal(pushed[name], committed[name]) for name in committed)

@@ -1,5 +1,3 @@
-"""The parts of TRL's example that need neither a server nor a trainer."""
-
 import pytest
 
 from examples.tiny_rl.tokenizer import EOS_ID
@@ -24,7 +22,6 @@ def test_the_reward_is_the_verifiers_and_0_for_a_truncated_completion() -> None:
     [
         (["--steps", "0"], "--steps must be at least 1"),
         (["--prompts-ahead", "-1"], "--prompts-ahead must be at least 0"),
-        (["--max-staleness", "2"], "--max-staleness"),
         (["--unbiased", "--max-staleness", "1"], "--unbiased does not go with"),
         (["--unbiased", "--prompts-ahead", "1"], "--unbiased does not go with"),
     ],

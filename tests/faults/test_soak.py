@@ -1,5 +1,3 @@
-"""A short soak, and what its checks find."""
-
 import logging
 
 import pytest

@@ -1,20 +1,20 @@
 """Our routes on an app of their own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
 from darts_server.control import Control
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.routes import router
-from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import STATE_KEY, SecurityMiddleware
+from darts_server.http.security.access import Access
+from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.records import TrajectoryRecord
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
@@ -40,13 +40,8 @@ def our_routes(
 
 
 @contextmanager
-def client(
-    *keys: str,
-    host: str | None = HERE,
-    updates: Updates | None = None,
-    admin_keys: Sequence[str] = (),
-) -> Iterator[TestClient]:
-    """A caller at the address ``host``. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
+def client(updates: Updates | None = None) -> Iterator[TestClient]:
+    """A caller of this machine. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
 
     These are of ``p`` and have returned candidates 0 (tokens 0 to 9) and 1 (0 to 19) of a prompt that is their number.
 
@@ -65,17 +60,8 @@ def client(
         prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
         app = FastAPI()
         errors.install(app)
-        more = {"updates": updates or Mock(spec=Updates), "needs_key": bool(keys)}
-        app.include_router(our_routes(store, statistics, provenance, reward_matcher, **more))
-        access, limits = Access(Keys(keys), Keys(admin_keys)), BodyLimits(LARGEST)
-        app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock())
-
-        @app.get("/shaped")
-        async def shaped(request: Request) -> None:
-            setattr(request.state, STATE_KEY, "cmpl-a")
-
-        @app.get("/unshaped")
-        async def unshaped() -> None:
-            pass
-
-        yield TestClient(app, URL, client=None if host is None else (host, 1))  # type: ignore[arg-type]  # None: without an address
+        updates = updates or Mock(spec=Updates)
+        app.include_router(our_routes(store, statistics, provenance, reward_matcher, updates=updates))
+        limits = BodyLimits(LARGEST)
+        app.add_middleware(SecurityMiddleware, access=Access(), limits=limits, on_refusal=Mock())
+        yield TestClient(app, URL, client=(HERE, 1))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import anyio
 import msgspec
@@ -44,36 +44,24 @@ def small_limits() -> Iterator[None]:
         yield
 
 
-class Sender:
-    """Sends chunks, then ends, hangs or disconnects; counts the chunks that were received."""
-
-    def __init__(self, *chunks: bytes, then: str = "end", announced: str | None = None) -> None:
-        self.chunks = list(chunks)
-        self.then = then
-        self.received = 0
-        headers = [] if announced is None else [(b"content-length", announced.encode())]
-        self.request = Request({"type": "http", "method": "PUT", "headers": headers}, self._receive)
-
-    async def _receive(self) -> dict[str, Any]:
-        if self.chunks:
-            self.received += 1
-            return {"type": "http.request", "body": self.chunks.pop(0), "more_body": True}
-        if self.then == "hang":
-            await anyio.sleep_forever()
-        return {"type": "http.request", "body": b""} if self.then == "end" else {"type": "http.disconnect"}
-
-
 async def test_a_body_that_announces_too_much_is_not_read() -> None:
-    sender = Sender(b"abcd", announced="4")
+    receive = AsyncMock()
+    request = Request({"type": "http", "method": "PUT", "headers": [(b"content-length", b"4")]}, receive)
     with pytest.raises(TooLarge, match="at most 3 bytes"):
-        await read_body(sender.request, 3)
-    assert sender.received == 0
+        await read_body(request, 3)
+    receive.assert_not_called()
 
 
-@pytest.mark.parametrize("then", ["hang", "leave"])
-async def test_a_sender_that_hangs_or_disconnects_is_an_error(then: str) -> None:
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_a_sender_that_hangs_or_disconnects_is_an_error(hangs: bool) -> None:
+    async def receive() -> dict[str, str]:
+        if hangs:
+            await anyio.sleep_forever()
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "method": "PUT", "headers": []}, receive)
     with pytest.raises(InvalidRequest, match="is incomplete"):
-        await read_body(Sender(b"a", then=then).request, 10, stall_seconds=0.01)
+        await read_body(request, 10, stall_seconds=0.01)
 
 
 # --- validation -------------------------------------------------------------
@@ -96,13 +84,7 @@ UNKNOWN = {f"name{i}": 1 for i in range(1000)}
     ("model", "body", "field"),
     [
         (RolloutsIn, {"prompts": [{"token_ids": WRONG}] * 3, "group_size": 1}, "prompts[0].token_ids[0]"),
-        (RolloutsIn, {"prompts": [{"messages": WRONG}], "group_size": 1}, "prompts[0].messages[0]"),
         (RolloutsIn, {"prompts": [{"text": "a"}], "group_size": 1} | UNKNOWN, "name0"),
-        (
-            RewardsIn,
-            {"rewards": [{"prompt_token_ids": WRONG, "completion_token_ids": WRONG, "reward": 1}]},
-            "rewards[0].prompt_token_ids[0]",
-        ),
         (VoteIn, {"prompt": "a", "n": 1, "pattern": {"choices": [1] * 1000}}, "pattern.choices[0]"),
     ],
 )
@@ -193,13 +175,7 @@ def test_strings_arrays_and_objects_are_limited(part: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b"]}", b",1]}"),
-        (b"[", b"[1,"),
-        (b"]}", b'],"rewards":1}'),
-        (b"rewards", b"reward"),
-    ],
+    ("old", "new"), [(b"]}", b",1]}"), (b"[", b"[1,"), (b"]}", b'],"rewards":1}'), (b"rewards", b"reward")]
 )
 def test_a_list_that_is_not_read_in_slices_must_be_short(old: bytes, new: bytes) -> None:
     item = b'{"trajectory_id":"%s","reward":0}' % (b"a" * 200)
@@ -211,9 +187,7 @@ def test_a_list_that_is_not_read_in_slices_must_be_short(old: bytes, new: bytes)
         assert type(refused.value) is error
 
 
-@pytest.mark.parametrize(
-    "name", [b'"rewards"', b'"r\\u0065wards"', b'"\\u0072\\u0065\\u0077\\u0061\\u0072\\u0064\\u0073"']
-)
+@pytest.mark.parametrize("name", [b'"r\\u0065wards"', b'"\\u0072\\u0065\\u0077\\u0061\\u0072\\u0064\\u0073"'])
 def test_a_name_with_escapes_is_read_in_slices(name: bytes) -> None:
     text = b"{" + name + b":[" + b",".join([b'{"trajectory_id":"a","reward":0}'] * 3_000) + b"]}"
     assert len(parsed(RewardsIn, text, "rewards").rewards) == 3_000
@@ -374,8 +348,6 @@ def test_digits_of_a_number_are_limited() -> None:
             parsed(RolloutsIn, metadata(b"1," * 99 + number), "prompts")
     in_strings = json.dumps({"a": "7" * 10**6, "b": '"' + "7" * 600 + "\\"}).encode()
     assert parsed(RolloutsIn, metadata(in_strings), "prompts").prompts
-    with pytest.raises(InvalidRequest, match="more than 500 digits"):
-        parsed(RolloutsIn, metadata(in_strings + b"," + b"7" * 501), "prompts")
 
 
 @given(

@@ -18,7 +18,6 @@ from darts_server.http.body import BodyLimits
 from darts_server.http.dialects import CompletionTokenIds, Controls
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.http.security.route_table import access_of
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.gate import Gate
 from darts_server.settings.fields import Dialect
@@ -93,36 +92,11 @@ def test_every_route_of_a_dialect_has_its_access(trainer: Trainer, tmp_path: Pat
         assert isinstance(caller.app, FastAPI)
         routes = [route for route in caller.app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
     assert len(routes) == 14
-    assert not [route.path for route in routes if access_of("POST", route.path) is None]
     with trainer.calling(tmp_path, *NAMES, host="10.0.0.1") as stranger:
         for route in routes:
             expected = 422 if route.path == "/finish_session" else 403
             assert stranger.post(route.path, json={}).status_code == expected
     assert (trainer.paused, trainer.model.calls) == ([], [])
-
-
-def test_prime_rl_brings_weights_from_a_folder(trainer: Trainer, tmp_path: Path) -> None:
-    folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
-    (folder / "NCCL_READY").touch()
-    with trainer.calling(tmp_path, "prime-rl") as caller:
-        trainer.updates.coordinator.paused_by_trainer = True  # by /pause?mode=keep
-        answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
-        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
-        assert trainer.model.values == dict.fromkeys(SHAPES, 5)
-        assert trainer.updates.coordinator.version == 1
-        assert trainer.model.calls.count("resume") == 0
-
-
-@pytest.mark.parametrize("loads", ["/load_lora_adapter", "/skyrl/v1/load_lora_adapter"])
-def test_an_adapter_is_loaded_again_under_its_name(trainer: Trainer, tmp_path: Path, loads: str) -> None:
-    with trainer.calling(tmp_path, "prime-rl", "skyrl") as caller:
-        for value in (5, 6):
-            save_to(tmp_path / f"step-{value}", value)
-            body = {"lora_name": "policy", "lora_path": str(tmp_path / f"step-{value}")}
-            assert caller.post(loads, json=body).status_code == 200
-            assert trainer.model.loras is not None
-            assert trainer.model.loras.served == {"policy": value}
-        assert trainer.updates.coordinator.version == 2
 
 
 def test_areal_pauses_updates_and_continues(trainer: Trainer, tmp_path: Path) -> None:
@@ -178,7 +152,6 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
     [
         ("/update_weights", {}, 400, "weight_dir"),
         ("/update_weights", {"weight_dir": "/etc"}, 400, "weight_dir"),
-        ("/update_weights", {"weight_dir": "x", "rule": "keep"}, 400, "rule"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
         ("/load_lora_adapter", {"lora_name": "a:raw", "lora_path": "x"}, 400, "lora_name"),
         ("/skyrl/v1/load_lora_adapter", {"lora_name": "model", "lora_path": "x"}, 400, "lora_name"),
@@ -191,10 +164,8 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
             "kwargs.is_checkpoint_format",
         ),
         ("/collective_rpc", {"method": "update_weights_nccl"}, 400, "kwargs.update_info"),
-        ("/collective_rpc", {"kwargs": {}}, 400, "method"),
         ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": {}}}, 403, None),
         ("/areal_update_weights_xccl", {}, 501, None),
-        ("/areal_init_weights_update_group", {}, 501, None),
     ],
 )
 def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
@@ -207,14 +178,19 @@ def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
         assert "pause" not in trainer.model.calls
 
 
-def test_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, vllm_has_route=True)
-    write(tmp_path / "step" / "model.safetensors", 5)
+def test_prime_rl_brings_weights_from_a_folder_and_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
+    trainer, body = Trainer(tmp_path, vllm_has_route=True), {"update_info": {"names": ["a"]}}
+    folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
+    (folder / "NCCL_READY").touch()
     with trainer.calling(tmp_path, "prime-rl") as caller:
-        body = {"update_info": {"names": ["a"]}}
+        trainer.updates.coordinator.paused_by_trainer = True  # by /pause?mode=keep
         assert caller.post("/update_weights", json=body).json() == {"message": "Weights updated"}
-        assert caller.post("/update_weights", json={"weight_dir": "step"}).json() == {"status": "ok"}
+        answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     assert trainer.updated == [body]
+    assert trainer.model.values == dict.fromkeys(SHAPES, 5)
+    assert trainer.updates.coordinator.version == 1
+    assert trainer.model.calls.count("resume") == 0
 
 
 SKYRL = (
@@ -294,10 +270,8 @@ def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() 
         {"nvext": {"extra_fields": ["engine_data"]}},
         {"nvext": {"extra_fields": ["completion_token_ids"], "token_data": [1]}},
         {"nvext": "completion_token_ids"},
-        {"nvext": {}},
         {"prompt": "text"},
         {"prompt": [[1, 2], [3]]},
-        {"prompt": None},
         {"n": 8},
         {"stream": True},
     ],

@@ -6,16 +6,12 @@ from darts_server.exceptions import (
     DartsError,
     EngineBusy,
     EngineDead,
-    Forbidden,
     GroupAborted,
     GroupFailed,
     InvalidRequest,
-    NotFound,
     StateDamaged,
     StateError,
     StateFull,
-    TooLarge,
-    Unauthorized,
 )
 from darts_server.http.errors import fields_of, headers_of, install, status_of
 
@@ -23,15 +19,10 @@ from darts_server.http.errors import fields_of, headers_of, install, status_of
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (InvalidRequest("n", "too many"), 400),
         (GroupFailed("no"), 500),
         (GroupAborted("stopped"), 503),
         (EngineDead("gone"), 503),
         (EngineBusy("full", 5), 503),
-        (NotFound("id", "gone"), 404),
-        (TooLarge("body", "too much"), 413),
-        (Unauthorized("key?"), 401),
-        (Forbidden("no"), 403),
         (StateError("held"), 503),
         (StateDamaged("bits"), 503),
         (StateFull("full"), 507),

@@ -26,9 +26,8 @@ def test_another_size_is_refused_with_the_range(value: object) -> None:
 
 @pytest.mark.parametrize("option", NAMES)
 def test_a_name_is_taken_as_it_is_and_what_is_none_is_refused(option: str) -> None:
-    for value in ("a", "gsm8k/train 7", "ä😀", "x" * NAME_CHARS):
-        assert checked_option(option, value, "here") == value
-    for wrong in ("", "  ", "a\nb", "a\0", "\ud800", "x" * (NAME_CHARS + 1), 3, None, ["a"]):
+    assert checked_option(option, "gsm8k/train 7 ä😀", "here") == "gsm8k/train 7 ä😀"
+    for wrong in ("", "\ud800", "x" * (NAME_CHARS + 1), 3, None, ["a"]):
         with pytest.raises(InvalidRequest, match=r"here: must be .*1 to 256 printable characters, got") as caught:
             checked_option(option, wrong, "here")
         str(caught.value).encode()
@@ -41,10 +40,8 @@ def test_a_name_is_taken_as_it_is_and_what_is_none_is_refused(option: str) -> No
     ("header", "xargs", "both"),
     [
         (RequestOptions(), {}, RequestOptions()),
-        (RequestOptions(), {"darts_policy": "off"}, RequestOptions("off")),
         (RequestOptions("off"), {"darts_policy": "off"}, RequestOptions("off")),
         (RequestOptions("darts"), {"darts_prompt_key": "p"}, RequestOptions("darts", "p")),
-        (RequestOptions(group_id="a"), {"darts_group_size": 8}, RequestOptions(group_id="a", group_size=8)),
         (RequestOptions(group_size=8), {"darts_group_size": 8.0}, RequestOptions(group_size=8)),
         (
             RequestOptions(),
@@ -63,17 +60,9 @@ def test_header_and_body_are_alike_and_add_up(
     ("header", "xargs", "words"),
     [
         (RequestOptions("off"), {"darts_policy": "uniform"}, "darts_policy: 'uniform' contradicts 'off' of the header"),
-        (RequestOptions(None, "p"), {"darts_prompt_key": "q"}, "contradicts 'p' of the header X-Darts-Prompt-Key"),
-        (RequestOptions(group_id="a"), {"darts_group_id": "b"}, "contradicts 'a' of the header X-Darts-Group"),
         (RequestOptions(group_size=8), {"darts_group_size": 4}, "darts_group_size: 4 contradicts 8 of the header"),
         (RequestOptions(), {"darts_policy": 3}, "vllm_xargs.darts_policy: must be the name"),
-        (RequestOptions(), {"darts_group_size": 0}, "from 1 to 16384, got 0"),
         (RequestOptions(), {"darts_on_stop": "wait"}, "darts_on_stop: must be one of answer, fail, got 'wait'"),
-        (
-            RequestOptions(on_stop="fail"),
-            {"darts_on_stop": "answer"},
-            "contradicts 'fail' of the header X-Darts-On-Stop",
-        ),
         (
             RequestOptions(),
             {"darts_polcy": "off"},
@@ -98,7 +87,6 @@ POLICY, KEY = "X-Darts-Policy", "X-Darts-Prompt-Key"
         ([("Content-Type", b"application/json")], RequestOptions()),
         ([(POLICY, b" off "), ("Authorization", b"x")], RequestOptions("off")),
         ([("x-darts-policy", b"off")], RequestOptions("off")),
-        ([("X-DARTS-POLICY", b"off")], RequestOptions("off")),
         ([(POLICY, b"off")] * 2, RequestOptions("off")),
         ([(KEY, b" gsm8k/train 7 ")], RequestOptions(prompt_key="gsm8k/train 7")),
         ([(KEY, b"a=b;c")], RequestOptions(prompt_key="a=b;c")),

@@ -14,7 +14,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from fastapi import Response
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from darts_server.engine.scripted import Script
 from darts_server.http import page
@@ -43,9 +43,9 @@ class Visit:
         self.page: Page = context.new_page()
         self.complaints: list[str] = []
         self.requested: list[str] = []
-        self.page.on("console", self._heard)
+        self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", self._requested)
+        self.page.on("request", lambda request: self.requested.append(request.url))
         self.page.goto(url)
 
     def says(self, element: str, text: str) -> None:
@@ -69,12 +69,9 @@ class Visit:
         read = "name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
         return str(self.page.evaluate(read, name))
 
-    def _heard(self, message: ConsoleMessage) -> None:
+    def _hear(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
-
-    def _requested(self, request: Request) -> None:
-        self.requested.append(request.url)
 
 
 COUNT_COLOURS = """id => {

@@ -32,10 +32,6 @@ def test_the_preferred_form_is_chosen(accept: str, chosen: str | None) -> None:
     assert choose_media_type(Headers({"accept": accept}), (JSON, TENSORS)) == chosen
 
 
-def test_without_the_header_it_is_the_first() -> None:
-    assert choose_media_type(Headers({}), (JSON, TENSORS)) == JSON
-
-
 def test_several_headers_are_one_list() -> None:
     raw = [(b"accept", b"text/html"), (b"accept", TENSORS.encode())]
     assert choose_media_type(Headers(raw=raw), (JSON, TENSORS)) == TENSORS

@@ -8,7 +8,6 @@ from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.testclient import TestClient
 
 from darts_server.http.routes import serve_metrics_in_the_loop
-from darts_server.http.security.middleware import GROUP_ID
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
@@ -53,11 +52,6 @@ def test_what_is_not_there_is_not_found_in_openais_form(opened: TestClient, path
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "NotFoundError"
     assert answer.json()["error"]["param"] in ("group_id", "prompt_key")
-
-
-def test_responses_of_shaped_requests_name_their_groups_and_others_do_not(opened: TestClient) -> None:
-    assert opened.get("/shaped").headers[GROUP_ID] == "cmpl-a"
-    assert GROUP_ID not in opened.get("/unshaped").headers
 
 
 def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:

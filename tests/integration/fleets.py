@@ -1,12 +1,9 @@
 """Servers with several engines, and the processes of these."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -72,10 +69,6 @@ def _command(process: psutil.Process) -> Sequence[str]:
     return ()
 
 
-def send(process: psutil.Process, number: signal.Signals) -> None:
-    os.kill(process.pid, number)
-
-
 def wait_up(server: Server, count: int) -> float:
     """Wait until so many engines take requests; return the seconds that it took."""
     began = time.monotonic()
@@ -84,7 +77,3 @@ def wait_up(server: Server, count: int) -> float:
             return time.monotonic() - began
         time.sleep(0.02)
     raise AssertionError(f"{server.metric('darts_engines_up')} of {count} engines are up:\n{server.log_tail()}")
-
-
-def lost(server: Server) -> Any:
-    return server.metric("darts_engines_lost")

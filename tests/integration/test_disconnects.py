@@ -11,17 +11,20 @@ from tests.integration.waiting import wait_idle, wait_started
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 # Without the end-of-sequence token no candidate finishes before this limit.
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, "max_tokens": 300, "ignore_eos": True}
+TOKENS = 300
+SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 8, **SAMPLING}
+BATCH: dict[str, Any] = {"prompts": [{"text": "7a-5b*4>"}] * 16, "group_size": 8, "sampling": SAMPLING}
+COMPLETIONS, ROLLOUTS = "/v1/completions", "/darts/v1/rollouts"
 
 
-async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, float]:
-    """Request groups and disconnect once all candidates have started; count the cancelled and completed groups."""
+async def disconnect(server: Server, path: str, body: dict[str, Any], count: int, groups: int) -> tuple[float, float]:
+    """Send requests and disconnect once all candidates have started; count the cancelled and completed groups."""
     outcomes = ("cancelled", "completed")
     before = [server.metric("darts_groups_total", outcome=outcome) for outcome in outcomes]
     started = server.metric("darts_candidates_started_total")
     async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as client:
-        url = f"{server.url}/v1/completions"
-        requests = [asyncio.create_task(client.post(url, json=LONG | {"stream": stream})) for _ in range(groups)]
+        requests = [asyncio.create_task(client.post(server.url + path, json=body)) for _ in range(count)]
         await asyncio.to_thread(wait_started, server, started + groups * 12)
         for request in requests:
             request.cancel()
@@ -35,17 +38,27 @@ async def disconnect(server: Server, groups: int, stream: bool) -> tuple[float, 
 
 
 @pytest.mark.parametrize(
-    ("groups", "stream"), [(64, False), pytest.param(64, True, marks=pytest.mark.nightly), (1, False)]
+    ("path", "body", "count"),
+    [
+        (COMPLETIONS, COMPLETION, 32),
+        pytest.param(COMPLETIONS, COMPLETION | {"stream": True}, 32, marks=pytest.mark.nightly),
+        (ROLLOUTS, BATCH, 1),
+        pytest.param(ROLLOUTS, BATCH | {"stream": "groups"}, 1, marks=pytest.mark.nightly),
+    ],
+    ids=["requests", "streams", "batch", "streamed batch"],
 )
-async def test_groups_of_a_client_that_disconnects_are_cancelled(server: Server, groups: int, stream: bool) -> None:
+async def test_groups_of_a_client_that_disconnects_are_cancelled(
+    server: Server, path: str, body: dict[str, Any], count: int
+) -> None:
+    groups = count * len(body["prompts"]) if path == ROLLOUTS else count
     for _ in range(5):  # on a busy machine some groups complete before the client disconnects
         generated = server.metric("darts_tokens_total", kind="generated")
-        cancelled, completed = await disconnect(server, groups, stream)
+        cancelled, completed = await disconnect(server, path, body, count, groups)
         assert cancelled + completed == groups
         if not completed:
             break
     assert completed == 0
     generated = server.metric("darts_tokens_total", kind="generated") - generated
-    assert generated < groups * 12 * LONG["max_tokens"], "candidates were stopped before they finished"
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG | {"ignore_eos": False}, timeout=240)
+    assert generated < groups * 12 * TOKENS, "candidates were stopped before they finished"
+    answer = httpx.post(server.url + COMPLETIONS, json=COMPLETION | {"ignore_eos": False}, timeout=240)
     assert len(answer.json()["choices"]) == 8

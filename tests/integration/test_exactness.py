@@ -41,7 +41,6 @@ POLICIES = {
     "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
     "cut": Shaping(redundancy=1.5, deadline=UNBOUNDED),
     "cap": Shaping(redundancy=1.0, deadline=Deadline(exploration=0.0, bound=1.25), completion_share=2 / 3),
-    "explored": Shaping(redundancy=1.5, deadline=Deadline(exploration=1.0)),
 }
 FIXED = ("sampled", "longest", "shortest")
 
@@ -119,8 +118,7 @@ async def test_groups_equal_the_brute_force_selection(engine: TinyEngine, nightl
             engine.generate(text, f"raw-{number}", "off", n=CANDIDATES, seed=number),
         )
         outcomes = [(len(c.token_ids), c.finish_reason == "stop") for c in raw.outputs]
-        draws = np.random.default_rng(PromptRequest(engine.prompt(text), final_only(seed=number), name).tail_seed)
-        wanted = expected(policy, outcomes, SIZE, [float(draws.random()) for _ in outcomes])
+        wanted = expected(policy, outcomes, SIZE, tail_draws(engine, text, number, CANDIDATES))
         record = engine.records[name]
         assert {c.index for c in record.selected} == wanted, (policy, outcomes)
         assert token_ids(shaped) == [token_ids(raw)[index] for index in sorted(wanted)]
@@ -150,19 +148,17 @@ def flat(logprobs: Any) -> tuple[list[Any], list[float]]:
     return [(token, one.decoded_token) for token, one in entries], [one.logprob for _, one in entries]
 
 
-@pytest.mark.parametrize("multi_byte", [False, True], ids=["one byte", "multi-byte"])
 async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
-    engine: TinyEngine, multi_byte: bool, monkeypatch: pytest.MonkeyPatch
+    engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text and log-probs of candidates are made from what was collected. tests/vllm/test_outputs.py has all cases."""
-    if multi_byte:
-        monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
+    monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
 
     async def one(number: int) -> None:
         params: dict[str, Any] = {"seed": number, "logprobs": [None, 0, 3][number % 3], "max_tokens": 60}
         if number % 2:
             params |= {"stop": ["1", "日"], "include_stop_str_in_output": number % 4 == 1}
-        name = f"fields-{multi_byte}-{number}"
+        name = f"fields-{number}"
         shaped, raw = await asyncio.gather(
             engine.generate(PROMPTS[number % 5], name, "shortest", n=SIZE, **params),
             engine.generate(PROMPTS[number % 5], f"raw-{name}", "off", n=CANDIDATES, **params),
@@ -180,77 +176,47 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     await asyncio.gather(*map(one, range(12)))
 
 
-async def test_token_counts_rise_while_a_candidate_runs_and_are_none_once_it_has_finished(engine: TinyEngine) -> None:
-    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=280, ignore_eos=True), "peeked")
-    running = await VllmEngine(engine.llm).start(request, 0)
-    ending = asyncio.create_task(running.result())
-    seen = []
-    while not ending.done():
-        if (tokens := running.tokens()) is not None:
-            seen.append(tokens)
+async def test_token_counts_rise_until_a_candidate_is_stopped_which_returns_its_tokens(engine: TinyEngine) -> None:
+    """Also if it is stopped twice."""
+    adapter = VllmEngine(engine.llm)
+    params = final_only(max_tokens=290, ignore_eos=True, logprobs=0)
+    request = PromptRequest(engine.prompt(PROMPTS[0]), params, "stopped")
+    running, other = await adapter.start(request, 0), await adapter.start(request, 1)
+    seen = [0]
+    while seen[-1] < 20:
+        seen.append(running.tokens() or 0)
         await asyncio.sleep(0.002)
     assert seen == sorted(seen)
-    assert max(seen) > 20
-    assert (await ending).tokens == 280
-    assert running.tokens() is None
-
-
-async def test_a_stopped_candidate_returns_its_tokens_and_frees_the_engine(engine: TinyEngine) -> None:
-    request = PromptRequest(
-        engine.prompt(PROMPTS[0]), final_only(max_tokens=290, ignore_eos=True, logprobs=0), "stopped"
-    )
-    running = await VllmEngine(engine.llm).start(request, 0)
-    while (running.tokens() or 0) < 20:
-        await asyncio.sleep(0.002)
-    seen = running.tokens()
-    running.stop()
+    for each in (running, running, other):
+        each.stop()
     result = await running.result()
     assert result.finish_reason is None
-    assert result.tokens >= (seen or 0)
+    assert result.tokens >= seen[-1]
+    assert running.tokens() is None
     completion = result.output.outputs[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids) == result.tokens
+    assert (await other.result()).finish_reason is None
     assert len(engine.llm.output_processor.request_states) == 0
+    assert not engine.llm.output_processor.external_req_ids.keys() & {"0_stopped", "1_stopped"}
 
 
-async def test_a_cut_trajectory_equals_one_generated_with_that_max_tokens(engine: TinyEngine) -> None:
-    adapter = VllmEngine(engine.llm)
-    for seed in range(5):
-        whole_request = PromptRequest(engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1), "whole")
-        limited_request = PromptRequest(
-            engine.prompt(PROMPTS[4]), final_only(seed=seed, logprobs=1, max_tokens=11), "lim"
-        )
-        whole, limited = [await (await adapter.start(r, 0)).result() for r in (whole_request, limited_request)]
-        if whole.tokens <= 11:
-            continue
-        cut = adapter.truncate(whole_request, whole.output, 11).outputs[0]
-        wanted = limited.output.outputs[0]
-        assert cut.token_ids == list(wanted.token_ids)
-        assert cut.text == wanted.text
-        assert cut.finish_reason == wanted.finish_reason == "length"
-        assert cut.stop_reason is None
-        assert cut.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-4)
-        assert [set(p) for p in cut.logprobs or []] == [set(p) for p in wanted.logprobs or []]
-
-
-async def test_a_streamed_group_has_each_choice_once_and_finishes(engine: TinyEngine) -> None:
-    params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
-    params.output_kind = RequestOutputKind.DELTA
-    outputs = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "streamed")]
-    assert [o.finished for o in outputs] == [False] * (SIZE - 1) + [True]
-    assert sorted(o.outputs[0].index for o in outputs) == list(range(SIZE))
-    whole = await engine.generate(PROMPTS[2], "unstreamed", "sampled", n=SIZE, seed=3)
-    assert sorted(token_ids(whole)) == sorted(list(o.outputs[0].token_ids) for o in outputs)
-    assert engine.records["streamed"].outcome is Outcome.COMPLETED
-
-
-async def test_a_group_with_cumulative_output_comes_in_one_output(engine: TinyEngine) -> None:
-    params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
-    params.output_kind = RequestOutputKind.CUMULATIVE
-    (output,) = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, "cumulative")]
+async def test_a_streamed_group_has_each_choice_once_and_one_with_cumulative_output_is_whole(
+    engine: TinyEngine,
+) -> None:
     whole = await engine.generate(PROMPTS[2], "whole", "sampled", n=SIZE, seed=3)
-    assert output.finished
-    assert token_ids(output) == token_ids(whole)
+    outputs = dict[RequestOutputKind, list[RequestOutput]]()
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        params = final_only(n=SIZE, seed=3, extra_args={"darts_policy": "sampled"})
+        params.output_kind = kind
+        outputs[kind] = [o async for o in engine.llm.generate(engine.prompt(PROMPTS[2]), params, kind.name)]
+    streamed, (cumulative,) = outputs.values()
+    assert [o.finished for o in streamed] == [False] * (SIZE - 1) + [True]
+    assert sorted(o.outputs[0].index for o in streamed) == list(range(SIZE))
+    assert sorted(list(o.outputs[0].token_ids) for o in streamed) == sorted(token_ids(whole))
+    assert engine.records["DELTA"].outcome is Outcome.COMPLETED
+    assert cumulative.finished
+    assert token_ids(cumulative) == token_ids(whole)
 
 
 async def test_aborting_a_request_by_its_id_cancels_the_whole_group(engine: TinyEngine) -> None:
@@ -301,8 +267,14 @@ async def run_cohort(
     return [(engine.records[n], one, raw) for n, one, (_, raw) in zip(names, shaped, unshaped, strict=True)]
 
 
-def lengths_of(raw: RequestOutput) -> list[int]:
-    return [len(c.token_ids) for c in raw.outputs]
+def check_cut(record: GroupRecord, shaped: RequestOutput, raw: RequestOutput) -> list[CandidateRecord]:
+    """Check that trajectories are the first tokens of what unshaped candidates generate; return those that were cut."""
+    for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
+        whole = list(raw.outputs[candidate.index].token_ids)
+        assert list(completion.token_ids) == whole[: candidate.tokens]
+        assert candidate.cut == (candidate.tokens < len(whole))
+        assert not candidate.cut or completion.finish_reason == "length"
+    return [candidate for candidate in record.selected if candidate.cut]
 
 
 async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waiting_for_the_rest(
@@ -318,12 +290,9 @@ async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waitin
         assert record.deadline in (max(cohort.deadline, own), None), "None: it was complete before the batch had one"
         wanted = expected("sampled", outcomes, SIZE, tail_draws(engine, raw.prompt or "", seed, CANDIDATES))
         assert {c.index for c in record.selected} == wanted
-        for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
-            whole = list(raw.outputs[candidate.index].token_ids)
-            assert list(completion.token_ids) == whole[: candidate.tokens]
-            assert candidate.cut == (candidate.tokens < len(whole))
-            assert not candidate.cut or (candidate.tokens, completion.finish_reason) == (record.deadline, "length")
-        cut += sum(c.cut for c in record.selected)
+        for candidate in check_cut(record, shaped, raw):
+            assert candidate.tokens == record.deadline
+            cut += 1
         stopped = [c for c in record.candidates if c.finish_reason is None]
         assert all(was_hopeless(record, c, SIZE - 1) for c in stopped), record
     assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
@@ -343,24 +312,11 @@ async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(
         valid = sorted(len(c.token_ids) for c in raw.outputs[:SIZE] if c.finish_reason == "stop")
         own = valid[place - 1] if len(valid) >= place else bound
         assert record.bound in (bound, None), "None: it was complete before the batch had one"
-        for candidate, completion in zip(record.selected, shaped.outputs, strict=True):
-            whole = list(raw.outputs[candidate.index].token_ids)
-            assert list(completion.token_ids) == whole[: candidate.tokens]
-            assert candidate.cut == (candidate.tokens < len(whole))
-            assert not candidate.cut or candidate.tokens == min(bound, max(cohort.deadline, own))
-            bounded += candidate.cut and candidate.tokens == bound
-        cut += sum(c.cut for c in record.selected)
+        for candidate in check_cut(record, shaped, raw):
+            assert candidate.tokens == min(bound, max(cohort.deadline, own))
+            bounded += candidate.tokens == bound
+            cut += 1
     assert cut > bounded
-
-
-@pytest.mark.nightly
-async def test_explored_cohorts_run_past_the_deadline_and_record_it(
-    engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
-) -> None:
-    results = await run_cohort(engine, "explored", unshaped)
-    assert all(record.explored for record, _, _ in results)
-    assert not any(c.cut for record, _, _ in results for c in record.candidates)
-    assert any(c.tokens > record.deadline for record, _, _ in results if record.deadline for c in record.selected)
 
 
 @pytest.mark.parametrize(
@@ -439,27 +395,6 @@ async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
     assert not engine.llm.output_processor.request_states
 
 
-async def test_a_candidate_that_was_stopped_while_it_ran_goes_on_where_it_was(engine: TinyEngine) -> None:
-    adapter = VllmEngine(engine.llm)
-    sampling = final_only(temperature=0.0, max_tokens=280, ignore_eos=True, logprobs=0)
-    request = PromptRequest(engine.prompt(PROMPTS[1]), sampling, "interrupted")
-    whole = await (await adapter.start(PromptRequest(request.prompt, sampling, "whole"), 0)).result()
-    running = await adapter.start(request, 0)
-    for tokens in (30, 90, 200):
-        while (running.tokens() or 0) < tokens:
-            await asyncio.sleep(0.001)
-        running.stop()
-        stopped = await running.result()
-        assert stopped.finish_reason is None
-        assert stopped.tokens >= tokens
-        running = await adapter.resume(request, 0, adapter.tokens_from(stopped.output, 0))
-    result = await running.result()
-    assert list(result.output.outputs[0].token_ids) == list(whole.output.outputs[0].token_ids)
-    assert adapter.tokens_from(result.output, 0).logprobs == pytest.approx(
-        adapter.tokens_from(whole.output, 0).logprobs, abs=1e-4
-    )
-
-
 async def test_the_rest_of_a_sampled_candidate_has_random_numbers_of_its_own(engine: TinyEngine) -> None:
     adapter = VllmEngine(engine.llm)
     sampling = final_only(max_tokens=100, ignore_eos=True, seed=5, temperature=2.0)
@@ -504,13 +439,3 @@ async def test_an_abort_that_fails_ends_the_candidates_of_its_message_alone(
                 await running.result()
     assert (await other.result()).tokens == 200
     assert "failed to abort 2 requests" in caplog.text
-
-
-async def test_a_candidate_that_is_stopped_twice_is_aborted_once(engine: TinyEngine) -> None:
-    adapter = VllmEngine(engine.llm)
-    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(max_tokens=200, ignore_eos=True), "twice")
-    one, other = await adapter.start(request, 0), await adapter.start(request, 1)
-    for running in (one, one, other):
-        running.stop()
-    assert [(await running.result()).finish_reason for running in (one, other)] == [None, None]
-    assert not engine.llm.output_processor.external_req_ids.keys() & {"0_twice", "1_twice"}

@@ -1,4 +1,4 @@
-"""Two engines under Ray behind one server: groups, new weights and metrics; and what is left when it ends."""
+"""Two engines under Ray behind one server: groups and metrics, and what is left when it ends."""
 
 import signal
 import time
@@ -9,7 +9,6 @@ import pytest
 
 from darts_server.demo.server import DARTS
 from tests.integration.fleets import Marked, fleet
-from tests.integration.weights import ORIGINAL, check_served, max_difference, perturbed, put
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SIZE = 4
@@ -25,8 +24,6 @@ def test_two_engines_serve_as_one_and_end_with_their_server(tmp_path: Path) -> N
         assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [SIZE] * len(prompts)
         assert server.metric("darts_engines_up") == 2
         assert all(server.metric("vllm:generation_tokens_total", engine=str(rank)) for rank in range(2))
-        check_served(server, put(server, perturbed(1)), perturbed(1))
-        assert max_difference(server, ORIGINAL) > 1e-3
         hosts = marked.hosts()
         assert len(hosts) == 2
         server.process.send_signal(signal.SIGTERM)

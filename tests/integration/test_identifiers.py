@@ -1,7 +1,6 @@
 """Ids that callers choose, from header and body to answer, log, monitor and lookup."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -15,28 +14,21 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 2, "max_toke
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "7a>"}], "n": 2, "max_tokens": 8}
 CHAT_PATH = "/v1/chat/completions"
 ROUTES = {"/v1/completions": ("cmpl", BODY), CHAT_PATH: ("chatcmpl", CHAT)}
-KEPT = ["a/b", "日本", "../../x?y#z", "50%", "a%2Fb", "<script>alert(1)</script>", "a b", "é" * 256, "' OR 1=1;--"]
+KEPT = ["../../x?y#z", "a%2Fb", "<script>alert(1)</script>", "a b", "é" * 256]
 FORGED = "X-Evil"
 """Begins no line of the log otherwise, whatever other tests do with the server."""
-REFUSED = [f"a\n{FORGED}", f"a\r\n{FORGED}: 1", "\0", "\ud800", "\u2028", "\x85", "\u202e", "x" * 257, "x" * 4_000_000]
-
-
-CLIENT = httpx.Client(timeout=240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_client() -> Iterator[None]:
-    yield
-    CLIENT.close()
+REFUSED = [f"a\r\n{FORGED}: 1", "\ud800", "\u202e", "x" * 4_000_000]
+"""Others are in tests/test_identifiers.py."""
 
 
 def send(server: Server, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     headers["Content-Type"] = "application/json"
-    return CLIENT.post(server.url + path, content=json.dumps(body), headers=headers)  # surrogates as \\uXXXX
+    content = json.dumps(body)  # surrogates as \\uXXXX
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=240)
 
 
 def live(server: Server) -> list[dict[str, Any]]:
-    answer = CLIENT.get(f"{server.url}/darts/v1/live")
+    answer = httpx.get(f"{server.url}/darts/v1/live")
     assert answer.status_code == 200
     groups: list[dict[str, Any]] = answer.json()["groups"]
     return groups
@@ -52,7 +44,7 @@ def test_a_request_keeps_its_id_and_its_groups_are_found_by_it(server: Server, p
     header = answer.headers["X-Darts-Group-Id"]
     assert header.isascii()
     for part in (header, quote(header, safe=""), quote(whole["id"], safe="")):
-        found = CLIENT.get(f"{server.url}/darts/v1/groups/{part}")
+        found = httpx.get(f"{server.url}/darts/v1/groups/{part}")
         assert found.status_code == 200, part
         [group] = found.json()["groups"]
         assert group["group_id"] in (whole["id"], f"{whole['id']}-0")
@@ -85,13 +77,11 @@ def test_ids_in_headers_are_limited_too(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_other_routes_of_vllm_refuse_it_as_well(server: Server, path: str) -> None:
+def test_no_id_begins_a_line_of_the_log(server: Server, path: str) -> None:
+    """Also if a route of vLLM's takes it."""
     body = {"model": "tiny", "max_tokens": 8, "max_output_tokens": 20, "input": "7a>", "messages": CHAT["messages"]}
     for name in ("request_id", "session_id"):
         answer = send(server, path, body | {name: f"a\n{FORGED}"})
         assert answer.status_code in (200, 400), answer.text
     live(server)
-
-
-def test_no_id_begins_a_line_of_the_log(server: Server) -> None:
     assert not [line for line in server.log.read_text().splitlines() if line.startswith(FORGED)]

@@ -5,7 +5,6 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from random import Random
 from typing import Any
 
 import httpx
@@ -86,25 +85,3 @@ async def test_connections_that_stay_open_in_the_middle_of_a_request_hold_nobody
             for number, each in enumerate(halves):
                 each.send((b"", COMPLETION[:20], COMPLETION, with_length, with_length + b'{"model": "ti')[number % 5])
             await asyncio.sleep(1)
-
-
-async def test_what_is_not_http_closes_its_connection_alone(server: Server) -> None:
-    random = Random(1)
-    async with bystanders(server):
-        for _ in range(40):
-            noise = random.randbytes(random.randint(1, 2000))
-            junk = [
-                noise,
-                COMPLETION[:31] + noise,
-                COMPLETION + b"Content-Length: -1\r\n\r\n",
-                COMPLETION + b"Content-Length: 5\r\nContent-Length: 7\r\n\r\n12345",
-                COMPLETION + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + noise,
-                b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n",
-            ]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port(server))
-            writer.write(random.choice(junk))
-            with suppress(OSError):
-                await writer.drain()
-                writer.write_eof()
-                await asyncio.wait_for(reader.read(100), 120)
-            writer.close()

@@ -13,8 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, Launch, launch, serving
+from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, launch, serving
 from darts_server.store import Store
+from tests.integration.events import read_events
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import engine_processes, wait_started
 from tests.store.reading import saved_documents
@@ -48,14 +49,11 @@ def is_503(answer: httpx.Response) -> bool:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spawned", [False, True])
-async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(
-    serve_one: Serve, tmp_path: Path, spawned: bool
-) -> None:
+async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_the_rest(tmp_path: Path) -> None:
     settings = tmp_path / "darts.toml"
     settings.write_text(f'grace_seconds = 3\ngroup_wait = 600\nstate_dir = "{tmp_path / "s"}"\n')
     flags = ("--max-num-seqs", "16", "--darts-config", str(settings))
-    with (serving if spawned else serve_one)(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
+    with serving(DARTS, tmp_path / "log", *flags, "--log-format", "json") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             assert (await client.post("/v1/completions", json=LONG)).status_code == 200
             singles = send(client, "/v1/completions", SINGLE, 3, "X-Darts-Group: id=g;size=8")
@@ -66,7 +64,7 @@ async def test_sigterm_under_load_finishes_what_fits_the_grace_time_and_fails_th
             tokens = send(client, "/darts/v1/rollouts", BATCH | {"stream": "tokens"})
             durable = send(client, "/darts/v1/rollouts", BATCH, 1, "Idempotency-Key: k")
             await asyncio.to_thread(wait_started, server, 12 + 3 + 12 * 14 + 96)
-            engines = [psutil.Process(pid) for pid in engine_processes(server)]
+            engines = engine_processes(server)
 
             server.process.send_signal(signal.SIGTERM)
             await check_refuses(client)
@@ -109,11 +107,10 @@ async def check_refuses(client: httpx.AsyncClient) -> None:
 def check_handed_back(answer: httpx.Response) -> None:
     """Check that a stream of tokens ends in order, and that each of its groups is whole or says that it is not."""
     assert answer.status_code == 200
-    events = [event.split("\n") for event in answer.text.split("\n\n") if "\nevent: " in f"\n{event}"]
-    named = [{line.partition(": ")[0]: line.partition(": ")[2] for line in event} for event in events]
-    assert named[-1]["event"] == "done"
-    assert json.loads(named[-1]["data"])["unfinished"] == []
-    groups = [json.loads(event["data"]) for event in named if event["event"] == "group"]
+    events = list(read_events(answer))
+    _, last, done = events[-1]
+    assert (last, done["unfinished"]) == ("done", [])
+    groups = [data for _, name, data in events if name == "group"]
     assert sorted(group["number"] for group in groups) == [0, 1, 2, 3]
     assert all(map(whole_or_aborted, groups))
 
@@ -137,7 +134,6 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve_one: S
     flags = ("--engine-watchdog", "8", "--max-num-seqs", "16", "--enable-scale-out")
     with serve_one(DARTS, tmp_path / "log", *flags) as server:
         engines = engine_processes(server)
-        processes = [psutil.Process(engine) for engine in engines]
         try:
             async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
                 requests = send(client, "/v1/completions", LONG, 8) + send(client, "/v1/completions", RAW, 4)
@@ -146,15 +142,15 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve_one: S
                 streams = [task for path, body in ROUTES for task in send(client, path, body | {"stream": True})]
                 await asyncio.to_thread(wait_started, server, 12 * 11)
                 for engine in engines:
-                    os.kill(engine, signal.SIGSTOP)
+                    engine.suspend()
                 answers: Answers = await asyncio.gather(*requests)
                 streamed: Answers = await asyncio.gather(*streams)
                 (message,) = await asyncio.gather(*messages)
             assert await asyncio.to_thread(server.process.wait, 180) == 1, server.log_tail()
         finally:
             for engine in engines:
-                with suppress(ProcessLookupError):
-                    os.kill(engine, signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    engine.kill()
     failed = [answer for answer in answers if answer.status_code != 200]
     assert failed, "16 at a time: not all can have been done before"
     assert all(is_503(answer) and "hung" in answer.json()["error"]["message"] for answer in failed)
@@ -167,7 +163,7 @@ async def test_a_hung_engine_fails_all_requests_and_ends_the_server(serve_one: S
     assert response.pop("sequence_number") > 0
     assert response == {"type": "error", "message": error["message"], "param": None, "code": "503"}
     assert of_anthropic == {"type": "error", "error": of_messages}
-    assert psutil.wait_procs(processes, timeout=120)[1] == []
+    assert psutil.wait_procs(engines, timeout=120)[1] == []
     logged = [line for line in server.log.read_text().splitlines() if "(darts-server" in line or "(APIServer" in line]
     assert "CRITICAL" in logged[-1]
     assert "the engine is hung" in logged[-1]
@@ -181,19 +177,15 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             requests = [send(client, "/v1/completions", LONG | {"stream": bool(i % 2)})[0] for i in range(8)]
             await asyncio.to_thread(wait_started, server, 12 * 8)
-            for child in engine_processes(server):
-                os.kill(child, signal.SIGKILL)
+            for engine in engine_processes(server):
+                engine.kill()
             began = time.monotonic()
-            answers = await asyncio.gather(*requests, return_exceptions=True)
+            answers: Answers = await asyncio.gather(*requests)
         assert time.monotonic() - began < 120
-        for number, answer in enumerate(answers):
-            assert isinstance(answer, httpx.Response), answer
-            if number % 2:
-                assert "error" in answer.text
-                assert '"code": 5' in answer.text
-            else:
-                assert answer.status_code == 503, answer.text[:2000]
-                assert "was killed (SIGKILL)" in answer.json()["error"]["message"]
+        for whole, streamed in zip(answers[::2], answers[1::2], strict=True):
+            assert is_503(whole), whole.text[:2000]
+            assert "was killed (SIGKILL)" in whole.json()["error"]["message"]
+            assert '"code": 5' in streamed.text
         with suppress(httpx.TransportError):  # the server has exited already
             assert httpx.get(f"{server.url}/health").status_code == 503
         assert server.process.wait(180) == 1, server.log_tail()
@@ -202,11 +194,10 @@ async def test_a_killed_engine_fails_all_requests_and_ends_the_server_with_an_er
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spawned", [False, True])
-def test_a_server_stops_on_sigterm_while_its_engine_starts(forks: Launch, tmp_path: Path, spawned: bool) -> None:
+def test_a_server_stops_on_sigterm_while_its_engine_starts(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [*DARTS, *FLAGS, "--port", "0", "--worker-extension-cls", "tests.integration.never_ready.Extension"]
-    process = (launch if spawned else forks)(command, log, ENVIRONMENT | os.environ)
+    process = launch(command, log, ENVIRONMENT | os.environ)
     try:
         while "the engine starts" not in log.read_text():
             assert process.poll() is None, log.read_text()[-2000:]

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server
-from tests.integration.fleets import Marked, fleet, lost, send, wait_up
+from tests.integration.fleets import Marked, fleet, wait_up
+from tests.integration.test_rollouts import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SIZE, PROMPTS, SINGLE = 4, 32, 32
@@ -32,11 +32,6 @@ def server(marked: Marked, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     log = tmp_path_factory.mktemp("losses") / "log"
     with fleet(2, DARTS, log, "--engine-watchdog", str(WATCHDOG), "--max-num-seqs", "64", env=marked.env) as running:
         yield running
-
-
-def prompts(count: int, seed: int) -> list[str]:
-    rng = Random(seed)
-    return [sample_problem(rng).prompt for _ in range(count)]
 
 
 def post(server: Server, path: str, body: object) -> Any:
@@ -77,7 +72,7 @@ def test_no_caller_notices_that_an_engine_is_gone(
 ) -> None:
     wait_up(server, 2)
     expected = {penalty: complete(server, presence_penalty=penalty)["choices"][0]["text"] for penalty in (0.0, 1.0)}
-    texts, before = prompts(PROMPTS, seed=number), lost(server)
+    texts, before = prompts(PROMPTS, seed=number), server.metric("darts_engines_lost")
     batch = {
         "prompts": [{"text": text} for text in texts],
         "group_size": SIZE,
@@ -96,11 +91,11 @@ def test_no_caller_notices_that_an_engine_is_gone(
         streamed = pool.submit(stream, server)
         time.sleep(0.7)
         process = marked.process(kind)
-        send(process, number)
+        process.send_signal(number)
         sent = time.monotonic()
         is_lost = kind != "actor" or number == signal.SIGKILL  # of an actor that is stopped nothing is needed
         if is_lost:
-            while lost(server) == before:
+            while server.metric("darts_engines_lost") == before:
                 assert time.monotonic() < sent + 60
                 time.sleep(0.02)
             print(f"{kind}, {number.name}: noticed after {time.monotonic() - sent:.2f} s")
@@ -109,7 +104,7 @@ def test_no_caller_notices_that_an_engine_is_gone(
         assert {penalty: each.result(SECONDS)["choices"][0]["text"] for penalty, each in raw.items()} == expected
         assert streamed.result(SECONDS) == expected[0.0]
     if number == signal.SIGSTOP and not is_lost:
-        send(process, signal.SIGCONT)
+        process.resume()
     for text, group in zip(texts, body["groups"], strict=True):
         assert group["error"] is None
         assert not group["mixed_versions"]

@@ -26,10 +26,8 @@ def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
 ) -> None:
     ours = choices(server, "tiny:raw", prompt=prompt, n=8, seed=seed)
     theirs = choices(plain, "tiny", prompt=prompt, n=8, seed=seed)
-    assert [c["token_ids"] for c in ours] == [c["token_ids"] for c in theirs]
-    assert [c["text"] for c in ours] == [c["text"] for c in theirs]
-    assert [c["finish_reason"] for c in ours] == [c["finish_reason"] for c in theirs]
     for mine, other in zip(ours, theirs, strict=True):
+        assert all(mine[name] == other[name] for name in ("token_ids", "text", "finish_reason"))
         assert mine["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-5)
 
 

@@ -1,6 +1,6 @@
 """The unmodified ``openai`` client gets shaped groups."""
 
-from collections import Counter
+from typing import Any
 
 import httpx
 import openai
@@ -18,40 +18,19 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_each_prompt_gets_exactly_n_choices_in_prompt_order(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="tiny", prompt=PROMPTS, n=8, max_tokens=200, logprobs=0, extra_body={"return_token_ids": True}
-    )
-    assert [c.index for c in answer.choices] == list(range(24))
-    assert {c.finish_reason for c in answer.choices} <= {"stop", "length"}
-    for number, choice in enumerate(answer.choices):
+def test_each_prompt_gets_exactly_n_whole_choices_in_prompt_order_also_streamed(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS, "n": 8, "max_tokens": 200, "logprobs": 0}
+    body["extra_body"] = {"return_token_ids": True}
+    answer = client.completions.create(**body)
+    assert [choice.index for choice in answer.choices] == list(range(24))
+    streamed = [choice for chunk in client.completions.create(**body, stream=True) for choice in chunk.choices]
+    assert sorted(choice.index for choice in streamed) == list(range(24)), "each comes once, and whole"
+    for choice in [*answer.choices, *streamed]:
         extra = choice.model_extra or {}
-        assert len(extra["prompt_token_ids"]) == len(PROMPTS[number // 8])
+        assert choice.finish_reason in ("stop", "length")
+        assert len(extra["prompt_token_ids"]) == len(PROMPTS[choice.index // 8])
         assert choice.logprobs is not None
         assert len(choice.logprobs.token_logprobs or []) == len(extra["token_ids"])
-
-
-def test_a_stream_gives_each_choice_whole_and_once(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model="tiny", prompt=PROMPTS, n=8, max_tokens=200, stream=True, extra_body={"return_token_ids": True}
-    )
-    finished: Counter[int] = Counter()
-    prompts: dict[int, int] = {}
-    for chunk in stream:
-        for choice in chunk.choices:
-            assert choice.finish_reason in ("stop", "length")
-            finished[choice.index] += 1
-            prompts[choice.index] = len((choice.model_extra or {})["prompt_token_ids"])
-    assert finished == Counter(range(24))
-    assert prompts == {index: len(PROMPTS[index // 8]) for index in range(24)}
-
-
-def test_chat_gives_exactly_n_messages_with_log_probs(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": PROMPTS[0]}], n=8, max_tokens=200, logprobs=True
-    )
-    assert [c.index for c in answer.choices] == list(range(8))
-    assert all(c.logprobs is not None and c.logprobs.content for c in answer.choices)
 
 
 def test_prompt_log_probs_come_with_a_shaped_group(server: Server) -> None:

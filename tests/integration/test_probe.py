@@ -161,26 +161,6 @@ async def test_a_probe_changes_nothing_in_the_output(port: VllmEngine) -> None:
     assert [p.tokens for p in states] == [3]
 
 
-async def test_log_probs_for_a_probe_alone_are_available_during_the_run_and_not_returned(
-    port: VllmEngine,
-) -> None:
-    params = final_only(max_tokens=200, ignore_eos=True)
-    request = PromptRequest({"prompt_token_ids": prompts(1, 8)[0]}, params, "unasked")
-    running = await port.start(request, 0, Probe((), print, logprobs=True))
-    ending = asyncio.create_task(running.result())
-    seen = 0
-    while not ending.done():
-        if (generated := running.tokens_from(seen)) is not None:
-            assert generated.logprobs is not None
-            assert not generated.logprobs_requested
-            assert len(generated.logprobs) == len(generated.token_ids)
-            assert all(x <= 0 for x in generated.logprobs)
-            seen += len(generated.token_ids)
-        await asyncio.sleep(0.005)
-    assert seen > 100
-    assert (await ending).output.outputs[0].logprobs is None
-
-
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM splits seeded prompts elsewhere")
 async def test_a_seed_is_refused_where_a_split_prompt_with_one_kills_the_engine(engine: TinyEngine) -> None:
     with pytest.raises(InvalidRequest, match="max_num_batched_tokens = 128") as refused:

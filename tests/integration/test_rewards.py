@@ -12,30 +12,12 @@ from darts_server.demo.server import Server
 
 pytestmark = pytest.mark.engine
 SIZE = 8
-Named = dict[str, Any]
 
 
-def by_tokens(choice: dict[str, Any], value: float) -> Named:
-    return {
-        "prompt_token_ids": choice["prompt_token_ids"],
-        "completion_token_ids": choice["token_ids"],
-        "reward": value,
-    }
-
-
-def report(server: Server, rewards: Sequence[Named]) -> dict[str, Any]:
+def report(server: Server, rewards: Sequence[dict[str, Any]]) -> Any:
     answer = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=240)
     assert answer.status_code == 200, answer.text
-    counts: dict[str, Any] = answer.json()
-    return counts
-
-
-def groups_of(server: Server, name: str) -> list[dict[str, Any]]:
-    """The records of a request."""
-    answer = httpx.get(f"{server.url}/darts/v1/groups/{name}")
-    assert answer.status_code == 200, answer.text
-    groups: list[dict[str, Any]] = answer.json()["groups"]
-    return groups
+    return answer.json()
 
 
 def selected(group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -51,16 +33,19 @@ def test_choices_are_rewarded_by_their_tokens_and_by_their_trajectory_ids(server
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240)
     choices = answer.json()["choices"]
     values = [reward(posed[i // SIZE], choice["text"]) for i, choice in enumerate(choices)]
-    groups = groups_of(server, answer.headers["X-Darts-Group-Id"])
-    ids = [candidate["trajectory_id"] for group in groups for candidate in selected(group)]
+    url = f"{server.url}/darts/v1/groups/{answer.headers['X-Darts-Group-Id']}"
+    ids = [each["trajectory_id"] for group in httpx.get(url).json()["groups"] for each in selected(group)]
 
-    tokens = [by_tokens(choice, value) for choice, value in zip(choices, values, strict=True)]
+    tokens = [
+        {"prompt_token_ids": choice["prompt_token_ids"], "completion_token_ids": choice["token_ids"], "reward": value}
+        for choice, value in zip(choices, values, strict=True)
+    ]
     named = [{"trajectory_id": name, "reward": value} for name, value in zip(ids, values, strict=True)]
     first = report(server, tokens[:SIZE] + named[SIZE:])
     assert (first["matched"] + first["repeated"], first["unknown"]) == (2 * SIZE, 0), "equal ones are named at once"
     assert report(server, named + tokens) == {"matched": 0, "repeated": 4 * SIZE, "unknown": 0, "unknown_indices": []}
 
-    for number, group in enumerate(groups_of(server, answer.headers["X-Darts-Group-Id"])):
+    for number, group in enumerate(httpx.get(url).json()["groups"]):
         own = values[number * SIZE : (number + 1) * SIZE]
         assert [candidate["reward"] for candidate in selected(group)] == own
         assert group["zero_variance"] is (len(set(own)) == 1)

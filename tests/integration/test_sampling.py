@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,18 +19,13 @@ VOTE = {"prompt": PROMPT, "n": 4, "pattern": "#([0-9])"}
 
 
 @pytest.fixture(scope="module")
-def greedy_by_default(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a `generation_config` that always samples the likeliest token."""
+def processed(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serves the tiny model with a `generation_config` that always samples the likeliest token."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(MODEL, folder)
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"do_sample": True, "top_k": 1}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def processed(serve: Serve, greedy_by_default: Path) -> Iterator[Server]:
-    with serve((*DARTS[:-1], str(greedy_by_default)), greedy_by_default / "processed.log") as running:
+    with serve((*DARTS[:-1], str(folder)), folder / "processed.log") as running:
         yield running
 
 
@@ -59,12 +53,6 @@ def test_our_routes_and_the_client_ignore_the_models_generation_config(processed
     with Client(processed.url) as client:
         [group] = client.completions(PROMPT, group_size=8, max_tokens=40, policy="off")
         assert len({trajectory.text for trajectory in group.trajectories}) > 1
-        with client.rollouts(PROMPT, group_size=8, max_tokens=40, min_p=0.25) as batch:
-            assert batch.sampling is None
-            list(batch)
-            assert batch.sampling is not None
-            assert (batch.sampling["top_k"], batch.sampling["min_p"]) == (0, 0.25)
-        assert (client.vote(PROMPT, n=2, pattern="#([0-9])", max_tokens=9).sampling or {})["top_k"] == 0
 
 
 def test_logprobs_are_those_of_the_distribution_that_is_sampled_from(server: Server) -> None:

@@ -19,13 +19,6 @@ AT_ONCE = 24
 PROMPT = "7a-5b*4>"
 LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
 PATIENCE = 180.0
-CLIENT = httpx.Client(timeout=240, limits=httpx.Limits(max_connections=None))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_client() -> Iterator[None]:
-    yield
-    CLIENT.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,7 @@ def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def call(server: Server, method: str, path: str, key: str = ONE, **more: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
-    return CLIENT.request(method, server.url + path, headers=headers, **more)
+    return httpx.request(method, server.url + path, headers=headers, timeout=240, **more)
 
 
 def completion(n: int, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -124,7 +117,7 @@ def test_the_live_feed_shows_a_key_its_own_groups(server: Server) -> None:
     for key in (ONE, OTHER, ADMIN):
         seen[key] = {group["group_id"] for group in call(server, "GET", "/darts/v1/live", key).json()["groups"]}
         headers = {"Authorization": f"Bearer {key}", "Accept": "text/event-stream"}
-        with CLIENT.stream("GET", f"{server.url}/darts/v1/live", headers=headers) as stream:
+        with httpx.stream("GET", f"{server.url}/darts/v1/live", headers=headers) as stream:
             first = next(line for line in stream.iter_lines() if line.startswith("data: "))
         streamed = {group["group_id"] for group in json.loads(first.removeprefix("data: "))["groups"]}
         assert streamed == seen[key]
@@ -136,7 +129,7 @@ def test_another_key_cannot_cancel_a_batch_and_has_idempotency_keys_of_its_own(s
     path, body = rollouts(1, 8, **LONG)
     authorization = {"Authorization": f"Bearer {ONE}", "Idempotency-Key": "both"}
     body["stream"] = "groups"
-    with CLIENT.stream("POST", server.url + path, headers=authorization, json=body) as stream:
+    with httpx.stream("POST", server.url + path, headers=authorization, json=body, timeout=240) as stream:
         lines = stream.iter_lines()
         batch_id = json.loads(next(line for line in lines if line.startswith("data: "))[6:])["id"]
         assert call(server, "DELETE", f"/darts/v1/rollouts/{batch_id}", OTHER).status_code == 404

@@ -14,6 +14,7 @@ import pytest
 
 from darts_server.demo.server import DARTS, Server, serving
 from tests.integration.fork_server import EAGER
+from tests.integration.waiting import engine_processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 PAGE = {"Origin": "https://example.com"}
@@ -98,7 +99,7 @@ def test_a_forwarded_address_is_never_this_machine(caller: httpx.Client, forged:
 
 
 def test_sighup_without_key_files_is_survived(server: Server, caller: httpx.Client) -> None:
-    for process in engine(server):
+    for process in engine_processes(server, with_workers=True):
         process.send_signal(signal.SIGHUP)
     os.kill(server.process.pid, signal.SIGHUP)
     wait_until(lambda: "SIGHUP: ignored" in server.log.read_text())
@@ -115,12 +116,6 @@ def test_all_processes_end_when_the_server_is_killed(server: Server, caller: htt
     vote = {"prompt": "7a-5b*4>", "n": 2, "sampling": {"max_tokens": 5}, "pattern": "([0-9])"}
     assert caller.post("/darts/v1/vote", json=vote).status_code == 200
     processes = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(engine(server)) >= 2, "an engine core and a worker"
+    assert len(engine_processes(server, with_workers=True)) >= 2, "an engine core and a worker"
     os.kill(server.process.pid, signal.SIGKILL)
     assert psutil.wait_procs(processes, timeout=SECONDS)[1] == []
-
-
-def engine(server: Server) -> list[psutil.Process]:
-    """Return the engine core and the workers, without Python's resource trackers."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]

@@ -8,12 +8,18 @@ import pytest
 
 from darts_server.demo.server import Server
 from tests.integration.events import Events, assemble_groups, read_events
-from tests.integration.test_rollouts import LONG, SIZE, prompts
+from tests.integration.test_rollouts import SIZE, prompts
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine
 TEXTS: list[dict[str, Any]] = [{"text": text, "metadata": {"place": i}} for i, text in enumerate(prompts(8, seed=11))]
-BODY: dict[str, Any] = {"prompts": TEXTS, "group_size": SIZE, "stream": "tokens", "chunk_tokens": 8}
+BATCH: dict[str, Any] = {"prompts": TEXTS, "group_size": SIZE}
+BODY = BATCH | {"stream": "tokens", "chunk_tokens": 8}
+LONG: dict[str, Any] = {
+    "prompts": [{"text": text} for text in prompts(16)],
+    "group_size": SIZE,
+    "sampling": {"max_tokens": 250, "ignore_eos": True},
+}
 
 
 def url(server: Server, batch: str = "") -> str:
@@ -62,23 +68,6 @@ def test_events_add_up_to_whole_groups(server: Server, policy: str, logprobs: bo
             assert not logprobs or trajectory["length"] == len(trajectory["logprobs"])
 
 
-def test_streamed_groups_equal_those_of_one_answer(server: Server) -> None:
-    body = BODY | {"sampling": {"max_tokens": 200, "seed": 3, "logprobs": True}, "policy": {"name": "off"}}
-    groups = check(stream(server, body))
-    whole = httpx.post(url(server), json=_plain(body), timeout=240).json()["groups"]
-    for ours, theirs in zip(groups, whole, strict=True):
-        assert [_content(t) for t in ours["trajectories"]] == [_content(t) for t in theirs["trajectories"]]
-
-
-def _plain(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name not in ("stream", "chunk_tokens")}
-
-
-def _content(trajectory: dict[str, Any]) -> tuple[Any, ...]:
-    logprobs = [round(value, 4) for value in trajectory["logprobs"]]
-    return trajectory["token_ids"], logprobs, trajectory["text"], trajectory["finish_reason"]
-
-
 @pytest.mark.parametrize("included", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_stop_string_retracts_no_streamed_token(server: Server, included: bool) -> None:
     sampling = {"max_tokens": 200, "stop": ["#", "=0c"], "include_stop_str_in_output": included, "logprobs": True}
@@ -91,7 +80,7 @@ def test_a_stop_string_retracts_no_streamed_token(server: Server, included: bool
 
 
 def test_an_idempotency_key_returns_the_same_answer_and_rejects_another_body(server: Server) -> None:
-    headers, body = key(), _plain(BODY) | {"sampling": {"max_tokens": 100}}
+    headers, body = key(), BATCH | {"sampling": {"max_tokens": 100}}
     first = httpx.post(url(server), json=body, headers=headers, timeout=240)
     started = server.metric("darts_candidates_started_total")
     assert httpx.post(url(server), json=body, headers=headers, timeout=240).json() == first.json()
@@ -123,18 +112,6 @@ def test_a_broken_stream_is_resumed_where_it_broke(server: Server) -> None:
     assert (late.status_code, late.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-@pytest.mark.nightly
-def test_a_stalled_reader_delays_no_other_client_and_then_gets_all_events(server: Server) -> None:
-    body = BODY | {"sampling": {"max_tokens": 250, "ignore_eos": True, "logprobs": True}, "chunk_tokens": 1}
-    with httpx.stream("POST", url(server), json=body, timeout=240) as answer:
-        events = read_events(answer)
-        first = next(events)
-        other = httpx.post(url(server), json=_plain(BODY) | {"sampling": {"max_tokens": 20}}, timeout=240)
-        assert len(other.json()["groups"]) == 8
-        wait_idle(server)
-        assert len(check([first, *events])) == 8
-
-
 @pytest.mark.parametrize("headers", [{}, key()])
 def test_a_reader_of_a_cancelled_batch_gets_an_error_event(server: Server, headers: dict[str, str]) -> None:
     body = LONG | {"stream": "tokens", "chunk_tokens": 8}
@@ -150,13 +127,3 @@ def test_a_reader_of_a_cancelled_batch_gets_an_error_event(server: Server, heade
     assert again.status_code == (200 if headers else 404)
     if headers:
         assert again.json()["cancelled"] is False
-
-
-@pytest.mark.nightly
-def test_a_batch_with_a_key_continues_without_its_client(server: Server) -> None:
-    headers, cancelled = key(), server.metric("darts_groups_total", outcome="cancelled")
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url(server), json=LONG, headers=headers, timeout=httpx.Timeout(30, read=0.3))
-    body = httpx.post(url(server), json=LONG, headers=headers, timeout=240).json()
-    assert len(body["groups"]) == 16
-    assert server.metric("darts_groups_total", outcome="cancelled") == cancelled

@@ -1,28 +1,23 @@
-"""The modules of veRL, OpenRLHF and slime, and NeMo-RL's field, on real vLLM."""
+"""The modules of veRL, OpenRLHF and slime, on real vLLM."""
 
 import asyncio
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
 import pytest
-from safetensors.torch import save_file
 
 from darts_client.integrations.openrlhf import HttpEngine
 from darts_client.integrations.slime import Facade
 from darts_client.integrations.verl import LLMServerClient
 from darts_server.demo.server import DARTS, Server
-from tests.integration import backend
 from tests.integration.fork_server import Serve
-from tests.integration.weights import ORIGINAL, max_difference, perturbed, status
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE, TOKENS = 4, 40
 RUNNING = 3
-"""At once on the server with dialects: fewer than a group."""
+"""At once on the server of its own: fewer than a group."""
 TRAINERS = ("verl", "openrlhf", "slime")
 Sampled = tuple[list[int], list[float]]
 
@@ -91,16 +86,10 @@ async def test_the_first_turns_make_a_group_and_later_ones_run_alone(server: Ser
     assert server.metric("darts_groups_total") == before + 1
 
 
-def backend_flags() -> tuple[str, ...]:
-    """Of vLLM's transfer of weights, without NCCL."""
-    config = json.dumps({"backend": backend.NAME})
-    return ("--worker-extension-cls", "tests.integration.backend.Extension", "--weight-transfer-config", config)
-
-
 @pytest.fixture(scope="module")
 def own(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dialect", "nemo-rl,skyrl", "--group-size", str(SIZE), "--max-num-seqs", str(RUNNING), *backend_flags())
-    log = tmp_path_factory.mktemp("dialects") / "log"
+    flags = ("--group-size", str(SIZE), "--max-num-seqs", str(RUNNING))
+    log = tmp_path_factory.mktemp("slime") / "log"
     with serve(DARTS, log, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
@@ -129,24 +118,3 @@ async def test_slimes_partial_rollout_gets_what_was_generated_and_goes_on_from_i
         goes_on = (trainer.generate(f"s-{i}", prompt + each["output_ids"], 20) for i, each in enumerate(samples))
         assert all(each["meta_info"]["finish_reason"]["type"] != "abort" for each in await asyncio.gather(*goes_on))
         assert own.metric("darts_groups_total") == before
-
-
-@pytest.mark.nightly
-def test_skyrls_full_weights_are_served(own: Server, tmp_path: Path) -> None:
-    save_file(perturbed(50), tmp_path / "weights.safetensors")
-    info = {"path": str(tmp_path / "weights.safetensors"), "names": sorted(ORIGINAL)}
-    version = status(own)["version"]
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("/pause?mode=keep&clear_cache=false", {}),
-        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}),
-        ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": info}}),
-        ("/collective_rpc", {"method": "skyrl_finish_weight_update"}),
-        ("/resume", {}),
-    ]
-    for path, body in calls:
-        answer = httpx.post(f"{own.url}{path}", json=body, timeout=240)
-        assert answer.status_code == 200, answer.text
-    assert max_difference(own, perturbed(50)) < 1e-5
-    assert status(own)["version"] == version + 1
-    refused = httpx.post(f"{own.url}/collective_rpc", json={"method": "get_model"})
-    assert refused.status_code == 403

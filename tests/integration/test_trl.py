@@ -29,16 +29,11 @@ def client(server: Server) -> Iterator[Any]:
         sys.path.remove(str(SHIM))
 
 
-def test_generate_gets_exactly_n_for_each_prompt_in_order(client: Any, server: Server) -> None:
+def test_each_prompt_and_each_conversation_gets_exactly_n_in_order(client: Any, server: Server) -> None:
     before = server.metric("darts_groups_total", outcome="completed")
-    answer = client.generate(PROMPTS, n=8, max_tokens=200)
-    assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
-    assert len(answer["completion_ids"]) == 24
-    assert [len(each) for each in answer["logprobs"]] == [len(ids) for ids in answer["completion_ids"]]
-    assert server.metric("darts_groups_total", outcome="completed") == before + 3
-
-
-def test_chat_gets_exactly_n_for_each_conversation_in_order(client: Any) -> None:
-    answer = client.chat([[{"role": "user", "content": p}] for p in PROMPTS], n=8, max_tokens=200)
-    assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
-    assert len(answer["completion_ids"]) == 24
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    for answer in (client.generate(PROMPTS, n=8, max_tokens=200), client.chat(chats, n=8, max_tokens=200)):
+        assert [len(ids) for ids in answer["prompt_ids"]] == [len(p) for p in PROMPTS]
+        assert len(answer["completion_ids"]) == 24
+        assert [len(each) for each in answer["logprobs"]] == [len(ids) for ids in answer["completion_ids"]]
+    assert server.metric("darts_groups_total", outcome="completed") == before + 6

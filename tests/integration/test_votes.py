@@ -17,8 +17,7 @@ ANSWER = "#([0-9])$"
 def test_a_vote_stops_candidates_that_cannot_change_it_and_nothing_runs_on(server: Server) -> None:
     with Client(server.url) as client:
         votes = [
-            client.vote(EASY, n=16, max_tokens=MAX_RESPONSE_TOKENS, pattern=ANSWER, seed=seed, key="votes/easy")
-            for seed in range(4)
+            client.vote(EASY, n=16, max_tokens=MAX_RESPONSE_TOKENS, pattern=ANSWER, seed=seed) for seed in range(4)
         ]
         wait_idle(server)  # a vote is answered before the candidates that it stopped have ended
         [group] = client.groups.get(votes[0].id)
@@ -29,7 +28,6 @@ def test_a_vote_stops_candidates_that_cannot_change_it_and_nothing_runs_on(serve
         assert sum(vote.votes.values()) <= len(vote.trajectories)
         assert vote.decided_early == any(d.reason == "decided" for d in vote.discarded)
     assert (group.policy, group.group_size) == ("vote", 16)
-    wait_idle(server)
 
 
 def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Server) -> None:
@@ -46,14 +44,6 @@ def test_the_trajectories_of_a_vote_are_those_of_an_unshaped_batch(server: Serve
         kinds: list[tuple[Weights, Score | None]]
         kinds = [("majority", None), ("rank", "logprob"), ("log_odds", "lowest_logprob")]
         for weights, score in kinds:
-            vote = client.vote(
-                EASY,
-                n=8,
-                max_tokens=100,
-                pattern=ANSWER,
-                weights=weights,
-                score=score,
-                seed=11,
-            )
+            vote = client.vote(EASY, n=8, max_tokens=100, pattern=ANSWER, weights=weights, score=score, seed=11)
             assert {v.trajectory_id.rpartition(":")[2]: v.text for v in vote.trajectories}.items() <= texts.items()
             assert all(v.logprobs is None and (v.score is None) == (score is None) for v in vote.trajectories)

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from tests.integration.fork_server import Serve
 from tests.integration.weights import (
     ORIGINAL,
     PROMPT,
-    check_served,
     is_same,
     max_difference,
     perturbed,
@@ -52,6 +52,7 @@ def server(serve: Serve, folder: Path) -> Iterator[Server]:
         "--worker-extension-cls": "tests.integration.backend.Extension",
         "--weight-transfer-config": json.dumps({"backend": backend.NAME}),
         "--weights-timeout": str(PATIENCE),
+        "--dialect": "skyrl",
     }
     arguments = ["--enable-scale-out", *(word for pair in flags.items() for word in pair)]
     with serve(DARTS, folder / "routes.log", *arguments, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
@@ -189,6 +190,25 @@ async def test_groups_across_a_pause_with_keep_record_both_versions(server: Serv
     assert max_difference(server, perturbed(3)) < 1e-5
 
 
+@pytest.mark.nightly
+def test_skyrls_full_weights_are_served(server: Server, trainer: Trainer, folder: Path) -> None:
+    version = status(server)["version"]
+    save_file(perturbed(50), folder / "50.safetensors")
+    info = {"path": str(folder / "50.safetensors"), "names": sorted(ORIGINAL)}
+    trainer.pause("keep&clear_cache=false")
+    for method, arguments in (
+        ("skyrl_start_weight_update", {"is_checkpoint_format": True}),
+        ("update_weights_nccl", {"update_info": info}),
+        ("skyrl_finish_weight_update", {}),
+    ):
+        answer = trainer.post("/collective_rpc", {"method": method, "kwargs": arguments})
+        assert answer.status_code == 200, answer.text
+    trainer.resume()
+    assert max_difference(server, perturbed(50)) < 1e-5
+    assert status(server)["version"] == version + 1
+    assert trainer.post("/collective_rpc", {"method": "get_model"}).status_code == 403
+
+
 def check_handed_back(answer: httpx.Response, words: str, version: int) -> None:
     """Check for a batch of one group that is no group, with what its candidates had generated."""
     assert answer.status_code == 200, answer.text
@@ -209,32 +229,24 @@ async def test_a_pause_with_abort_hands_groups_back(server: Server, trainer: Tra
     version = status(server)["version"]
     body = {"model": "tiny:raw", "prompt": PROMPT, "n": 8, "max_tokens": 300, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=240) as client:
-        answers: list[httpx.Response] = []
-        again: list[asyncio.Task[httpx.Response]] = []
-
-        async def raw() -> None:
-            answers.append(await client.post(f"{server.url}/v1/completions", json=body))
-
         generated = server.metric(GENERATED)
-        unshaped = asyncio.create_task(raw())
+        unshaped = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=body))
         await asyncio.to_thread(waiting.wait_counted, server, GENERATED, generated + 1)
-        assert not answers, "the requests were finished before they were seen to run"
+        assert not unshaped.done(), "the requests were finished before they were seen to run"
         loop = asyncio.get_running_loop()
-
-        def send_again() -> None:
-            again.append(loop.create_task(client.post(f"{server.url}/darts/v1/rollouts", json=GROUP)))
+        again: list[Future[httpx.Response]] = []
 
         def update() -> None:
             trainer.pause("abort")
-            loop.call_soon_threadsafe(send_again)
+            sending = client.post(f"{server.url}/darts/v1/rollouts", json=GROUP)
+            again.append(asyncio.run_coroutine_threadsafe(sending, loop))
             trainer.update(5)
             trainer.resume()
 
         answer = await run_during_group(server, update)
         check_handed_back(answer, "mode=abort", version)
-        await unshaped
-        assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
-        assert versions(await again[0]) == {version + 1}
+        assert (await unshaped).json()["choices"][0]["finish_reason"] == "abort"
+        assert versions(await asyncio.wrap_future(again[0])) == {version + 1}
 
 
 def check_refused(answer: httpx.Response, words: str) -> None:
@@ -246,6 +258,7 @@ def check_refused(answer: httpx.Response, words: str) -> None:
 ABORTED = ("/abort_requests", "/pause?mode=abort")
 SEEDS = [11, 12, 13, 14]
 LONG = {"max_tokens": 250, "ignore_eos": True, "logprobs": 0}
+CHAT = [{"role": "user", "content": PROMPT}]
 TEXT = {"model": "tiny", "prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, **LONG}
 ONE_OF_FOUR = {"darts_group_size": 4}
 
@@ -253,6 +266,10 @@ ONE_OF_FOUR = {"darts_group_size": 4}
 def abortable(form: str, prompt_ids: list[int]) -> list[tuple[str, dict[str, Any]]]:
     """Requests for a group of four whose seeds are `SEEDS`."""
     match form:
+        case "chat":  # the tiny model's template adds no tokens
+            chat = {"messages": CHAT, "max_completion_tokens": 250, "ignore_eos": True, "logprobs": True}
+            body = {"model": "tiny", "n": 4, "seed": SEEDS[0], "return_token_ids": True}
+            return [("/v1/chat/completions", body | chat)]
         case "one request":
             return [("/v1/completions", TEXT | {"n": 4, "seed": SEEDS[0]})]
         case "single requests":
@@ -268,7 +285,7 @@ def abortable(form: str, prompt_ids: list[int]) -> list[tuple[str, dict[str, Any
 @pytest.mark.parametrize(
     "form",
     [
-        "single requests",
+        *("single requests", "chat"),
         *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tokens", "one request", "an incomplete group")),
     ],
 )
@@ -306,63 +323,6 @@ async def test_aborted_callers_get_what_was_generated_for_them(
     waiting.wait_idle(server)  # also until each candidate has ended
 
 
-CHAT = [{"role": "user", "content": PROMPT}]
-WHOLE = {"model": "tiny", "ignore_eos": True, "seed": SEEDS[0]}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", WHOLE | {"messages": CHAT, "n": 4, "max_completion_tokens": 250}),
-    "responses": ("/v1/responses", WHOLE | {"input": PROMPT, "max_output_tokens": 250, "vllm_xargs": ONE_OF_FOUR}),
-    "streamed group": ("/v1/completions", WHOLE | {"prompt": PROMPT, "n": 4, "max_tokens": 250, "stream": True}),
-}
-"""`/v1/messages` has neither `seed` nor `ignore_eos`."""
-
-
-def texts(answer: httpx.Response) -> dict[int, str]:
-    """Of all choices of an answer, by index."""
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
-        return {c["index"]: "".join(d["text"] for d in choices if d["index"] == c["index"]) for c in choices}
-    body = answer.json()
-    if "output" in body:
-        return {0: "".join(part["text"] for item in body["output"] for part in item.get("content") or ())}
-    return {choice["index"]: choice["message"]["content"] or "" for choice in body["choices"]}
-
-
-@pytest.mark.parametrize(
-    "form", ["chat", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS if each != "chat")]
-)
-async def test_what_aborted_callers_get_begins_the_seeded_answer_on_every_route(
-    server: Server, trainer: Trainer, form: str
-) -> None:
-    route, body = OTHERS[form]
-    bodies = [body] if "n" in body else [body | {"seed": seed} for seed in SEEDS]
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        # A streamed group's choices are shuffled, and may be of its extra candidates.
-        raw = body | {"model": "tiny:raw", "seed": SEEDS[0], "stream": False, "n": 6}
-        single = {name: value for name, value in raw.items() if name != "n"}
-        every = [raw] if "n" in body else [single | {"seed": seed} for seed in SEEDS]
-        raws = await asyncio.gather(*(client.post(route, json=each) for each in every))
-        whole = [text for answer in raws for text in texts_of_whole(answer)]
-        generated = server.metric(GENERATED)
-        posts = [asyncio.create_task(client.post(route, json=each)) for each in bodies]
-        await asyncio.to_thread(waiting.wait_counted, server, GENERATED, generated + 40)
-        assert (await asyncio.to_thread(trainer.post, "/abort_requests")).status_code == 200
-        answers = await asyncio.gather(*posts)
-    assert {answer.status_code for answer in answers} == {200}, answers[0].text
-    parts = [text for answer in answers for text in texts(answer).values()]
-    assert len(parts) == 4
-    assert any(parts)
-    for part in parts:
-        assert any(text.startswith(part) and len(part) < len(text) for text in whole), (part, whole)
-    waiting.wait_idle(server)
-
-
-def texts_of_whole(answer: httpx.Response) -> list[str]:
-    if "text" in (answer.json().get("choices") or [{}])[0]:
-        return [choice["text"] for choice in answer.json()["choices"]]
-    return list(texts(answer).values())
-
-
 async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server: Server, trainer: Trainer) -> None:
     version = status(server)["version"]
     async with httpx.AsyncClient(timeout=240) as client:
@@ -375,22 +335,6 @@ async def test_an_engine_that_sleeps_holds_requests_and_takes_no_weights(server:
         assert woken.status_code == 200
         assert not woken.content or woken.json()["status"] == "awake"  # 0.31 answers without a body
         assert versions(await group) == {version}
-
-
-@pytest.mark.nightly
-def test_broken_weights_are_reported_when_no_file_has_the_old_ones(server: Server, trainer: Trainer) -> None:
-    version = status(server)["version"]
-    trainer.start()
-    trainer.write(6, *sorted(ORIGINAL)[:9])
-    now = wait_serving(server)
-    assert (now["version"], now["intact"], now["last"]["outcome"]) == (version, False, "failed")
-    assert "the model may hold a part of the new weights" in now["last_error"]
-    assert f"1 call of /update_weights, with {', '.join(sorted(ORIGINAL)[:3])} and 6 more" in now["last_error"]
-    assert len(sample(server)) == 4
-    check_served(server, put(server, ORIGINAL), ORIGINAL)
-    assert status(server)["intact"] is True
-    trainer.update(7)
-    assert max_difference(server, perturbed(7)) < 1e-5
 
 
 def read_stream(server: Server, began: threading.Event) -> Events:

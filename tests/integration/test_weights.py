@@ -15,6 +15,7 @@ from safetensors.torch import save, save_file
 from darts_server.demo.server import DARTS, MODEL, Server
 from darts_server.files import stamp_of
 from tests.integration import waiting
+from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve
 from tests.integration.weights import (
     EMBEDDING,
@@ -69,42 +70,27 @@ def test_pushed_weights_are_served_and_the_original_ones_sample_as_before(server
     assert is_same(sample(server), before)
 
 
-def test_weights_are_loaded_from_files_and_folders(server: Server, root: Path) -> None:
-    save_file(perturbed(2), root / "two.safetensors")
-    assert check_served(server, post(server, "two.safetensors"), perturbed(2))["source"] == "disk"
-    names = sorted(ORIGINAL)
-    (root / "folder").mkdir()
-    for part in (0, 1):
-        save_file({n: perturbed(3)[n] for n in names[part::2]}, root / "folder" / f"{part}.safetensors")
-    check_served(server, post(server, "folder"), perturbed(3))
-
-
-def test_trainers_bring_weights_by_their_own_routes(server: Server, root: Path) -> None:
-    prime_rl = {"pause?mode=keep&clear_cache=false": "", "update_weights": "weight_dir", "resume": ""}
-    areal = {"areal_pause_generation": "", "areal_update_weights": "model_path", "areal_continue_generation": ""}
-    for seed, calls in ((40, prime_rl), (41, areal)):
+def test_weights_are_loaded_from_files_and_folders_also_by_the_routes_of_trainers(server: Server, root: Path) -> None:
+    for seed in (2, 41):
         save_file(perturbed(seed), root / f"{seed}.safetensors")
-        for route, field in calls.items():
-            body = {field: str(root / f"{seed}.safetensors")} if field else {}
+    (root / "40").mkdir()
+    names = sorted(ORIGINAL)
+    for part in (0, 1):
+        save_file({n: perturbed(40)[n] for n in names[part::2]}, root / "40" / f"{part}.safetensors")
+    assert check_served(server, post(server, "2.safetensors"), perturbed(2))["source"] == "disk"
+    calls: dict[int, dict[str, dict[str, str]]] = {
+        40: {"pause?mode=keep&clear_cache=false": {}, "update_weights": {"weight_dir": str(root / "40")}, "resume": {}},
+        41: {
+            "areal_pause_generation": {},
+            "areal_update_weights": {"model_path": str(root / "41.safetensors")},
+            "areal_continue_generation": {},
+        },
+    }
+    for seed, bodies in calls.items():
+        for route, body in bodies.items():
             answer = httpx.post(f"{server.url}/{route}", json=body, timeout=240)
             assert answer.status_code == 200, answer.text
         assert max_difference(server, perturbed(seed)) < 1e-5
-
-
-@pytest.mark.anyio
-async def test_no_answer_to_areal_mixes_versions_where_it_has_not_paused(server: Server, root: Path) -> None:
-    save_file(perturbed(42), root / "42.safetensors")
-    body = {"model": "tiny:raw", "prompt": PROMPT, "max_tokens": 290, "ignore_eos": True}
-    update = {"model_path": "42.safetensors", "abort_all_requests": True}
-    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(16)]
-        while server.metric("vllm:num_requests_running") < len(running):
-            assert not any(each.done() for each in running)
-            await asyncio.sleep(0.01)
-        assert (await client.post("/areal_update_weights", json=update)).status_code == 200
-        reasons = [answer.json()["choices"][0]["finish_reason"] for answer in await asyncio.gather(*running)]
-    assert reasons == ["abort"] * len(running)
-    assert max_difference(server, perturbed(42)) < 1e-5  # it runs again
 
 
 @pytest.mark.nightly
@@ -193,10 +179,10 @@ GROUPS = 16
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("rule", [pytest.param("finish", marks=pytest.mark.nightly), "keep"])
-async def test_no_group_is_lost_while_weights_change(server: Server, rule: str, nightly: bool) -> None:
+async def test_no_group_is_lost_while_weights_change(server: Server, rule: str) -> None:
     """With ``finish`` no group mixes versions; with ``keep`` those that do are marked."""
     first = status(server)["version"]
-    updates = 5 if rule == "keep" else 30 if nightly else 10
+    updates = 5 if rule == "keep" else 30
     sets = [save(ORIGINAL), save({name: tensor * 1.001 for name, tensor in ORIGINAL.items()})]
     done = asyncio.Event()
     groups: list[dict[str, Any]] = []
@@ -240,19 +226,16 @@ def test_with_keep_a_candidate_goes_on_as_the_new_weights_go_on_from_what_it_has
     sampling = {"max_tokens": 250, "ignore_eos": True, "temperature": 0.0, "logprobs": True}
     body = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
     sent = body | {"prompts": [{"token_ids": prompt}], "stream": "tokens", "chunk_tokens": 10}
-    events: list[dict[str, Any]] = []
+    events: Events = []
     new = save(perturbed(3))  # made before, so that they come long before the end
     with httpx.stream("POST", f"{server.url}/darts/v1/rollouts", json=sent, timeout=240) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: "):
-                events.append(json.loads(line.removeprefix("data: ")))
-                if "start" in events[-1] and events[-1]["start"] == 0:
-                    put(server, new, rule="keep")
-    [group] = [event for event in events if "trajectories" in event]
-    token_ids = [token for event in events if "start" in event for token in event["token_ids"]]
-    logprobs = [logprob for event in events if "start" in event for logprob in event["logprobs"]]
-    (_, before), (_, after) = group["trajectories"][0]["version_spans"]
+        for event in read_events(answer):
+            events.append(event)
+            if event[1] == "delta" and event[2]["start"] == 0:
+                put(server, new, rule="keep")
+    [[trajectory]] = [group["trajectories"] for group in assemble_groups(events)]
+    token_ids, logprobs = trajectory["token_ids"], trajectory["logprobs"]
+    (_, before), (_, after) = trajectory["version_spans"]
     fresh = body | {
         "prompts": [{"token_ids": prompt + token_ids[:before]}],
         "sampling": sampling | {"max_tokens": after},

@@ -37,7 +37,7 @@ def wait_counted(server: Server, counter: str, count: float, seconds: float = 18
         time.sleep(POLL_SECONDS)
 
 
-def engine_processes(server: Server) -> list[int]:
-    """Return the process ids of the engine, without that of Python's resource tracker."""
-    children = psutil.Process(server.process.pid).children()
-    return [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+def engine_processes(server: Server, *, with_workers: bool = False) -> list[psutil.Process]:
+    """Return the processes of the engine, without those of Python's resource trackers."""
+    children = psutil.Process(server.process.pid).children(recursive=with_workers)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from darts_server.metrics.quality import METRICS, PREDICTIONS, QualityMetrics
 from darts_server.types import PruningStatus
+from tests.metrics.test_rollouts import value
 
 
 def create(status: PruningStatus = PruningStatus.COLD) -> tuple[QualityMetrics, CollectorRegistry]:
@@ -14,10 +15,6 @@ def create(status: PruningStatus = PruningStatus.COLD) -> tuple[QualityMetrics, 
     reads["darts_quality_auc"] = lambda prediction: 0.5 if prediction == "score" else None
     reads |= {"darts_quality_loss": lambda: 0.25, "darts_quality_status": lambda each: each is status}
     return QualityMetrics("tiny", reads, registry), registry
-
-
-def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
 
 def test_only_the_current_status_is_1() -> None:
@@ -39,12 +36,10 @@ def test_metrics_without_a_value_are_nan() -> None:
 def test_events_are_counted_and_all_counters_exist_from_the_start() -> None:
     metrics, registry = create()
     assert value(registry, "darts_pruning_decisions_total", outcome="pruned") == 0
-    metrics.trajectory_scored(usable=True)
-    metrics.trajectory_scored(usable=False)
-    metrics.pruning_decided(kept=True)
-    metrics.pruning_decided(kept=False)
-    metrics.hidden_state_expected(received=True)
-    metrics.hidden_state_expected(received=False)
+    for yes in (True, False):
+        metrics.trajectory_scored(usable=yes)
+        metrics.pruning_decided(kept=yes)
+        metrics.hidden_state_expected(received=yes)
     metrics.label_learned()
     metrics.pending_labels_dropped(3)
     for name, label in (("quality_scores", "usable"), ("probe_states", "received")):

@@ -3,10 +3,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
-from darts_server.metrics.collectors import AccessMetrics, WeightMetrics
+from darts_server.metrics.collectors import WeightMetrics
 from darts_server.metrics.rollouts import GAUGES, RolloutMetrics
 from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
@@ -103,20 +102,16 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     faults: list[str] = []
     reads: dict[str, Callable[..., float | None]] = dict.fromkeys(GAUGES, lambda *_: None)
     reads |= {
-        "darts_prompts_tracked": lambda: 7,
         "darts_store_fault": lambda: bool(faults),
         "darts_step_seconds": lambda size: size / 8,
         "darts_length_tokens": lambda kind, statistic: len(kind) if statistic == "p50" else None,
-        "darts_answer_length_tokens": {"right": 30.0, "wrong": 50.0}.get,
         "darts_deadline_lost_share": lambda policy, max_lost: None,
         "darts_deadline_lost_groups": lambda policy, max_lost: max_lost.groups,
         "darts_deadline_stretch": lambda policy, max_lost: 1 + max_lost.answers,
     }
     metrics = RolloutMetrics("tiny", reads, registry)
-    assert value(registry, "darts_prompts_tracked") == 7
     assert value(registry, "darts_step_seconds", sequences="16") == 2
     assert value(registry, "darts_length_tokens", kind="generated", statistic="p50") == 9
-    assert value(registry, "darts_answer_length_tokens", answer="wrong") == 50
     assert math.isnan(value(registry, "darts_pattern_error_tokens") or 0)
     assert value(registry, "darts_store_fault") == 0
     faults.append("the disk is full")
@@ -138,11 +133,8 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     chosen = ChosenOption("cut 1.5 at 0.9", "2 s a step, off 3 s")
     metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None, chosen=chosen))
 
-    assert (
-        value(registry, "darts_cohorts_total", explored="false")
-        == value(registry, "darts_cohorts_total", explored="true")
-        == 1
-    )
+    for explored in ("false", "true"):
+        assert value(registry, "darts_cohorts_total", explored=explored) == 1
     assert value(registry, "darts_auto_cohorts_total", rule="cut") == 1
     assert value(registry, "darts_auto_cohorts_total", rule="off") == 0
     assert value(registry, "darts_budget_mean_candidates") == 12.5
@@ -165,44 +157,25 @@ def test_cut_candidates_and_explored_tails_are_counted() -> None:
     assert value(registry, "darts_explored_beyond_tokens_total") == 5
 
 
-DONE = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
-REFUSED = replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={})
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "calls", "counted"),
-    [
-        (RolloutMetrics, "rewards_reported", [(5, 2), (1, 0)], {("rewards", "matched"): {"true": 6, "false": 2}}),
-        (
-            *(RolloutMetrics, "group_rewarded", [(True,), (False,), (True,)]),
-            {("rewarded_groups", "zero_variance"): {"true": 2, "false": 1}},
-        ),
-        (
-            *(RolloutMetrics, "vote_ended", [("decided_early", 3), ("decided_early", 1), ("counted", 0)]),
-            {("votes", "outcome"): dict(zip(VoteOutcome, (2, 1, 0), strict=True)), ("vote_candidates_stopped", ""): 4},
-        ),
-        (AccessMetrics, "refused", [("queue",)], {("requests_refused", "reason"): {"queue": 1, "key": 0}}),
-        (
-            *(WeightMetrics, "update_ended"),
-            [
-                (DONE,),
-                (replace(DONE, version=8),),
-                (replace(DONE, version=8, outcome=UpdateOutcome.REFUSED, seconds={}),),
-            ],
-            {("weight_updates", "outcome"): {"completed": 2, "refused": 1}},
-        ),
-    ],
-)
-def test_events_are_counted_by_kind(kind: Any, method: str, calls: list[Any], counted: dict[Any, Any]) -> None:
+def test_votes_are_counted_by_outcome_with_the_candidates_that_they_stopped() -> None:
     registry = CollectorRegistry()
-    metrics = kind("tiny", registry=registry)
-    for arguments in calls:
-        getattr(metrics, method)(*arguments)
-    for (name, label), values in counted.items():
-        for text, count in values.items() if label else [("", values)]:
-            labels = {label: text} if label else {}
-            assert value(registry, f"darts_{name}_total", **labels) == count
-    if kind is WeightMetrics:
-        assert value(registry, "darts_weight_version") == 8
-        assert value(registry, "darts_weight_update_seconds_sum", phase="load") == 0.4
-        assert value(registry, "darts_weight_update_seconds_count", phase="pause") == 2
+    metrics = RolloutMetrics("tiny", registry=registry)
+    for stopped in (3, 1):
+        metrics.vote_ended(VoteOutcome.DECIDED_EARLY, stopped)
+    metrics.vote_ended(VoteOutcome.COUNTED, 0)
+    assert [value(registry, "darts_votes_total", outcome=outcome) for outcome in VoteOutcome] == [2, 1, 0]
+    assert value(registry, "darts_vote_candidates_stopped_total") == 4
+
+
+def test_weight_updates_are_counted_by_outcome_with_the_seconds_of_their_phases() -> None:
+    registry = CollectorRegistry()
+    metrics = WeightMetrics("tiny", registry=registry)
+    done = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"load": 0.2, "pause": 0.02})
+    metrics.update_ended(done)
+    metrics.update_ended(replace(done, version=8))
+    metrics.update_ended(replace(done, version=8, outcome=UpdateOutcome.REFUSED, seconds={}))
+    assert value(registry, "darts_weight_updates_total", outcome="completed") == 2
+    assert value(registry, "darts_weight_updates_total", outcome="refused") == 1
+    assert value(registry, "darts_weight_version") == 8
+    assert value(registry, "darts_weight_update_seconds_sum", phase="load") == 0.4
+    assert value(registry, "darts_weight_update_seconds_count", phase="pause") == 2

@@ -1,58 +1,23 @@
 """Strategies: rules, truths and whole worlds, small enough for ties to be frequent."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from random import Random
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from darts_server.policy.group import Group
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import DualEnd, InOrder
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors
 from tests.policy.oracle import Rule
-from tests.policy.world import Ending, Peek, Truth, World
+from tests.policy.world import Case, Ending, Peek, Score, Truth
+
+thoroughly = settings(max_examples=3 * settings().max_examples)
+"""For the properties in which a mistake hides best."""
 
 WITHOUT_FAILURES = [Ending.STOP, Ending.STOP, Ending.STOP, Ending.LENGTH]
 MANY_TRUNCATED = [Ending.LENGTH] * 4
 WITH_FAILURES = [*WITHOUT_FAILURES, Ending.FAILED, Ending.REFUSED, Ending.LOST]
 WITH_THE_END_OF_THE_ENGINE = [*WITH_FAILURES, Ending.BROKEN]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Parameters of a world. ``seed`` determines the group's random numbers, ``order`` the order of events."""
-
-    rule: Rule
-    candidates: int
-    truths: Sequence[Truth]
-    early: bool
-    seed: int
-    order: int
-    peek: Peek = Peek.CHECKS
-    replacements: int = 0
-    at_once: bool = False
-    limits: Mapping[int, int] = field(default_factory=dict)
-    slack: int | None = None
-    additions: Sequence[int] = ()
-    opening: int = 0
-
-    def world(self) -> World:
-        return World(
-            group=Group(
-                rng=np.random.default_rng(self.seed), max_replacements=self.replacements, deliver_early=self.early
-            ),
-            rule=self.rule,
-            candidates=self.candidates,
-            truths=self.truths,
-            order=Random(self.order),
-            peek=self.peek,
-            at_once=self.at_once,
-            limits=self.limits,
-            slack=self.slack,
-            additions=self.additions,
-            opening=self.opening,
-        )
 
 
 PLACES = [(short, tail) for short in range(4) for tail in range(3) if short + tail]
@@ -64,6 +29,11 @@ WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(DualEnd, st.int
 WITH_DEADLINE = CUT_TAILS | CAPS
 WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS
 RULES = WITHOUT_DEADLINE | WITH_DEADLINE | CUT_TAILS
+SURVIVORS = st.builds(AllSurvivors, st.integers(1, 4))
+SAMPLED_SURVIVORS = st.builds(SampledSurvivors, st.integers(1, 4))
+SCORES = st.builds(
+    Score, st.integers(1, 6), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.sampled_from([0.0, 0.3, 0.7, 1.0])
+)
 
 
 def truths(endings: Sequence[Ending], max_length: int = 8) -> st.SearchStrategy[Truth]:
@@ -114,4 +84,18 @@ def cases(
         slack=draw(st.none() | st.integers(0, max_length)) if cut else None,
         additions=additions,
         opening=opening,
+    )
+
+
+@st.composite
+def scored(draw: st.DrawFn, of: st.SearchStrategy[Case], refill: bool = False) -> Case:
+    """Cases whose candidates are scored on their way, so that some of them are pruned; without a bound."""
+    case = draw(of)
+    count = len(case.truths)
+    return replace(
+        case,
+        slack=None,
+        scores=draw(st.lists(st.lists(SCORES, max_size=2), min_size=count, max_size=count)),
+        most=draw(st.integers(0, count - case.replacements)) if refill else 0,
+        chances=draw(st.integers(0, 1000)),
     )

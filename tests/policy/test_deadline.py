@@ -66,17 +66,6 @@ def test_the_factor_in_a_deadline_is_that_between_its_limits(rule: Deadline, uns
 # --- a cohort ----------------------------------------------------------------
 
 
-def test_the_deadline_is_known_with_the_group_of_the_quantiles_rank() -> None:
-    cohort = CohortDeadline(Deadline(), 10)
-    for group in range(8):
-        cohort.report_need(group, 10 + group)
-    assert cohort.tokens is None
-    cohort.report_need(8, 30)
-    assert cohort.tokens == 30
-    cohort.report_need(9, 99)
-    assert [cohort.tokens, cohort.waits_beyond] == [30, None]
-
-
 def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_stays() -> None:
     for cohort in (
         CohortDeadline(Deadline(tokens=50, stretch=1.5, ceiling=70), 10),
@@ -166,9 +155,6 @@ def test_a_group_with_few_candidates_reports_the_same_share_of_them() -> None:
 # --- recent lengths ----------------------------------------------------------
 
 
-RULE = Deadline()
-
-
 def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
     needs = RecentCompletionLengths()
     for tokens in range(1, MIN_GROUPS):
@@ -196,14 +182,14 @@ def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
 def test_groups_that_were_cut_count_as_longer_and_if_many_were_the_deadline_is_later(
     lengths: list[int], tokens: int | None
 ) -> None:
-    assert RecentCompletionLengths(lengths).deadline(RULE) == tokens
+    assert RecentCompletionLengths(lengths).deadline(Deadline()) == tokens
 
 
 def test_if_hardly_any_group_is_complete_before_its_bound_all_show_their_lengths_again() -> None:
     recent = RecentCompletionLengths([10] * WINDOW)
     bounds = []
-    while (tokens := recent.deadline(RULE)) is not None:
-        bounds.append(RULE.bound_of(tokens))
+    while (tokens := recent.deadline(Deadline())) is not None:
+        bounds.append(Deadline().bound_of(tokens))
         recent.add(0)
     assert bounds == sorted(bounds)
     assert bounds[-1] == 80
@@ -212,4 +198,4 @@ def test_if_hardly_any_group_is_complete_before_its_bound_all_show_their_lengths
 
 def test_what_groups_needed_is_known_without_those_that_were_cut() -> None:
     assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(stretch=2.0)) == 40
-    assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(RULE) is None
+    assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(Deadline()) is None

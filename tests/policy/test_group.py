@@ -42,11 +42,9 @@ def opened(
     return group
 
 
-def unopened_with(
-    candidates: int, *, draws: tuple[float, ...] = (), replacements: int | None = 0, early: bool = False
-) -> Group:
+def unopened_with(candidates: int, *, replacements: int | None = 0) -> Group:
     """A group that is not open yet, with so many that run."""
-    group = unopened(draws=draws, replacements=replacements, early=early)
+    group = unopened(replacements=replacements)
     for i in range(candidates):
         assert group.add_candidate() == [Start((i,))]
         assert group.handle(Started(i)) == []
@@ -98,15 +96,6 @@ def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:
     assert group.open(DualEnd(1), 1) == []
     assert group.add_candidate() == []
     assert not group.candidates
-
-
-def test_a_deadline_may_be_set_before_the_group_opens() -> None:
-    group = unopened(draws=(0.2, 0.1))
-    assert group.handle(DeadlineSet(3)) == []
-    assert group.open(CutTail(1, 1), 2) == [Start((0, 1))]
-    assert group.handle(Started(0), stop(0, 2), Started(1)) == []
-    assert group.handle(stop(1, 9)) == [Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
-    assert group.candidates[1].tokens == 9  # without it the second shortest would be missing
 
 
 def test_tail_draws_come_from_the_given_generator() -> None:
@@ -200,9 +189,6 @@ def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_fa
     assert group.carry() == []
 
 
-# --- refusing ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("index", [-1, 2])
 def test_an_event_of_an_unknown_candidate_is_refused(index: int) -> None:
     with pytest.raises(IllegalMove, match=f"no candidate {index} was started"):
@@ -214,9 +200,6 @@ def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
     assert group.handle() == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
-
-
-# --- completing -------------------------------------------------------------
 
 
 def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
@@ -285,16 +268,6 @@ def test_a_running_tail_is_cut_when_it_reaches_the_deadline() -> None:
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
-def test_a_tail_that_finished_beyond_the_deadline_is_cut_once_the_deadline_is_certain() -> None:
-    group = opened(CutTail(1, 1), 4, draws=(0.9, 0.1, 0.8, 0.7))
-    assert group.handle(DeadlineSet(3), truncated(1, 9), stop(0, 2), stop(2, 7)) == []
-    assert group.check_at == {3: 1}
-    assert group.handle(Progress(3, 5)) == []
-    assert group.check_at == {3: 6}
-    assert group.handle(stop(3, 6)) == [Cut(1, 6), Complete({0: SelectedAs.SHORT, 1: SelectedAs.LONG})]
-    assert group.candidates[1].tokens == 6
-
-
 def test_a_tail_that_finished_beyond_the_bound_is_cut_there_at_once() -> None:
     group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
     assert group.handle(DeadlineSet(3, 6), stop(1, 9)) == [Cut(1, 6)]
@@ -325,14 +298,6 @@ def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
     assert group.outcome is Outcome.CANCELLED
     assert group.handle(stop(2, 1)) == []
     assert group.cancel() == []
-
-
-def test_delivered_candidates_stay_selected_when_the_group_is_cancelled() -> None:
-    group = opened(SampledTail(1, 1), 4, draws=(0.9, 0.1, 0.8, 0.7), early=True)
-    assert group.handle(stop(0, 2), truncated(1, 9), stop(2, 4)) == [Deliver(1)]
-    assert group.cancel() == [Stop(3, DiscardReason.CANCELLED)]
-    assert [c.selected_as for c in group.candidates] == [None, SelectedAs.LONG_TRUNCATED, None, None]
-    assert reasons(group) == [DiscardReason.CANCELLED, None, DiscardReason.CANCELLED, DiscardReason.CANCELLED]
 
 
 def test_only_the_first_deadline_counts() -> None:

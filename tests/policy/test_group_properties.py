@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, event, example, given, settings
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from darts_server.policy.candidate import State
@@ -17,15 +17,11 @@ from tests.policy.cases import (
     WITH_THE_END_OF_THE_ENGINE,
     WITHOUT_DEADLINE,
     WITHOUT_FAILURES,
-    Case,
     cases,
+    thoroughly,
 )
 from tests.policy.oracle import Fate, Fates, chosen, cut_lengths, deadline, is_bounded, possible
-from tests.policy.world import Ending, Peek, Truth, World
-
-thoroughly = settings(max_examples=3 * settings().max_examples)
-"""For the properties in which a mistake hides best."""
-
+from tests.policy.world import Case, Ending, Peek, Truth, World
 
 DECIDED_BY_THE_BOUND = Case(
     CutTail(1, 1), 3, [Truth(1), Truth(1, delay=2), Truth(2)], early=True, seed=0, order=0, limits={0: 1}, slack=0
@@ -120,7 +116,7 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
     }
     at_bound = dict.fromkeys(world.cuts.keys() - cuts.keys(), world.bound)
     assert world.cuts == cuts | at_bound
-    assert all(world.truths[i].length > end for i, end in world.cuts.items())
+    assert all(case.truths[i].length > end for i, end in world.cuts.items())
     selected_as = SelectedAs.LONG if isinstance(case.rule, CutTail) else SelectedAs.FILL
     assert world.selection == group | {i: selected_as for i in world.cuts if i in group}
 

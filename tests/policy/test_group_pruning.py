@@ -1,11 +1,10 @@
 """Groups whose candidates are scored: who is pruned, who is kept, and what that does to each rule."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from darts_server.policy.events import (
@@ -22,61 +21,53 @@ from darts_server.policy.events import (
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights
 from darts_server.policy.sampled_tail import CutTail
-from darts_server.policy.selection import DualEnd, SelectionRule
+from darts_server.policy.selection import DualEnd
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.cases import (
     CUT_TAILS,
-    LONGEST_TAILS,
     RULES,
-    SAMPLED_TAILS,
+    SAMPLED_SURVIVORS,
+    SURVIVORS,
     WITH_DEADLINE,
     WITH_FAILURES,
     WITH_THE_END_OF_THE_ENGINE,
     WITHOUT_DEADLINE,
     WITHOUT_FAILURES,
-    WITHOUT_TAIL,
     cases,
+    scored,
+    thoroughly,
 )
 from tests.policy.oracle import Fate, chosen
-from tests.policy.scored import SAMPLED_SURVIVORS, SURVIVORS, ScoredCase, ScoredWorld, scored
 from tests.policy.test_group_properties import assert_exact, assert_given_up
-from tests.policy.world import Draws
+from tests.policy.world import Case, Draws, World, running
 
-thoroughly = settings(max_examples=3 * settings().max_examples)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 # --- properties -------------------------------------------------------------
 
 
 @thoroughly
-@given(
-    scored(
-        cases(
-            WITHOUT_FAILURES,
-            of=WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS | SAMPLED_SURVIVORS,
-        )
-    )
-)
-def test_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
+@given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE | SAMPLED_SURVIVORS)))
+def test_the_rule_selects_from_candidates_that_were_not_pruned(case: Case) -> None:
     world = case.world().run()
-    assert world.selection == chosen(case.case.rule, left(world))
-    assert len(world.selection or {}) == case.case.rule.size
+    assert world.selection == chosen(case.rule, left(world))
+    assert len(world.selection or {}) == case.rule.size
     assert not world.pruned & (world.selection or {}).keys()
     event("pruned" if world.pruned else "none pruned")
 
 
 @thoroughly
 @given(scored(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True)))
-def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: ScoredCase) -> None:
+def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(case: Case) -> None:
     world = case.world().run()
-    assert_exact(case.case, world, left(world))
+    assert_exact(case, world, left(world))
     assert not world.pruned & (world.selection or {}).keys()
     event("pruned" if world.pruned else "none pruned")
     event("cut" if world.cuts else "not cut")
 
 
 @given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6), refill=True))
-def test_all_survivors_are_returned_and_one_is_always_left(case: ScoredCase) -> None:
+def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
         survivors = set(range(len(world.runs))) - world.pruned - world.failed.keys()
@@ -84,21 +75,21 @@ def test_all_survivors_are_returned_and_one_is_always_left(case: ScoredCase) -> 
         assert survivors
         assert world.stopped.keys() == world.pruned
     assert not world.delivered
-    event("as many as its size, or more" if len(world.selection or {}) >= case.case.rule.size else "fewer")
+    event("as many as its size, or more" if len(world.selection or {}) >= case.rule.size else "fewer")
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=SAMPLED_SURVIVORS)))
-def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say_of_how_many(case: ScoredCase) -> None:
+def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say_of_how_many(case: Case) -> None:
     world = case.world().run()
     assert world.stopped.keys() == world.pruned
     assert not world.delivered
     survivors = len(world.runs) - len(world.pruned)
     assert sampled_from(world.group) == survivors
     for index, weight in selection_weights(world.group).items():
-        assert weight == pytest.approx(survivors / case.case.rule.size / world.kept.get(index, 1.0), abs=1e-9)
+        assert weight == pytest.approx(survivors / case.rule.size / world.kept.get(index, 1.0), abs=1e-9)
 
 
-def left(world: ScoredWorld) -> dict[int, Fate]:
+def left(world: World) -> dict[int, Fate]:
     return {i: fate for i, fate in world.fates().items() if i not in world.gone}
 
 
@@ -109,7 +100,7 @@ def left(world: ScoredWorld) -> dict[int, Fate]:
         refill=True,
     )
 )
-def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(case: ScoredCase) -> None:
+def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(case: Case) -> None:
     world = case.world().run()
     assert not world.known
     for candidate in world.group.candidates:
@@ -118,22 +109,22 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
         if candidate.index not in world.pruned:
             assert candidate.survival == pytest.approx(world.kept.get(candidate.index, 1.0))
     if world.selection is not None:
-        assert len(world.selection) == case.case.rule.size
+        assert len(world.selection) == case.rule.size
         assert world.delivered.keys() <= world.selection.keys()
         assert world.cuts.keys() <= world.selection.keys()
         assert not world.pruned & world.selection.keys()
-    elif len(world.runs) <= world.in_all + case.case.replacements and not world.pruned:
-        assert_given_up(case.case, world)
-    event("refilled" if len(world.runs) > world.in_all + case.case.replacements else "not refilled")
+    elif len(world.runs) <= world.in_all + case.replacements and not world.pruned:
+        assert_given_up(case, world)
+    event("refilled" if len(world.runs) > world.in_all + case.replacements else "not refilled")
     event(str(world.group.outcome))
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
-def test_without_pruning_scores_do_not_change_the_group(case: ScoredCase, draws: bool) -> None:
+def test_without_pruning_scores_do_not_change_the_group(case: Case, draws: bool) -> None:
     """Whether survival is 1 for all, or there is no generator for it."""
     survivals = [[replace(score, survival=1.0) if draws else score for score in scores] for scores in case.scores]
     world = replace(case, scores=survivals, chances=0 if draws else None).world().run()
-    unscored = case.case.world().run()
+    unscored = replace(case, scores=(), chances=None).world().run()
     assert not world.pruned
     assert set(world.kept.values()) <= {1.0}
     assert world.selection == unscored.selection
@@ -150,7 +141,7 @@ def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_leave_the
     survivals: list[float], size: int, seed: int, at_once: bool
 ) -> None:
     size = min(size, len(survivals))
-    group = opened(DualEnd(size), len(survivals), np.random.default_rng(seed))
+    group = running(DualEnd(size), len(survivals), np.random.default_rng(seed))
     scores = [Scored(i, 0.5, p) for i, p in enumerate(survivals)]
     decisions = group.handle(*scores) if at_once else [d for score in scores for d in group.handle(score)]
     assert [d for d in decisions if not isinstance(d, Deliver)] == kept_or_pruned(survivals, size, seed)
@@ -169,25 +160,7 @@ def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decisio
     return decisions
 
 
-@pytest.mark.untraced
-def test_inverse_propensity_weights_stay_unbiased_when_the_group_needs_all_that_are_left() -> None:
-    """Of four with the values 1, 2, 3, 4 at most one is pruned; the weighted sum of the others is 10 on average."""
-    rng = np.random.default_rng(11)
-    sums = []
-    for _ in range(10_000):
-        decisions = opened(DualEnd(3), 4, rng).handle(*(Scored(i, 0.5, 0.5) for i in range(4)))
-        sums.append(sum((d.index + 1) / d.survival for d in decisions if isinstance(d, Keep)))
-    assert np.mean(sums) == pytest.approx(10, abs=0.15)  # more than four standard errors
-
-
 # --- one by one -------------------------------------------------------------
-
-
-def opened(rule: SelectionRule, candidates: int, chances: Any, early: bool = False, most: int = 0) -> Group:
-    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
-    group.open(rule, candidates, most)
-    group.handle(*(Started(i) for i in range(candidates)))
-    return group
 
 
 def finish(group: Group, **lengths: int) -> list[Decision]:
@@ -195,7 +168,7 @@ def finish(group: Group, **lengths: int) -> list[Decision]:
 
 
 def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
-    group = opened(DualEnd(2), 3, Draws(0.3, 0.9, 0.9))
+    group = running(DualEnd(2), 3, Draws(0.3, 0.9, 0.9))
     assert group.handle(Scored(0, 0.5, 0.8)) == [Keep(0, 0.8)]
     assert group.handle(Scored(0, 0.5, 0.5)) == [Keep(0, 0.5)]
     assert group.candidates[0].survival == 0.4
@@ -203,13 +176,13 @@ def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
 
 
 def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:
-    group = opened(DualEnd(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
+    group = running(DualEnd(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
     group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
     assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]
 
 
 def test_a_candidate_that_finished_with_its_score_is_not_pruned() -> None:
-    group = opened(DualEnd(2), 3, Draws(0.9, 0.9, 0.9))
+    group = running(DualEnd(2), 3, Draws(0.9, 0.9, 0.9))
     assert group.handle(Scored(0, 0.2, 0.0), Finished(0, 4, STOP)) == []
     assert (group.candidates[0].quality, group.candidates[0].survival) == (0.2, 1.0)
 
@@ -225,17 +198,17 @@ def test_scores_before_the_opening_are_decided_at_the_opening() -> None:
 
 
 def test_pruned_candidates_are_replaced_up_to_the_maximum() -> None:
-    group = opened(DualEnd(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
+    group = running(DualEnd(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
     assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
 
 
 def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
-    group = opened(DualEnd(1), 2, Draws(0.0, 0.9), most=9)
+    group = running(DualEnd(1), 2, Draws(0.0, 0.9), most=9)
     finish(group, c0=5)
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
 
-    group = opened(DualEnd(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
+    group = running(DualEnd(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
     group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
     assert finish(group, c0=5) == [Deliver(0)]
     assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
@@ -243,7 +216,7 @@ def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
 
 
 def test_one_that_was_certain_may_lose_its_place_to_a_replacement() -> None:
-    group = opened(CutTail(1, 1), 3, Draws(0.0, 0.0, 0.9), most=9)
+    group = running(CutTail(1, 1), 3, Draws(0.0, 0.0, 0.9), most=9)
     group.handle(Progress(1, 6), Progress(2, 6))
     assert group.handle(Finished(0, 5, STOP), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED), Start((3,))]
     group.handle(Started(3))

@@ -5,18 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.events import (
-    Cut,
-    DeadlineSet,
-    Decision,
-    Failed,
-    Finished,
-    Lost,
-    Progress,
-    Start,
-    Started,
-    Stop,
-)
+from darts_server.policy.events import DeadlineSet, Decision, Failed, Finished, Lost, Progress, Start, Started, Stop
 from darts_server.policy.group import Group, selection_weights
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import DualEnd, InOrder, SelectionRule
@@ -127,4 +116,3 @@ def test_a_replacement_comes_for_one_that_fails_after_the_reduction() -> None:
     group.reduce(2)
     group.handle(Started(0), Started(1))
     assert group.handle(Lost(0)) == [Start((4,))]
-    assert not any(isinstance(decision, Cut) for decision in group.handle(Started(4)))

@@ -8,16 +8,9 @@ from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, F
 from darts_server.policy.group import Group
 from darts_server.policy.selection import DualEnd, InOrder
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
+from tests.policy.world import running
 
 STOP = FinishReason.STOP
-
-
-def running(rule: DualEnd, candidates: int, *, early: bool = False, most: int = 0, prunes: bool = False) -> Group:
-    chances = np.random.default_rng(0) if prunes else None
-    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
-    group.open(rule, candidates, most)
-    group.handle(*(Started(i) for i in range(candidates)))
-    return group
 
 
 def test_all_are_discarded_and_as_many_as_were_allocated_are_started() -> None:
@@ -49,21 +42,15 @@ def test_candidates_before_a_restart_do_not_count() -> None:
     assert group.check_at.keys() <= {3, 4}
 
 
-def test_a_group_that_has_delivered_cannot_be_restarted() -> None:
-    group = running(DualEnd(2), 2, early=True)
-    assert group.can_restart
-    assert Deliver(0) in group.handle(Finished(0, 5, STOP))
-    assert not group.can_restart
-    with pytest.raises(IllegalMove):
-        group.restart()
-
-
-def test_a_paused_group_cannot_be_restarted_again() -> None:
-    group = running(DualEnd(1), 1)
-    group.restart()
-    assert not group.can_restart
-    with pytest.raises(IllegalMove):
-        group.restart()
+def test_a_group_that_has_delivered_or_is_paused_cannot_be_restarted() -> None:
+    delivered, paused = running(DualEnd(2), 2, early=True), running(DualEnd(1), 1)
+    assert delivered.can_restart
+    assert Deliver(0) in delivered.handle(Finished(0, 5, STOP))
+    paused.restart()
+    for group in (delivered, paused):
+        assert not group.can_restart
+        with pytest.raises(IllegalMove):
+            group.restart()
 
 
 def test_an_unopened_group_restarts_its_candidates_and_those_added_meanwhile() -> None:
@@ -115,7 +102,7 @@ def test_a_group_that_is_cancelled_while_paused_stays_cancelled() -> None:
 
 def test_places_of_pruned_candidates_are_refilled_after_a_restart() -> None:
     """As many candidates may be started in place of pruned ones as before."""
-    group = running(DualEnd(1), 3, most=4, prunes=True)
+    group = running(DualEnd(1), 3, np.random.default_rng(0), most=4)
     for first in (0, 3 + 1, 3 + 1 + 4):
         assert group.handle(Scored(first, 0.0, survival=0.0)) == [
             Stop(first, DiscardReason.PRUNED),

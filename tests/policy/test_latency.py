@@ -127,15 +127,6 @@ def test_steps_that_vary_count_by_their_mean() -> None:
     assert error(model, lambda b: 1.1 * cpu(b)) < 0.07  # the median would be a tenth too low
 
 
-def test_stalls_hardly_move_the_curve() -> None:
-    model = taught(LatencyModel(), cpu, 60)
-    before = known(model).step_seconds_array(UNSEEN)
-    for batch in SIZES:
-        for _ in range(3):
-            model.observe(batch, 100 * cpu(batch))
-    assert known(model).step_seconds_array(UNSEEN) == pytest.approx(before, rel=0.02)
-
-
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 def test_an_engine_that_became_slower_or_faster_is_believed_soon(factor: float) -> None:
     model = taught(LatencyModel(), gpu, 200)
@@ -178,10 +169,13 @@ def test_the_curve_never_falls_and_is_always_positive(seen: list[tuple[int, floa
 
 def test_the_state_survives_json_and_continues_unchanged() -> None:
     model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
+    for batch, started, seconds in steps(2 * MAX_STARTS):
+        model.observe(batch, seconds, started)
     restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
     assert restored == model.state
+    assert len(restored.starts) == MAX_STARTS
     twin = LatencyModel(restored)
-    assert twin.curve == model.curve
+    assert (twin.curve, twin.start_seconds) == (model.curve, model.start_seconds)
     assert taught(twin, gpu, 5).curve == taught(model, gpu, 5).curve
 
 
@@ -196,10 +190,7 @@ def test_the_state_stays_small() -> None:
     [
         ({"batches": ((1,),), "seconds": ((0.1, 0.2),), "ages": (0,)}, "equally many"),
         ({"batches": ((),), "seconds": ((),), "ages": (0,)}, "at least one, and of one bin"),
-        (
-            {"batches": ((1, 9),), "seconds": ((0.1, 0.2),), "ages": (0,)},
-            "at least one, and of one bin",
-        ),
+        ({"batches": ((1, 9),), "seconds": ((0.1, 0.2),), "ages": (0,)}, "at least one, and of one bin"),
         ({"batches": ((0,),), "seconds": ((0.1,),), "ages": (0,)}, "batches must be a whole number in"),
         ({"batches": ((1,),), "seconds": ((-0.1,),), "ages": (0,)}, "seconds must be a number in"),
         ({"batches": ((1,),), "seconds": ((0.1,),), "ages": (-1,)}, "ages must be a whole number in"),
@@ -238,14 +229,14 @@ CURVE = LatencyCurve((1.0, 100.0), (0.01, 0.03), 0.0002)
 COST = 0.003
 
 
-def steps(count: int, noise: float = 0.05, stalls: float = 0.0, cost: float = COST) -> list[Start]:
+def steps(count: int, stalls: float = 0.0) -> list[Start]:
     """Steps as of batches that start at once, and of candidates that take the place of others."""
     rng = np.random.default_rng(count)
     made = []
     for _ in range(count):
         started = int(rng.choice([1, 2, 5, 20, 60]))
         batch = started + int(rng.integers(1, 60))
-        seconds = CURVE.step_seconds(batch) * float(np.exp(noise * rng.standard_normal())) + cost * started
+        seconds = CURVE.step_seconds(batch) * float(np.exp(0.05 * rng.standard_normal())) + COST * started
         made.append((batch, started, seconds + 5.0 * (rng.random() < stalls)))
     return made
 
@@ -260,13 +251,6 @@ def starts_taught(model: LatencyModel) -> LatencyModel:
 @pytest.mark.parametrize("stalls", [0.0, 0.2])
 def test_the_cost_is_found_among_noise_and_stalls(stalls: float) -> None:
     assert start_seconds(steps(100, stalls=stalls), CURVE) == pytest.approx(COST, rel=0.05)
-
-
-def test_a_step_counts_by_those_that_start_in_it() -> None:
-    few = [(100, 1, CURVE.step_seconds(100) + 2 * COST)] * 50
-    many = [(100, 60, CURVE.step_seconds(100) + 60 * COST)] * 5
-    assert start_seconds(few + many, CURVE) == pytest.approx(COST)
-    assert start_seconds(few, CURVE) == pytest.approx(2 * COST)
 
 
 def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None:
@@ -313,21 +297,3 @@ def test_steps_with_starts_are_no_part_of_the_curve() -> None:
         model.observe(batch, seconds, started)
     assert model.curve == before
     assert model.start_seconds == pytest.approx(COST, rel=0.1)
-
-
-def test_the_state_survives_json_and_is_bounded() -> None:
-    model = starts_taught(LatencyModel())
-    for batch, started, seconds in steps(2 * MAX_STARTS):
-        model.observe(batch, seconds, started)
-    restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
-    assert restored == model.state
-    assert len(restored.starts) == MAX_STARTS
-    assert LatencyModel(restored).start_seconds == model.start_seconds
-
-
-def test_a_state_from_before_starts_were_learned_can_be_used() -> None:
-    state = asdict(starts_taught(LatencyModel()).state)
-    del state["starts"]
-    model = LatencyModel(LatencyState(**state))
-    assert model.curve is not None
-    assert model.start_seconds is None

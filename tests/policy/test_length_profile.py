@@ -82,14 +82,6 @@ def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     assert float(np.median(found)) == pytest.approx(float(np.median(truth)), rel=0.05)
 
 
-def test_the_finished_ones_alone_would_be_far_too_short() -> None:
-    profile = recorded(geometric, shortest, 16)
-    finished = np.asarray(profile.state.finished)
-    middles = (EDGES[1:] + EDGES[:-1]) / 2
-    assert float(finished @ middles / finished.sum()) < 0.5
-    assert float(quantiles(profile).mean()) > 0.9
-
-
 def test_the_product_limit_rule_by_hand() -> None:
     profile = LengthProfile()
     # Of ten, two end at 1/4; four are stopped at 1/2; of the four left, each of 1, 2, 4 and 8 is the end of one.
@@ -107,9 +99,6 @@ def test_a_single_finished_candidate_gives_a_lower_bound_for_the_others() -> Non
     found = quantiles(profile, 100)
     assert float(found.min()) > 0.9
     assert math.isfinite(float(found.max()))
-
-
-# --- what comes out ---------------------------------------------------------
 
 
 @given(RATIOS, st.integers(1, 50))
@@ -169,9 +158,6 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
         one.observe([(0.7, False), (1.1, True)])
     assert twin.state == profile.state
     assert (quantiles(twin) == quantiles(profile)).all()
-
-
-# --- what is refused --------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf])

@@ -80,12 +80,6 @@ def shortest(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
     return [Observation(min(int(x), bar), censored=x > bar) for x in lengths]
 
 
-def shortest_polled_early(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
-    """The same, but stopped one token before: the next one would be the bar's, and a later index loses the tie."""
-    bar = int(np.sort(lengths)[7])
-    return [Observation(bar - 1, censored=True) if x > bar else Observation(int(x)) for x in lengths]
-
-
 def sampled_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
     """The 7 shortest finish and one sampled from the others does; the others are stopped at the 7th."""
     order = np.argsort(lengths, kind="stable")
@@ -107,10 +101,6 @@ FIGURES = [
     pytest.param(GEOMETRIC, shortest, 0.98, 0.92, id="geometric, shortest"),
     pytest.param(EVEN, shortest, 1.23, 0.92, id="two even modes, shortest"),
     pytest.param(UNEVEN, shortest, 0.68, 0.45, id="the longer mode rare, shortest", marks=pytest.mark.nightly),
-    pytest.param(
-        NARROW, shortest_polled_early, 0.99, 0.99, id="log-normal 0.3, polled early", marks=pytest.mark.nightly
-    ),
-    pytest.param(GEOMETRIC, shortest_polled_early, 0.98, 0.92, id="geometric, polled early"),
     pytest.param(NARROW, sampled_tail, 0.97, 0.97, id="log-normal 0.3, sampled tail", marks=pytest.mark.nightly),
     pytest.param(WIDE, sampled_tail, 0.92, 0.88, id="log-normal 0.5, sampled tail", marks=pytest.mark.nightly),
     pytest.param(HEAVY, sampled_tail, 0.83, 0.76, id="log-normal 0.8, sampled tail"),
@@ -226,9 +216,6 @@ def test_candidates_without_tokens_are_ignored() -> None:
 def test_observations_without_any_token_are_refused(nothing: list[Observation]) -> None:
     with pytest.raises(ValueError, match="at least one candidate"):
         estimate_lengths(nothing)
-
-
-# --- keys -------------------------------------------------------------------
 
 
 def test_a_completed_sample_has_every_candidates_weight_and_makes_stopped_ones_longer() -> None:

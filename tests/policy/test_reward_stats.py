@@ -49,9 +49,10 @@ def test_the_error_is_that_of_the_mean(lengths: list[int]) -> None:
     assert close(of(lengths).error, np.std(lengths, ddof=1) / math.sqrt(len(lengths)))
 
 
-def test_a_single_length_has_no_error() -> None:
+def test_a_single_length_and_a_single_weight_have_no_error() -> None:
     assert single_length(7).error is None
     assert Moments().error is None
+    assert Moments(2, 5.0, 0.0, 1.0, 1.0).error is None
 
 
 # --- patterns ---------------------------------------------------------------
@@ -88,23 +89,10 @@ def test_a_pattern_needs_enough_lengths_and_means_far_enough_apart(right: list[i
         ([5] * MIN_TRAJECTORIES, [9] * MIN_TRAJECTORIES, MeanDifference(-4, 0, TailPattern.VERBOSITY)),
         ([9] * MIN_TRAJECTORIES, [5] * MIN_TRAJECTORIES, MeanDifference(4, 0, TailPattern.DEPTH)),
         ([9] * MIN_TRAJECTORIES, [5] * (MIN_TRAJECTORIES - 1), MeanDifference(4, 0, TailPattern.UNCLEAR)),
-        (
-            [4, 8] * MIN_TRAJECTORIES,
-            [6, 8] * MIN_TRAJECTORIES,
-            MeanDifference(-1, math.sqrt(5 / 19), TailPattern.UNCLEAR),
-        ),
     ],
 )
 def test_small_samples_give_the_expected_pattern(right: list[int], wrong: list[int], result: MeanDifference) -> None:
     assert RewardStats(of(right), of(wrong)).difference == result
-
-
-def test_six_in_a_hundred_prompts_with_equal_lengths_show_a_pattern_by_chance() -> None:
-    rng = np.random.default_rng(5)
-    tries = 2000
-    samples = rng.lognormal(5, 0.5, (tries, 2, MIN_TRAJECTORIES)).astype(int) + 1
-    result = [RewardStats(of(right.tolist()), of(wrong.tolist())).difference.pattern for right, wrong in samples]
-    assert sum(pattern != "unclear" for pattern in result) / tries == pytest.approx(0.06, abs=0.02)
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 9)), min_size=2, max_size=30))
@@ -115,10 +103,6 @@ def test_a_whole_weight_counts_as_so_many_lengths(lengths: list[tuple[int, int]]
     assert weighted.weight == repeated.count
     assert weighted.mean == pytest.approx(repeated.mean)
     assert weighted.m2 == pytest.approx(repeated.m2, abs=1e-6)
-
-
-def test_a_single_weight_says_nothing_of_the_error() -> None:
-    assert Moments(2, 5.0, 0.0, 1.0, 1.0).error is None
 
 
 def test_the_error_of_a_weighted_mean_is_that_of_repeated_samples() -> None:

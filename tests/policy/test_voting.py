@@ -220,10 +220,6 @@ def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
     assert count_votes(votes[::-1], weighting) == count_votes(votes, weighting)
 
 
-def test_no_votes_have_no_winner() -> None:
-    assert count_votes([], MajorityWeighting()) == Tally(None, {}, {}, {})
-
-
 def completions(votes: Sequence[Vote], remaining: Sequence[int], marks: Sequence[float]) -> Iterator[list[Vote]]:
     """All ways the rest could vote: nothing, any known answer or one of two others, with any of the scores."""
     answers = [*sorted({v.answer for v in votes}), "x", "y"]

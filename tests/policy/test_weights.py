@@ -14,8 +14,8 @@ from darts_server.policy.group import Group, sampled_from, selection_weights, ta
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
-from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, Case, cases
-from tests.policy.world import Draws
+from tests.policy.cases import CUT_TAILS, SAMPLED_TAILS, WITHOUT_FAILURES, cases
+from tests.policy.world import Case, Draws
 
 
 def complete(

@@ -9,6 +9,8 @@ from enum import Enum, auto
 from random import Random
 from typing import Self
 
+import numpy as np
+
 from darts_server.policy.events import (
     Complete,
     Cut,
@@ -19,6 +21,7 @@ from darts_server.policy.events import (
     Failed,
     Finished,
     GiveUp,
+    Keep,
     Lost,
     Progress,
     Scored,
@@ -26,7 +29,7 @@ from darts_server.policy.events import (
     Started,
     Stop,
 )
-from darts_server.policy.group import Group
+from darts_server.policy.group import Group, UniformGenerator
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.policy.oracle import Fate, Rule, bounded
 
@@ -42,6 +45,16 @@ class Draws:
 
     def random(self) -> float:
         return next(self._draws, 0.99)
+
+
+def running(
+    rule: Rule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False, most: int = 0
+) -> Group:
+    """Return a group all of whose first candidates run. ``chances``: random numbers for pruning."""
+    group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
+    group.open(rule, candidates, most)
+    group.handle(*(Started(i) for i in range(candidates)))
+    return group
 
 
 class Ending(Enum):
@@ -74,6 +87,53 @@ class Truth:
     speed: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What is said of a candidate when it has generated ``tokens``."""
+
+    tokens: int
+    quality: float
+    survival: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters of a world. ``seed`` determines the group's random numbers, ``order`` the order of events.
+
+    ``at_once``: the events of one step are reported in one call, instead of in calls of any size. ``limits`` maps a
+    step to the limit that is set in it, with a bound that is ``slack`` more. ``additions`` are steps in each of which
+    one candidate is added, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
+    ``scores``: of each candidate, by index; empty if none is scored. ``chances``: seed for pruning; ``None`` for a
+    group that prunes nothing.
+    """
+
+    rule: Rule
+    candidates: int
+    truths: Sequence[Truth]
+    early: bool
+    seed: int
+    order: int
+    peek: Peek = Peek.CHECKS
+    replacements: int = 0
+    at_once: bool = False
+    limits: Mapping[int, int] = field(default_factory=dict)
+    slack: int | None = None
+    additions: Sequence[int] = ()
+    opening: int = 0
+    most: int = 0
+    scores: Sequence[Sequence[Score]] = ()
+    chances: int | None = None
+
+    def world(self) -> "World":
+        group = Group(
+            rng=np.random.default_rng(self.seed),
+            max_replacements=self.replacements,
+            deliver_early=self.early,
+            survival_rng=None if self.chances is None else np.random.default_rng(self.chances),
+        )
+        return World(self, group, Random(self.order))
+
+
 @dataclass(slots=True)
 class Run:
     """One candidate in the engine."""
@@ -97,25 +157,11 @@ class Stopped:
 
 @dataclass(slots=True)
 class World:
-    """``at_once``: the events of one step are reported in one call, instead of in calls of any size.
+    """A group and the engine that it runs on. ``order``: of events."""
 
-    ``limits`` maps a step to the limit that is set in it, with a bound that is ``slack`` more. ``additions`` are steps
-    in each of which one candidate is added, and in the step ``opening`` the group is opened, with ``most``: in step 0
-    after both.
-    """
-
+    case: Case
     group: Group
-    rule: Rule
-    candidates: int
-    truths: Sequence[Truth]
     order: Random
-    peek: Peek = Peek.CHECKS
-    at_once: bool = False
-    limits: Mapping[int, int] = field(default_factory=dict)
-    slack: int | None = None
-    additions: Sequence[int] = ()
-    opening: int = 0
-    most: int = 0
 
     step: int = 0
     limit: int | None = None
@@ -138,12 +184,19 @@ class World:
     """Whether a failure was reported that is not retryable."""
     stopped: dict[int, Stopped] = field(default_factory=dict)
     cuts: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, float] = field(default_factory=dict)
+    """Candidate -> product of the probabilities that it was kept with."""
     delivered: dict[int, int] = field(default_factory=dict)
     """Candidate -> step."""
     gone: frozenset[int] = frozenset()
-    """Failed or stopped when the last failure was reported: out, whatever the rule says about those that remain."""
+    """Failed or stopped when the last failure was reported, or the last one pruned: out, whatever the rule says about
+    those that remain."""
     selection: Mapping[int, SelectedAs] | None = None
     gave_up: Exception | None = None
+
+    @property
+    def pruned(self) -> set[int]:
+        return {i for i, stop in self.stopped.items() if stop.reason is DiscardReason.PRUNED}
 
     # --- running -------------------------------------------------------------
 
@@ -154,8 +207,8 @@ class World:
 
     def moments(self) -> Iterator[None]:
         """Run until the group has ended, with a halt after each time it decided."""
-        if 0 in self.limits:
-            self.report(self._limit(self.limits[0]))
+        if 0 in self.case.limits:
+            self.report(self._limit(self.case.limits[0]))
         yield from self._open()
         while self.group.outcome is None:
             self.step += 1
@@ -165,22 +218,22 @@ class World:
             yield from self._report()
 
     def _open(self) -> Iterator[None]:
-        for _ in range(self.additions.count(self.step)):
+        for _ in range(self.case.additions.count(self.step)):
             self.act(self.group.add_candidate())
             self.in_all = len(self.runs)
-        if self.step == self.opening:
+        if self.step == self.case.opening:
             alive = len(self.runs) - len(self.failed)
-            self.in_all = len(self.runs) + max(0, self.candidates - alive)
+            self.in_all = len(self.runs) + max(0, self.case.candidates - alive)
             self.at_opening = {i: run.tokens for i, run in enumerate(self.runs)}
-            self.act(self.group.open(self.rule, self.candidates, self.most))
+            self.act(self.group.open(self.case.rule, self.case.candidates, self.case.most))
             yield
 
     def _limit(self, tokens: int) -> DeadlineSet:
-        return DeadlineSet(tokens, None if self.slack is None else tokens + self.slack)
+        return DeadlineSet(tokens, None if self.case.slack is None else tokens + self.case.slack)
 
     def _report_in_parts(self, events: Sequence[Event]) -> Iterator[None]:
         while events:
-            count = len(events) if self.at_once else self.order.randint(1, len(events))
+            count = len(events) if self.case.at_once else self.order.randint(1, len(events))
             self.report(*events[:count])
             events = events[count:]
             yield
@@ -219,8 +272,8 @@ class World:
 
     def _step(self) -> list[Event]:
         queues = [self._advance(i, run) for i, run in enumerate(self.runs) if not run.over]
-        if self.step in self.limits:
-            queues.append([self._limit(self.limits[self.step])])
+        if self.step in self.case.limits:
+            queues.append([self._limit(self.case.limits[self.step])])
         queues = [queue for queue in queues if queue]
         events: list[Event] = []
         while queues:
@@ -239,7 +292,8 @@ class World:
             return [self._end(i)]
         events: list[Event] = [] if run.started else [Started(i)]
         run.started = True
-        if self.peek is Peek.NOW_AND_THEN and self.order.random() < 0.3:
+        before = run.tokens
+        if self.case.peek is Peek.NOW_AND_THEN and self.order.random() < 0.3:
             out_of_date = Progress(i, self.order.randint(0, run.tokens))
             events.append(out_of_date if self.order.random() < 0.5 else Scored(i, 0.5))
         run.tokens = min(run.truth.length, run.tokens + run.truth.speed)
@@ -248,7 +302,16 @@ class World:
             events.append(self._end(i))
             if isinstance(events[-1], Finished) and self.order.random() < 0.2:
                 events.append(Progress(i, run.tokens))
-        return events
+        return self._with_scores(i, before, events) if self.case.scores else events
+
+    def _with_scores(self, i: int, before: int, events: list[Event]) -> list[Event]:
+        """Add the scores that are due since it had ``before`` tokens; of one that finishes they may come too late."""
+        due = [score for score in self.case.scores[i] if before < score.tokens <= self.runs[i].tokens]
+        scored = [Scored(i, score.quality, score.survival) for score in due]
+        place = 1 if events and isinstance(events[0], Started) else 0
+        if any(isinstance(event, Finished) for event in events) and self.order.random() < 0.5:
+            place = len(events)
+        return [*events[:place], *scored, *events[place:]]
 
     def _late_events(self, i: int, run: Run) -> list[Event]:
         """The engine may or may not say how one ended that the group has stopped."""
@@ -271,9 +334,9 @@ class World:
     # --- reporting progress -------------------------------------------------
 
     def _report(self) -> Iterator[None]:
-        if self.peek is Peek.EVERYTHING:
+        if self.case.peek is Peek.EVERYTHING:
             yield from self._report_in_parts(self._progress(list(self.known)))
-        elif self.peek is Peek.CHECKS or self.order.random() < 0.5:
+        elif self.case.peek is Peek.CHECKS or self.order.random() < 0.5:
             while due := self._progress(self._due()):
                 yield from self._report_in_parts(due)
                 silent = all(self.group.check_at.get(event.index, event.tokens + 1) > event.tokens for event in due)
@@ -289,6 +352,7 @@ class World:
     # --- doing what the group wants -----------------------------------------
 
     def act(self, decisions: Sequence[Decision]) -> None:
+        self._prune(decisions)
         for decision in decisions:
             ended = self.selection is not None or self.gave_up is not None
             assert not ended, f"decided after the end: {decision}"
@@ -309,13 +373,30 @@ class World:
                 case GiveUp(error):
                     self.gave_up = error
         assert self.group.check_at.keys() <= self.known.keys(), "a check of a candidate that does not run"
-        is_whole = self.group.is_open and len(self.delivered) == self.rule.size
+        is_whole = self.group.is_open and len(self.delivered) == self.case.rule.size
         assert not is_whole or self.group.outcome is not None, "nothing runs once all are delivered"
+
+    def _prune(self, decisions: Sequence[Decision]) -> None:
+        """Keep book of who was pruned and who was kept. Each decision comes before its consequences."""
+        stopped = set(self.stopped)
+        returnable = len(self.known) + sum(fate.valid for fate in self.finished.values())
+        for decision in decisions:
+            match decision:
+                case Start(indices):
+                    returnable += len(indices)
+                case Keep(i, survival):
+                    assert i in self.known
+                    self.kept[i] = self.kept.get(i, 1.0) * survival
+                case Stop(i, DiscardReason.PRUNED):
+                    stopped.add(i)
+                    returnable -= 1
+                    self.gone = frozenset(self.failed) | stopped
+                    assert returnable >= self.case.rule.fewest, "pruned below what the group needs"
 
     def _start(self, indices: Sequence[int]) -> None:
         assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))
         for i in indices:
-            self.runs.append(Run(self.truths[i], born=self.step))
+            self.runs.append(Run(self.case.truths[i], born=self.step))
             self.known[i] = 0
 
     def _cut(self, i: int, tokens: int) -> None:
@@ -344,4 +425,4 @@ class World:
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
             for i, run in enumerate(self.runs)
         }
-        return dict(bounded(self.rule, ends, self.bound, self.finished_before))
+        return dict(bounded(self.case.rule, ends, self.bound, self.finished_before))

@@ -49,9 +49,9 @@ class SyntheticTask:
         return x / np.linalg.norm(x)
 
 
-def trained_head(task: SyntheticTask, rounds: int = 8, settings: HeadSettings = QUICK) -> Head:
+def trained_head(task: SyntheticTask, rounds: int = 8) -> Head:
     """Create a head and train it on ``rounds`` steps of 64 trajectories."""
-    head = Head(WIDTH, settings)
+    head = Head(WIDTH, QUICK)
     for _ in range(rounds):
         train_step(head, task)
     return head

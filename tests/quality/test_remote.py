@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,11 +28,10 @@ from tests.quality.synthetic import QUICK, WIDTH, SyntheticTask, scorer, trained
 
 AFTER_64_LABELS = replace(QUICK, max_delay=3600.0, max_steps=30, max_seconds=3600.0)
 """Whatever the load of the machine, each 64 labels are followed by a training of 30 steps."""
-TIMEOUT = 180.0
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + TIMEOUT
+    end = time.monotonic() + 180.0
     while not condition():
         assert time.monotonic() < end, f"timeout: {what}"
         time.sleep(0.005)
@@ -60,11 +59,9 @@ def process_of(head: RemoteHead) -> Any:
 @contextmanager
 def running_head(settings: HeadSettings = AFTER_64_LABELS, **more: Any) -> Iterator[RemoteHead]:
     head = RemoteHead(WIDTH, settings, **more)
-    head.start()
-    try:
+    with closing(head):
+        head.start()
         yield head
-    finally:
-        head.close()
 
 
 def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
@@ -125,8 +122,8 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
         assert head.score(hidden, 512) == Score(scorer(saved).score(hidden, 512).value, PruningStatus.READY)
-    head.start()
-    try:
+    with closing(head):
+        head.start()
         train(head, task, rounds=2)
         assert head.report.steps == saved.steps + 60
         head.restore(saved.state())
@@ -137,8 +134,6 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
         assert head.status is PruningStatus.NO_LABELS
         train(head, task)
         assert head.report.steps == 30
-    finally:
-        head.close()
 
 
 def test_a_state_that_cannot_be_restored_and_a_report_from_before_a_restore_change_nothing() -> None:

@@ -17,10 +17,6 @@ STATE = Head(WIDTH, QUICK).state()
 FIRST_LINE = STATE[: STATE.index(b"\n") + 1]
 
 
-def snapshot_of(head: Head) -> Snapshot:
-    return Snapshot.from_bytes(head.state(), WIDTH, QUICK.hidden)
-
-
 def changed(name: str, values: Floats | Single) -> bytes:
     """The state of a new head with other values in one of its arrays."""
     body = STATE[len(FIRST_LINE) :]
@@ -52,7 +48,7 @@ def test_a_restored_head_continues_with_the_saved_optimiser() -> None:
             head.learn(hidden, 512, target)
         head.train(5)
     assert heads[0].state() == heads[1].state()
-    arrays = snapshot_of(heads[0]).arrays
+    arrays = Snapshot.from_bytes(heads[0].state(), WIDTH, QUICK.hidden).arrays
     assert float(arrays["hidden_weight.step"]) == saved.steps + 5
     assert np.abs(arrays["hidden_weight.exp_avg"]).max() > 0
 

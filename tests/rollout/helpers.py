@@ -158,6 +158,11 @@ class Harness:
         """Start groups that are allocated together. Each tail seed is the group's index."""
         plan = self.plan(size, policy)
         allocations = await asyncio.gather(*(self.rollouts.allocator.allocate(plan, name) for name in group_ids))
+        return self.start_allocated(plan, group_ids, allocations)
+
+    def start_allocated(
+        self, plan: Plan, group_ids: Sequence[str], allocations: Sequence[Allocation]
+    ) -> list[GroupRun[str, list[int]]]:
         return [
             self.rollouts.start(GroupSpec(plan, name, name, name, (place,)), allocation)
             for place, (name, allocation) in enumerate(zip(group_ids, allocations, strict=True))
@@ -176,6 +181,17 @@ class Harness:
     def record(self, group_id: str) -> GroupRecord:
         [record] = [r for r in self.recorder.records if r.group_id == group_id]
         return record
+
+    async def begin(self, run: GroupRun[str, list[int]], steps: int = 0) -> asyncio.Task[list[Trajectory[list[int]]]]:
+        """Wait for a group in a task of its own, and let the engine make some steps."""
+        waiting = asyncio.create_task(collect(run))
+        await settle()
+        await self.steps(steps)
+        return waiting
+
+    async def steps(self, count: int) -> None:
+        for _ in range(count):
+            await self.engine.step()
 
     async def group(self, run: GroupRun[str, list[int]]) -> list[Trajectory[list[int]]]:
         """Run a group to its end."""

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -70,12 +69,6 @@ class SlowTexts(Texts):
             raise InvalidRequest("text", "is bad")
         return prompt.text or ""
 
-    def prompt_key(self, request: str) -> str:
-        return request
-
-    def tail_seed(self, request: str) -> Sequence[int] | None:
-        return None
-
     async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, None, f"#{len(output) % 2}", FinishReason.STOP)
 
@@ -123,15 +116,14 @@ class Server:
         )
         texts = SlowTexts(rng)
         self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner)
-        self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), Mock(), AtOnce())
+        self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), lambda *_: None, AtOnce())
         self._rng = rng
 
     async def serve(self, request: Request, number: int) -> None:
         await turns(request.turn)
         caller.set(Caller(request.key))
         prompt = f"{request.key or ''}/{number}"
-        work = self._work(request, prompt, number)
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._work(request, prompt, number))
         if request.leaves is not None:
             await turns(request.leaves)
             task.cancel()

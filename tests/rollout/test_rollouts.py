@@ -7,27 +7,19 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import GroupAborted, InvalidRequest, QuotaReached, ServerStopping
+from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.events import GroupResult
-from darts_server.rollout.joining import JoinRequest
-from darts_server.rollout.learned.statistics import Statistics, observations
-from darts_server.rollout.plan import Planner
-from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.learned.statistics import observations
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import DiscardReason
-from tests.rollout.batches.test_batch import SIZE, batch_request, script, submit
-from tests.rollout.helpers import Documents, Harness, Recorder, collect, lengths
+from tests.rollout.batches.test_batch import batch_request, script, submit
+from tests.rollout.helpers import Harness, lengths
 from tests.rollout.joining.joining import by_caller, finish
 
 pytestmark = pytest.mark.anyio
-CAPACITY = 4
-PROMPTS = ["20", "30", "40"]
-STARTED = 18
-"""Candidates of these prompts: 6 for each group of ``SIZE``."""
 
 
 async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_group() -> None:
@@ -47,8 +39,7 @@ async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
     for reported in earlier:
         harness.rollouts.statistics.rewards.learn(reported)
         run = harness.run(4, group_id="p")
-        waiting = asyncio.create_task(collect(run))
-        await settle()
+        waiting = await harness.begin(run)
         harness.rollouts.statistics.rewards.learn({"p": wrong})  # of what was returned early, or of another group
         await harness.engine.run()
         await waiting
@@ -65,9 +56,7 @@ async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
 async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
     """Callers choose ids: two concurrent requests with the same X-Request-Id."""
     harness = Harness(lengths(9))
-    waiting = [asyncio.create_task(collect(harness.run(2))) for _ in range(2)]
-    await settle()
-    await harness.engine.step()
+    waiting = [await harness.begin(harness.run(2), steps=1) for _ in range(2)]
     if end == "fail_all":
         harness.rollouts.fail_all(ServerStopping("stops", 1))
     else:
@@ -79,29 +68,10 @@ async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
             await task
 
 
-# --- while more candidates wait than the engine runs at once -------------------------
-
-
-class FullHarness(Harness):
-    """A harness whose engine runs ``CAPACITY`` candidates at once, and whose redundancy falls from there on."""
-
-    def __init__(self, max_waiting: int = 16) -> None:
-        super().__init__(lengths(5))
-        self.engine.capacity = CAPACITY
-        admission = Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(max_waiting))
-        self.rollouts: Rollouts[str, list[int]] = Rollouts(
-            self.engine,
-            Planner({"uniform": Shaping(redundancy=2.0, num_longest=0)}, "uniform", self.limits),
-            Statistics(Documents(), CAPACITY),
-            Intervals(poll=0),
-            admission=admission,
-            brownout=Brownout.for_queue(max_waiting, CAPACITY, 0.0),
-        )
-        self.recorder = Recorder(self.rollouts.observers)
-
-
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
-    harness = FullHarness()
+    harness = Harness(lengths(5), {"uniform": Shaping(redundancy=2.0, num_longest=0)})
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, Bounds(max_waiting=16))
+    harness.rollouts._brownout = Brownout.for_queue(16, 4, 0.0)
     runs, candidates = [], []
     for number in range(5):
         plan = harness.plan(4, "uniform")
@@ -118,22 +88,13 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
     assert harness.rollouts.redundancy_scale() == 1
 
 
-async def test_a_batch_counts_with_all_its_candidates_until_it_has_ended() -> None:
+async def test_a_batch_that_needs_more_candidates_than_a_key_may_have_is_refused() -> None:
     harness = Harness(script)
-    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=STARTED))
+    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=18))
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
-        await submit(harness, batch_request(*PROMPTS, "50"))
+        await submit(harness, batch_request("20", "30", "40", "50"))  # six for each group
     assert error.value.field == "prompts"
-    batch = await submit(harness, batch_request(*PROMPTS))
-    await settle()
-    caller.set(Caller("one"))
-    with pytest.raises(QuotaReached):
-        await submit(harness, batch_request("20"))
-    await harness.engine.run()
-    assert len((await batch.wait()).results) == len(PROMPTS)
-    assert harness.rollouts.admission.requests == 0
-    await submit(harness, batch_request(*PROMPTS))
     caller.reset(token)
 
 
@@ -166,64 +127,15 @@ async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothi
 
 
 async def test_a_joined_group_expects_its_missing_requests() -> None:
-    harness = Harness(lengths(3, 4))
-    plan = harness.plan(2, "shortest")
-
-    def joining(number: int, same: str = "a") -> JoinRequest[str]:
-        return JoinRequest("prompt", f"r{number}", plan, "key", same, harness.rollouts.admission.admit(1))
-
-    assert not harness.rollouts.joiner.expects(joining(0).join_key)
-    first = asyncio.create_task(harness.rollouts.joiner.join(joining(0), lambda _: None))
-    await settle()
-    assert harness.rollouts.joiner.expects(joining(1).join_key)
-    assert not harness.rollouts.joiner.expects(joining(1, "b").join_key)
-    second = asyncio.create_task(harness.rollouts.joiner.join(joining(1), lambda _: None))
-    await settle()
-    assert not harness.rollouts.joiner.expects(joining(2).join_key)
-    await harness.engine.run()
-    await asyncio.gather(first, second)
+    harness = by_caller(3, 4)
+    expects = harness.rollouts.joiner.expects
+    callers = await harness.send_all(3)
+    [key] = harness.rollouts.joiner.groups
+    assert (expects(key), expects("another")) == (True, False)
+    callers += await harness.send_all(1)
+    assert not expects(key)
+    await finish(harness, callers)
     assert harness.rollouts.gate.inside == 0
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_groups_that_wait_for_the_gate_all_complete_without_mixed_versions(seed: int) -> None:
-    """As the rule ``finish`` does it: close, wait until nothing is inside, change the version, open."""
-    rng = random.Random(seed)
-    harness = Harness(lambda _, index: Script(rng.randint(1, 9), delay=rng.randint(0, 3)))
-    results: list[GroupResult] = []
-
-    async def ask(number: int) -> None:
-        for turn in range(5):
-            batch = await submit(harness, batch_request(f"{number}{turn}", f"{turn}{number}"))
-            results.extend((await batch.wait()).results)
-
-    asking = asyncio.gather(*(ask(number) for number in range(6)))
-
-    async def update() -> None:
-        for _ in range(8):
-            await settle()
-            harness.rollouts.gate.close()
-            await harness.rollouts.gate.wait_until_empty()
-            harness.engine.weight_version += 1
-            harness.rollouts.gate.open()
-
-    updating = asyncio.create_task(update())
-    while not asking.done():
-        await harness.engine.step()
-    await asking
-    await updating
-    assert len(results) == 60
-    assert {version for r in results if r.record for version in versions(r)} > {0, 1}
-    for result in results:
-        assert len(result.samples) == SIZE
-        assert result.record is not None
-        assert not result.record.mixed_versions
-        assert len(versions(result)) == 1
-
-
-def versions(result: GroupResult) -> set[int | None]:
-    assert result.record is not None
-    return {v for c in result.record.selected for v in (c.weight_version_start, c.weight_version_end)}
 
 
 # --- groups that are suspended and restarted for an update of the weights ------------
@@ -239,11 +151,7 @@ async def update(harness: Any) -> None:
 
 async def test_a_suspended_group_restarts_and_has_one_version() -> None:
     harness = Harness(lengths(3, 9, 9, 9, 9, 9, 4, 5, 6, 9))
-    run = harness.run(4)
-    waiting = asyncio.create_task(collect(run))
-    await settle()
-    for _ in range(4):
-        await harness.engine.step()
+    waiting = await harness.begin(harness.run(4), steps=4)
     await update(harness)
     await harness.engine.run()
     record = harness.record("g")
@@ -259,10 +167,7 @@ async def test_a_suspended_group_restarts_and_has_one_version() -> None:
 
 async def test_weights_stand_for_the_candidates_since_the_restart_although_some_were_stopped_before() -> None:
     harness = Harness(lengths(1, 1, 1, 9, 9, 9, 4, 5, 6, 9))
-    waiting = asyncio.create_task(collect(harness.run(4, "uniform")))
-    await settle()
-    for _ in range(3):
-        await harness.engine.step()
+    waiting = await harness.begin(harness.run(4, "uniform"), steps=3)
     await update(harness)
     await harness.engine.run()
     await waiting
@@ -289,8 +194,7 @@ async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
 
 async def test_a_caller_that_leaves_a_suspended_group_leaves_nothing_running() -> None:
     harness = Harness(lengths(5))
-    waiting = asyncio.create_task(collect(harness.run(2)))
-    await settle()
+    waiting = await harness.begin(harness.run(2))
     await harness.rollouts.suspend()
     waiting.cancel()
     await settle()
@@ -345,10 +249,7 @@ async def test_suspending_at_any_time_leaves_every_group_complete_and_of_one_ver
             group_id=name,
             early=chance.random() < 0.5,
         )
-        waiting[name] = asyncio.create_task(collect(run))
-        await settle()
-        for _ in range(chance.randint(0, 6)):
-            await harness.engine.step()
+        waiting[name] = await harness.begin(run, steps=chance.randint(0, 6))
         if chance.random() < 0.7:
             restart = asyncio.create_task(harness.rollouts.suspend())
             await settle()

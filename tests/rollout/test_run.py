@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from darts_server.engine.scripted import Script, ScriptedCandidate, settle
-from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused, GroupAborted
+from darts_server.exceptions import EngineBusy, EngineDead, EngineRefused, GroupAborted
 from darts_server.types import DiscardReason, Outcome
 from tests.rollout.helpers import Harness, collect, lengths
 
@@ -24,38 +24,6 @@ async def test_the_shortest_are_returned_and_others_stopped_once_they_cannot_win
     assert record.generated_tokens == sum(c.generated for c in harness.engine.started)
     assert record.returned_tokens == 3 + 9 + 4 + 5
     assert (record.tail_wait, len(record.selected)) == (0, 4)
-
-
-async def test_early_trajectories_arrive_while_others_run() -> None:
-    harness = Harness(lengths(1, 2, 40, 50, 60, 70))
-    got: list[int] = []
-
-    async def consume() -> None:
-        async for trajectory in harness.run(4, early=True).trajectories():
-            got.append(trajectory.index)
-
-    waiting = asyncio.create_task(consume())
-    await settle()
-    for _ in range(6):
-        await harness.engine.step()
-    assert got == [0, 1]
-    assert len(harness.engine.running) == 4
-    await harness.engine.run()
-    await waiting
-    assert sorted(got) == [0, 1, 2, 3]
-
-
-async def test_a_failed_candidate_is_replaced() -> None:
-    def script(_: str, index: int) -> Script:
-        return Script(2, error=CandidateFailed("boom")) if index in (0, 1, 2) else Script(5)
-
-    harness = Harness(script)
-    trajectories = await harness.group(harness.run(4))
-    assert len(trajectories) == 4
-    [record] = harness.recorder.records
-    assert record.outcome is Outcome.COMPLETED
-    assert [c.reason for c in record.candidates[:3]] == [DiscardReason.FAILED] * 3
-    assert harness.recorder.started == len(record.candidates) == 7
 
 
 async def test_a_group_whose_candidates_keep_failing_fails_with_their_error() -> None:
@@ -79,9 +47,7 @@ async def test_a_refused_request_is_not_retried(error: Exception) -> None:
 
 async def test_a_dying_engine_ends_every_group_with_an_error() -> None:
     harness = Harness(lengths(50))
-    waiting = [asyncio.create_task(collect(harness.run(4, group_id=f"g{i}"))) for i in range(3)]
-    await settle()
-    await harness.engine.step()
+    waiting = [await harness.begin(harness.run(4, group_id=f"g{i}"), steps=1) for i in range(3)]
     harness.engine.kill()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(r) for r in results] == [EngineDead] * 3
@@ -93,9 +59,7 @@ async def test_a_cancelled_caller_leaves_nothing_running_and_keeps_its_trajector
     early: bool, given: list[int]
 ) -> None:
     harness = Harness(lengths(1, 50))
-    waiting = asyncio.create_task(collect(harness.run(4, early=early)))
-    await settle()
-    await harness.engine.step()
+    waiting = await harness.begin(harness.run(4, early=early), steps=1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -118,11 +82,9 @@ async def test_candidates_that_are_being_started_when_cancelled_are_stopped_afte
 
 async def test_a_group_over_which_weights_were_changed_there_and_back_is_marked() -> None:
     harness = Harness(lengths(8, 8, 8, 8, 8, 8))
-    waiting = asyncio.create_task(collect(harness.run(6, "longest")))
-    await settle()
+    waiting = await harness.begin(harness.run(6, "longest"))
     for version in (1, 0):
-        for _ in range(3):
-            await harness.engine.step()
+        await harness.steps(3)
         harness.rollouts.weights_change()
         harness.engine.weight_version = version
     await harness.engine.run()
@@ -141,8 +103,7 @@ async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pyte
 
     runs = [harness.run(4, group_id=name) for name in ("bad", "good")]
     runs[0].runner._handle_result = fail  # type: ignore[method-assign]  # to fail
-    bad, good = (asyncio.create_task(collect(run)) for run in runs)
-    await settle()
+    bad, good = [await harness.begin(run) for run in runs]
     await harness.engine.run()
     with pytest.raises(RuntimeError, match="recorder broke"):
         await bad
@@ -155,8 +116,7 @@ async def test_a_bug_while_a_group_is_polled_ends_that_group_and_the_others_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
-    bad, good = (asyncio.create_task(collect(harness.run(4, group_id=name))) for name in ("bad", "good"))
-    await settle()
+    bad, good = [await harness.begin(harness.run(4, group_id=name)) for name in ("bad", "good")]
     read, errors = ScriptedCandidate.tokens, [RuntimeError("the adapter broke")]
 
     def read_or_fail(candidate: ScriptedCandidate) -> int | None:

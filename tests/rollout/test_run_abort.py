@@ -8,7 +8,7 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, GroupAborted
 from darts_server.rollout.allocation.cohort import Allocation
-from darts_server.rollout.run import GroupRun, Trajectory
+from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.helpers import Harness, collect, lengths
@@ -31,10 +31,7 @@ def start(harness: Harness, size: int, policy: str = "shortest", *, early: bool 
 
 async def test_the_callers_get_the_tokens_so_far_of_the_candidates_that_were_started_first() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
-    waiting = asyncio.create_task(collect(start(harness, 4)))
-    await settle()
-    for _ in range(4):
-        await harness.engine.step()
+    waiting = await harness.begin(start(harness, 4), steps=4)
     harness.rollouts.abort_all("an update")
     trajectories = await waiting
     assert [(t.index, len(t.output)) for t in trajectories] == [(0, 3), (1, 4), (2, 4), (3, 4)]
@@ -73,27 +70,16 @@ async def test_a_candidate_that_fails_while_it_is_aborted_has_generated_nothing(
 async def test_trajectories_that_were_delivered_stay_and_the_others_are_returned_as_they_are() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     run = start(harness, 4, early=True)
-    got: list[Trajectory[list[int]]] = []
-
-    async def take() -> None:
-        got.extend([trajectory async for trajectory in run.trajectories()])
-
-    waiting = asyncio.create_task(take())
-    await settle()
-    for _ in range(6):
-        await harness.engine.step()
+    waiting = await harness.begin(run, steps=6)
     run.abort()
-    await waiting
-    assert len({t.index for t in got}) == 4
-    assert {t.index: len(t.output) for t in got} == {0: 3, 1: 6, 2: 4, 4: 5}
+    assert sorted((t.index, len(t.output)) for t in await waiting) == [(0, 3), (1, 6), (2, 4), (4, 5)]
     [record] = harness.recorder.records
     assert {c.index for c in record.candidates if c.selected_as} == {0, 2, 4}
 
 
 async def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> None:
     harness = Harness(lengths(50))
-    waiting = asyncio.create_task(collect(start(harness, 2)))
-    await settle()
+    waiting = await harness.begin(start(harness, 2))
     await harness.rollouts.suspend()
     harness.rollouts.abort_all("an update")
     with pytest.raises(GroupAborted, match="an update"):
@@ -105,14 +91,11 @@ async def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> Non
 
 async def test_a_group_can_be_aborted_after_its_restart() -> None:
     harness = Harness(lengths(50))
-    waiting = asyncio.create_task(collect(start(harness, 2)))
-    await settle()
-    await harness.engine.step()
+    waiting = await harness.begin(start(harness, 2), steps=1)
     await harness.rollouts.suspend()
     harness.rollouts.resume()
     await settle()
-    await harness.engine.step()
-    await harness.engine.step()
+    await harness.steps(2)
     harness.rollouts.abort_all("an update")
     assert [(t.index, len(t.output)) for t in await waiting] == [(3, 2), (4, 2)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.engine.scripted import Script, settle
+from darts_server.engine.scripted import Script
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.sampled_tail import CutTail
 from darts_server.policy.shaping import Shaping, build_policies
@@ -14,8 +14,8 @@ from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.policy.oracle import Fate, bounded, chosen, cut_lengths
-from tests.rollout.helpers import Harness, collect
-from tests.rollout.test_run_cut import started
+from tests.rollout.helpers import Harness
+from tests.rollout.test_run_cut import poll_each_step, started
 
 pytestmark = pytest.mark.anyio
 CAP = 1000
@@ -103,20 +103,6 @@ def runaways(harness: Harness, name: str) -> list[int]:
     return [i for i in range(16) if harness.script(name, i).finish_reason is FinishReason.LENGTH]
 
 
-async def test_an_explored_cohort_runs_past_the_bound_and_records_it() -> None:
-    harness = with_runaways(0)
-    harness.rollouts.allocator.deadlines.should_explore = lambda rule, policy, groups: True  # type: ignore[method-assign]  # always
-    runs = await harness.start_cohort(SIZE, "darts_cut", GROUPS)
-    harness.engine.now = 0
-    await harness.groups(runs)
-    assert harness.engine.now == CAP
-    record = harness.record(GROUPS[-1])
-    assert record.explored
-    assert record.cohort_deadline is not None
-    assert (record.bound, record.deadline) == (2 * record.cohort_deadline, 2 * record.cohort_deadline)
-    assert not any(c.cut for c in record.candidates)
-
-
 Runs = list[GroupRun[str, list[int]]]
 
 
@@ -124,8 +110,7 @@ async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.
     """Start eight groups that are allocated together."""
     harness = Harness(lambda prompt, _: script[prompt], POLICIES)
     runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
-    tasks = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
+    tasks = [await harness.begin(run) for run in runs]
     cohort = runs[7]._cohort
     assert cohort is not None
     return harness, runs, tasks, cohort
@@ -134,8 +119,7 @@ async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.
 async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
     harness, runs, tasks, cohort = await eight(script)
-    for _ in range(15):
-        await harness.engine.step()
+    await harness.steps(15)
     assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20)
     assert runs[7].suspend()
     for _ in range(10):
@@ -151,8 +135,7 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
 async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> None:
     script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
     harness, _, tasks, cohort = await eight(script)
-    for _ in range(25):
-        await harness.engine.step()
+    await harness.steps(25)
     assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20), (
         "it is beyond that, the group before is not"
     )
@@ -160,8 +143,7 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
     for candidate in harness.engine.running:
         if candidate.request == GROUPS[7]:
             candidate._finish(None)  # the engine has aborted it
-    for _ in range(8):
-        await harness.engine.step()
+    await harness.steps(8)
     assert cohort.deadline.tokens is None, "the new candidates may be short"
     await harness.engine.run()
     await asyncio.gather(*tasks)
@@ -190,33 +172,13 @@ async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_one_is_shor
     harness = Harness(lambda _, index: script[index])
     run = started(harness.engine, harness.recorder)
     run.open(CutTail(1, 2, last_needed=2), Allocation(4))
-    waiting = asyncio.create_task(collect(run))
-    await settle()
+    waiting = await harness.begin(run)
     run.set_deadline(5, 8)
-    for _ in range(10):
-        await harness.engine.step()
-        run.poll()
-        await settle()
+    await poll_each_step(harness.engine, run, 10)
     assert [c.tokens for c in run.candidates[:2]] == [8, 8]
-    for _ in range(20):
-        await harness.engine.step()
-        run.poll()
-        await settle()
+    await poll_each_step(harness.engine, run, 20)
     lengths = {t.index: len(t.output) for t in await waiting}
     assert lengths[2] == 2
     assert {tokens for index, tokens in lengths.items() if index in (0, 1)} == {5}
     [record] = harness.recorder.records
     assert all(c.selected_as is SelectedAs.LONG for c in record.selected if c.cut)
-
-
-async def test_candidates_that_finish_beyond_the_bound_between_two_polls_are_cut_there() -> None:
-    harness = Harness(lambda *_: Script(CAP, finish_reason=FinishReason.LENGTH))
-    run = started(harness.engine, harness.recorder)
-    run.open(CutTail(2, 1), Allocation(4))
-    waiting = asyncio.create_task(collect(run))
-    await settle()
-    run.set_deadline(5, 10)
-    await harness.engine.run()
-    assert [len(t.output) for t in await waiting] == [10] * 3
-    [record] = harness.recorder.records
-    assert (record.outcome, record.all_truncated, record.deadline) == (Outcome.COMPLETED, True, 10)

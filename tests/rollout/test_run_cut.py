@@ -10,7 +10,7 @@ from darts_server.policy.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import UNSHAPED, Plan
-from darts_server.rollout.run import GroupRun
+from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import StartQueue
 from darts_server.serving.admission import Admission, Ticket
@@ -31,21 +31,32 @@ def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[in
     return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None)
 
 
-async def play(
-    script: dict[int, Script], limit: int, engine_class: type[ScriptedEngine] = ScriptedEngine
-) -> tuple[dict[int, list[int]], Recorder, ScriptedEngine]:
-    engine = engine_class(lambda _, index: script[index])
-    recorder = Recorder()
+async def begun(
+    engine: ScriptedEngine, recorder: Recorder, candidates: int, limit: int
+) -> tuple[GroupRun[str, list[int]], asyncio.Task[list[Trajectory[list[int]]]]]:
+    """Start a group that has a deadline, and a task that waits for it."""
     run = started(engine, recorder)
-    run.open(CutTail(2, 1), Allocation(len(script)))
+    run.open(CutTail(2, 1), Allocation(candidates))
     waiting = asyncio.create_task(collect(run))
     await settle()
     run.set_deadline(limit)
-    for _ in range(100):
+    return run, waiting
+
+
+async def poll_each_step(engine: ScriptedEngine, run: GroupRun[str, list[int]], steps: int) -> None:
+    for _ in range(steps):
         await engine.step()
         run.poll()
         await settle()
-    return {t.index: t.output for t in await waiting}, recorder, engine
+
+
+async def play(
+    script: dict[int, Script], limit: int, engine_class: type[ScriptedEngine] = ScriptedEngine
+) -> tuple[dict[int, list[int]], Recorder]:
+    engine, recorder = engine_class(lambda _, index: script[index]), Recorder()
+    run, waiting = await begun(engine, recorder, len(script), limit)
+    await poll_each_step(engine, run, 100)
+    return {t.index: t.output for t in await waiting}, recorder
 
 
 def the_tail(record: GroupRecord) -> CandidateRecord:
@@ -56,11 +67,7 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
 async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
-    run = started(engine, Recorder())
-    run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))
-    waiting = asyncio.create_task(collect(run))
-    await settle()
-    run.set_deadline(7)
+    run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), limit=7)
     for _ in range(100):
         await engine.step()
         run.poll()
@@ -72,7 +79,7 @@ async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> 
 
 
 async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:
-    got, recorder, _ = await play(CUT_ENDED, limit=5)
+    got, recorder = await play(CUT_ENDED, limit=5)
     [record] = recorder.records
     tail = the_tail(record)
     assert len(got[tail.index]) == 5
@@ -101,45 +108,31 @@ class DeafCandidate(ScriptedCandidate):
         return self.generated
 
 
-class Deaf(ScriptedEngine):
-    """It does nothing about a stop, and dies at step 20."""
+class DeafEngine(ScriptedEngine):
+    """Does nothing about a stop."""
 
     candidate_type = DeafCandidate
 
-    async def step(self) -> None:
-        await super().step()
-        if self.now == 20:
-            self.kill()
-
 
 async def test_an_engine_that_dies_between_a_cut_and_its_output_fails_the_caller() -> None:
+    engine = DeafEngine(lambda _, index: CUT_RUNNING[index])
+    run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), limit=7)
+    await poll_each_step(engine, run, 20)
+    engine.kill()
     with pytest.raises(EngineDead):
-        await asyncio.wait_for(play(CUT_RUNNING, 7, Deaf), 10)
-
-
-class Slow(Deaf):
-    """It does nothing about a stop, and lives on."""
-
-    def kill(self) -> None: ...
+        await asyncio.wait_for(waiting, 10)
 
 
 async def test_a_caller_may_leave_between_a_cut_and_its_output(caplog: pytest.LogCaptureFixture) -> None:
-    engine, recorder = Slow(lambda _, index: CUT_RUNNING[index]), Recorder()
-    run = started(engine, recorder)
-    run.open(CutTail(2, 1), Allocation(len(CUT_RUNNING)))
-    waiting = asyncio.create_task(collect(run))
+    engine, recorder = DeafEngine(lambda _, index: CUT_RUNNING[index]), Recorder()
+    run, waiting = await begun(engine, recorder, len(CUT_RUNNING), limit=7)
+    await poll_each_step(engine, run, 31)
+    tail = the_tail(recorder.records[0])
+    assert run.runner.read_tokens(tail.index, 0) is None, "its output is still on its way"
+    waiting.cancel()
     await settle()
-    run.set_deadline(7)
-    for step in range(100):
-        await engine.step()
-        run.poll()
-        await settle()
-        if step == 30:
-            tail = the_tail(recorder.records[0])
-            assert run.runner.read_tokens(tail.index, 0) is None, "its output is still on its way"
-            waiting.cancel()
-            await settle()
-            assert run.runner.read_tokens(tail.index, 0) is None
+    assert run.runner.read_tokens(tail.index, 0) is None
+    await poll_each_step(engine, run, 69)
     assert run.runner.read_tokens(tail.index, 0) is not None
     assert waiting.cancelled()
     assert engine.running == []

@@ -11,9 +11,10 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
+from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartQueue
-from tests.rollout.helpers import Documents, Harness, collect
+from tests.rollout.helpers import Harness
 from tests.rollout.joining.joining import SteppedLoop
 
 SIZE = 2
@@ -42,27 +43,19 @@ class Starts:
                 tasks.create_task(self.candidate(f"{name}{i}"))
 
 
-async def test_candidates_that_go_on_from_many_tokens_start_fewer_at_a_time() -> None:
+@pytest.mark.parametrize(("carried_tokens", "a_turn"), [(0, A_TURN), (2000, 1)])
+async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_their_order(
+    carried_tokens: int, a_turn: int
+) -> None:
     starts = Starts()
-    tasks = [asyncio.create_task(starts.candidate(str(i), 2000)) for i in range(5)]
-    for _ in range(3):
-        before = len(starts.order)
-        await asyncio.sleep(0)
-        assert len(starts.order) - before <= 1
-    await asyncio.wait(tasks, timeout=5)
-    assert starts.order == list("01234")
-
-
-async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_their_order() -> None:
-    starts = Starts()
-    count = 3 * A_TURN + 1
-    tasks = [asyncio.create_task(starts.candidate(str(i))) for i in range(count)]
+    count = 3 * a_turn + 1
+    tasks = [asyncio.create_task(starts.candidate(str(i), carried_tokens)) for i in range(count)]
     await asyncio.sleep(0)
-    assert len(starts.order) == A_TURN
+    assert len(starts.order) == a_turn
     for _ in range(4):
         before = len(starts.order)
         await asyncio.sleep(0)
-        assert len(starts.order) - before <= A_TURN
+        assert len(starts.order) - before <= a_turn
     await asyncio.gather(*tasks)
     assert starts.order == [str(i) for i in range(count)]
 
@@ -102,17 +95,12 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
     return "asyncio", {"loop_factory": SteppedLoop}
 
 
-def learned(means: Mapping[str, float]) -> Documents:
-    documents = Documents()
-    for key, mean in means.items():
-        stats = {"std_ema": 1.0, "mean_ema": mean, "groups": 1, "candidates": 12, "weight_version": 0}
-        documents.put("prompt", key, stats)
-    return documents
-
-
 def new_harness(means: Mapping[str, float], slots: int, *, has_priorities: bool = True) -> Harness:
     """Prompts have the lengths of their names; ``means``: what is expected of them."""
-    harness = Harness(lambda text, index: Script(int(text)), SHAPINGS, learned(means))
+    harness = Harness(lambda text, index: Script(int(text)), SHAPINGS)
+    for key, mean in means.items():
+        stats = {"std_ema": 1.0, "mean_ema": mean, "groups": 1, "candidates": 12, "weight_version": 0}
+        harness.store.put("prompt", key, stats)
     harness.engine.slots, harness.engine.has_priorities = slots, has_priorities
     return harness
 
@@ -132,9 +120,6 @@ async def test_the_longest_expected_start_first() -> None:
     harness = new_harness({"10": 10, "200": 200, "50": 50}, slots=2)
     await run_all(harness, ["10", "50", "200"])
     assert started(harness) == ["200", "200", "50", "50", "10", "10"]
-    harness = new_harness({"10": 10, "200": 200, "50": 50}, slots=2, has_priorities=False)
-    await run_all(harness, ["10", "50", "200"])
-    assert started(harness) == ["10", "10", "50", "50", "200", "200"]
 
 
 async def test_a_rollout_is_over_sooner_and_its_groups_are_the_same() -> None:
@@ -152,38 +137,31 @@ async def test_a_rollout_is_over_sooner_and_its_groups_are_the_same() -> None:
 
 async def test_what_has_waited_long_goes_before_what_is_longer() -> None:
     harness = new_harness({"60": 60, "10": 10, "100": 100}, slots=2)
-    running = [asyncio.create_task(collect(harness.run(SIZE, "two", group_id=text))) for text in ("60", "10")]
-    await settle()
-    steps = int(90 * TOKEN_SECONDS) + 1
-    for _ in range(steps):
-        await harness.engine.step()
-    running.append(asyncio.create_task(collect(harness.run(SIZE, "two", group_id="100"))))
-    await settle()
+    running = [await harness.begin(harness.run(SIZE, "two", group_id=text)) for text in ("60", "10")]
+    await harness.steps(int(90 * TOKEN_SECONDS) + 1)
+    running.append(await harness.begin(harness.run(SIZE, "two", group_id="100")))
     await harness.engine.run()
     await asyncio.gather(*running)
     assert started(harness) == ["60", "60", "10", "10", "100", "100"]
 
 
+STRAGGLER: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
+
+
+def start(harness: Harness, text: str, *carried: CarriedCandidate[list[int]]) -> GroupRun[str, list[int]]:
+    spec = GroupSpec(harness.plan(SIZE, "two"), text, text, text, (1,))
+    return harness.rollouts.start(spec, Allocation(SIZE), carried=carried)
+
+
 async def test_stragglers_that_go_on_start_first() -> None:
     harness = new_harness({"90": 20, "50": 50}, slots=2)
-    plan = harness.plan(SIZE, "two")
-    carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
-    runs = []
-    for text, parts in (("50", []), ("90", [carried, carried])):
-        spec = GroupSpec(plan, text, text, text, (1,))
-        runs.append(harness.rollouts.start(spec, Allocation(SIZE), carried=parts))
-    await harness.groups(runs)
+    await harness.groups([start(harness, "50"), start(harness, "90", STRAGGLER, STRAGGLER)])
     assert started(harness) == ["90", "90", "50", "50"]
 
 
 async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_tokens() -> None:
     harness = new_harness({"90": 90}, slots=8)
-    plan = harness.plan(SIZE, "two")
-    carried: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(80), None), ((0, 80),))
-    spec = GroupSpec(plan, "90", "90", "90", (1,))
-    run = harness.rollouts.start(spec, Allocation(SIZE), carried=[carried, CarriedCandidate()])
-    waiting = asyncio.create_task(collect(run))
-    await settle()
+    waiting = await harness.begin(start(harness, "90", STRAGGLER, CarriedCandidate()))
     for candidate in harness.engine.running:
         candidate.lose()
     await settle()

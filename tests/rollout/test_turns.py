@@ -11,6 +11,7 @@ from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns
 from darts_server.types import RequestOptions, TurnKind
 from tests.rollout.helpers import Harness
 
+OPENING, TOKENS, PROMPT_KIND = TurnKind.OPENING, TurnKind.TOKENS, TurnKind.PROMPT
 PROMPT, ANSWER = [5, 6, 7], [8, 9]
 
 
@@ -20,14 +21,14 @@ def turn(tokens: list[int], session: str | None = None, **more: Any) -> Turn:
 
 def test_requests_that_extend_a_prompt_and_its_answer_continue_a_trajectory() -> None:
     turns = Turns()
-    assert turns.classify(turn(PROMPT)) is TurnKind.OPENING
+    assert turns.classify(turn(PROMPT)) is OPENING
     turns.add_answer(turn(PROMPT), ANSWER)
-    assert turns.classify(turn(PROMPT)) is TurnKind.OPENING
-    assert turns.classify(turn([5, 6, 8, 9, 10])) is TurnKind.OPENING
-    assert turns.classify(turn([*PROMPT, *ANSWER])) is TurnKind.TOKENS, "a partial rollout that goes on"
-    assert turns.classify(turn([*PROMPT, *ANSWER, 1])) is TurnKind.TOKENS
+    assert turns.classify(turn(PROMPT)) is OPENING
+    assert turns.classify(turn([5, 6, 8, 9, 10])) is OPENING
+    assert turns.classify(turn([*PROMPT, *ANSWER])) is TOKENS, "a partial rollout that goes on"
+    assert turns.classify(turn([*PROMPT, *ANSWER, 1])) is TOKENS
     turns.add_answer(turn([1, 2]), [])
-    assert turns.classify(turn([1, 2, 3])) is TurnKind.OPENING, "an empty answer says nothing"
+    assert turns.classify(turn([1, 2, 3])) is OPENING, "an empty answer says nothing"
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -47,9 +48,7 @@ def test_a_prompt_that_begins_with_a_whole_prompt_that_was_answered_goes_on_from
     turns.add_answer(turn(PROMPT), ANSWER)
     assert turns.classify(turn(later)) is PROMPT_KIND
     assert turns.classify(turn(later, names_group=True)) is OPENING
-    assert turns.classify(turn(later, "s", opens_session=True)) is OPENING
     assert turns.classify(turn(PROMPT)) is OPENING, "another group of the same prompt"
-    assert turns.classify(turn(later, caller="another")) is OPENING
 
 
 def test_the_end_of_a_prompt_that_templates_render_otherwise_does_not_count() -> None:
@@ -73,9 +72,6 @@ def abort_without_tokens(turns: Turns, count: int, group_size: int | None = 8, *
 
 def kinds(turns: Turns, count: int, **more: Any) -> list[TurnKind]:
     return [turns.classify(turn(PROMPT, **more)) for _ in range(count)]
-
-
-OPENING, TOKENS, PROMPT_KIND = TurnKind.OPENING, TurnKind.TOKENS, TurnKind.PROMPT
 
 
 def test_those_of_a_group_that_were_aborted_without_a_token_go_on_alone_when_they_are_sent_again() -> None:
@@ -109,7 +105,6 @@ def test_only_members_of_groups_are_expected_again_and_not_for_ever() -> None:
     turns = Turns(clock=lambda: now)
     abort_without_tokens(turns, 3, group_size=None)
     turns.add_answer(turn(PROMPT, group_size=8), [])
-    abort_without_tokens(turns, 3, caller="another")
     assert kinds(turns, 1) == [OPENING]
     abort_without_tokens(turns, 3)
     now = 3500.0
@@ -144,23 +139,23 @@ def test_a_later_turn_says_which_engine_has_its_prefix() -> None:
 def test_a_session_with_an_answer_is_continued_by_other_prompts() -> None:
     turns = Turns()
     opening = turn(PROMPT, "a")
-    assert turns.classify(opening) is TurnKind.OPENING
-    assert turns.classify(turn([1], "a")) is TurnKind.OPENING, "nothing was answered yet: two trajectories at once"
+    assert turns.classify(opening) is OPENING
+    assert turns.classify(turn([1], "a")) is OPENING, "nothing was answered yet: two trajectories at once"
     turns.add_answer(opening, ANSWER)
     assert turns.classify(turn([1], "a")) is TurnKind.SESSION
-    assert turns.classify(turn([1], "b")) is TurnKind.OPENING
-    assert turns.classify(opening) is TurnKind.OPENING, "another trajectory of a group that has one name"
+    assert turns.classify(turn([1], "b")) is OPENING
+    assert turns.classify(opening) is OPENING, "another trajectory of a group that has one name"
     turns.add_answer(turn([1], "a"), ANSWER)
     assert turns.classify(turn([1], "a")) is TurnKind.SESSION, "a turn that is sent again"
-    assert turns.classify(opening) is TurnKind.OPENING
+    assert turns.classify(opening) is OPENING
 
 
 def test_a_new_session_of_our_own_option_opens_a_trajectory_whatever_its_tokens() -> None:
     turns = Turns()
     turns.add_answer(turn(PROMPT), ANSWER)
     branch = [*PROMPT, *ANSWER]
-    assert turns.classify(turn(branch, "s")) is TurnKind.TOKENS
-    assert turns.classify(turn(branch, "s", opens_session=True)) is TurnKind.OPENING
+    assert turns.classify(turn(branch, "s")) is TOKENS
+    assert turns.classify(turn(branch, "s", opens_session=True)) is OPENING
     turns.add_answer(turn(branch, "s", opens_session=True), [3])
     assert turns.classify(turn([*branch, 3, 4], "s", opens_session=True)) is TurnKind.SESSION
 
@@ -170,19 +165,19 @@ def test_scoring_is_no_turn_and_greedy_answers_are() -> None:
     assert turns.classify(turn(PROMPT, scoring=True, greedy=True)) is TurnKind.SCORING
     assert turns.classify(turn(PROMPT, greedy=True)) is TurnKind.GREEDY
     turns.add_answer(turn(PROMPT, "a", scoring=True), [8])
-    assert turns.classify(turn([*PROMPT, 8, 1], "a")) is TurnKind.OPENING
+    assert turns.classify(turn([*PROMPT, 8, 1], "a")) is OPENING
     turns.add_answer(turn(PROMPT, greedy=True), [8])
-    assert turns.classify(turn([*PROMPT, 8, 1])) is TurnKind.TOKENS
+    assert turns.classify(turn([*PROMPT, 8, 1])) is TOKENS
 
 
 def test_answers_to_other_callers_do_not_count() -> None:
     turns = Turns()
     turns.add_answer(turn(PROMPT, "s", caller="a"), ANSWER)
+    abort_without_tokens(turns, 3, caller="a")
     later = [*PROMPT, *ANSWER, 1]
-    assert turns.classify(turn(later, caller="b")) is TurnKind.OPENING
-    assert turns.classify(turn(later, "s", caller="b")) is TurnKind.OPENING
-    assert turns.classify(turn(later, caller="a")) is TurnKind.TOKENS
-    assert turns.classify(turn([1], "s", caller="a")) is TurnKind.SESSION
+    for kind, tokens, session in ((TOKENS, later, None), (TurnKind.SESSION, [1], "s"), (TOKENS, PROMPT, None)):
+        assert turns.classify(turn(tokens, session, caller="b")) is OPENING
+        assert turns.classify(turn(tokens, session, caller="a")) is kind
 
 
 def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> None:
@@ -194,7 +189,7 @@ def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> 
     now = 1000.0
     assert turns.classify(turn([2], "0_0")) is TurnKind.SESSION
     now = 1101.0
-    assert turns.classify(turn([2], "0_0")) is TurnKind.OPENING
+    assert turns.classify(turn([2], "0_0")) is OPENING
 
 
 def test_memory_is_bounded_and_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
@@ -227,7 +222,7 @@ def test_only_requests_that_open_a_trajectory_are_planned_as_members_of_groups(l
     assert not is_joined(turn(PROMPT, greedy=True))
     assert not is_joined(turn(PROMPT, scoring=True))
     assert harness.rollouts.plan(8, RequestOptions(), turn([*PROMPT, *ANSWER])) is not None
-    assert harness.recorder.turns == [TurnKind.OPENING, TurnKind.TOKENS, TurnKind.GREEDY, TurnKind.SCORING]
+    assert harness.recorder.turns == [OPENING, TOKENS, TurnKind.GREEDY, TurnKind.SCORING]
 
 
 # --- the index of what is known ------------------------------------------------
@@ -241,9 +236,6 @@ def test_what_follows_a_sequence_has_the_hashes_of_the_whole(begin: list[int], e
     whole = index.prefix_hashes([*begin, *end])
     known = int(index.prefix_hashes(begin)[-1]) if begin else 0
     assert index.prefix_hashes(end, known, len(begin)).tolist() == whole[len(begin) :].tolist()
-
-
-KNOWN = st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool)))
 
 
 def add(index: TokenIndex, prompt: list[int], answer: list[int], rank: int | None = None, caller: str = "") -> None:
@@ -262,7 +254,7 @@ def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
     return bool(known_prefixes(index, tokens))
 
 
-@given(KNOWN, SEQUENCES)
+@given(st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool))), SEQUENCES)
 def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:

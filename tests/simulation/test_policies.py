@@ -1,5 +1,3 @@
-"""Policies by name, and their plans."""
-
 import pytest
 
 from darts_server.exceptions import InvalidSetting
@@ -59,11 +57,8 @@ def test_auto_by_default_changes_no_distribution() -> None:
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
-        ("darts_cut,adaptive=maybe", "adaptive must be yes or no"),
-        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale, allow"),
         ("auto,allow=cut+arrol", "allow must be some of uniform, darts, cut, cap, limit, joined by"),
         ("auto,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
-        ("auto,allow=cap,lost=2", "lost must be a number from 0 to 1"),
         ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],

@@ -106,12 +106,6 @@ def test_an_impossible_key_is_an_invalid_request(key: str) -> None:
         check_name("prompt", key)
 
 
-@pytest.mark.parametrize("kind", ["", "Not a kind", "1", "a\n", "x" * 65])
-def test_a_kind_must_be_an_identifier(kind: str) -> None:
-    with pytest.raises(ValueError, match="kind"):
-        check_name(kind, "a")
-
-
 @pytest.mark.parametrize(
     "document",
     [

@@ -17,17 +17,6 @@ from darts_server.store.store import FILE_NAME
 FILES = {FILE_NAME, "queue.db"}
 
 
-def test_a_newer_file_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    path = tmp_path / FILE_NAME
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    data = path.read_bytes()
-    with pytest.raises(StateTooNew, match=r"state\.db was written by a newer .*schema 2.* Upgrade"):
-        Store(tmp_path)
-    assert path.read_bytes() == data
-
-
 @pytest.mark.parametrize("journal", ["delete", "wal"])
 def test_the_database_of_another_program_is_refused_and_no_file_is_created_beside_it(
     tmp_path: Path, journal: str
@@ -41,19 +30,22 @@ def test_the_database_of_another_program_is_refused_and_no_file_is_created_besid
 
 
 @pytest.mark.parametrize(
-    ("statement", "message"),
+    ("statement", "error", "message"),
     [
-        ("ALTER TABLE documents RENAME TO others", "no such table"),
-        ("INSERT INTO documents VALUES ('prompt', 'a', '{}', 1)", "checksum of prompt 'a'"),
-        ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", "wrong type"),
+        ("PRAGMA user_version = 2", StateTooNew, r"state\.db was written by a newer .*schema 2.* Upgrade"),
+        ("ALTER TABLE documents RENAME TO others", StateDamaged, "no such table"),
+        ("INSERT INTO documents VALUES ('prompt', 'a', '{}', 1)", StateDamaged, "checksum of prompt 'a'"),
+        ("INSERT INTO documents VALUES ('prompt', 'a', x'00', 1)", StateDamaged, "wrong type"),
     ],
 )
-def test_a_file_that_another_program_changed_is_refused(tmp_path: Path, statement: str, message: str) -> None:
+def test_a_file_that_is_newer_or_that_another_program_changed_is_refused(
+    tmp_path: Path, statement: str, error: type[StateError], message: str
+) -> None:
     Store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as connection:
         connection.execute(statement)
     data = (tmp_path / FILE_NAME).read_bytes()
-    with pytest.raises(StateDamaged, match=message):
+    with pytest.raises(error, match=message):
         Store(tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == data
 

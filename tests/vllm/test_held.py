@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.held import (
@@ -135,21 +136,20 @@ def test_the_answer_of_a_call_comes_after_all_counts() -> None:
     assert HoldingQueue(queue.Queue()).pass_on(ANSWER) == [ANSWER]
 
 
-@pytest.mark.parametrize("name", ["", "finished_requests", "wave_complete", "start_wave", "prefix cache", "perf_stats"])
-def test_a_message_that_has_more_than_gauges_is_sent(name: str) -> None:
-    one = holding("a")
-    message, stats = step(("a", 1)), SchedulerStats()
-    if not name:
-        message = step()
-    elif name == "prefix cache":
-        stats.prefix_cache_stats.requests = 1
-        message.scheduler_stats = stats
-    elif name == "perf_stats":
-        stats.perf_stats = SimpleNamespace()  # type: ignore[assignment]
-        message.scheduler_stats = stats
-    else:
-        setattr(message, name, {"z"} if name == "finished_requests" else 1)
-    (sent_on,) = one.pass_on(message)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"outputs": []},
+        {"finished_requests": {"z"}},
+        {"wave_complete": 1},
+        {"start_wave": 1},
+        {"scheduler_stats": SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1))},
+        {"scheduler_stats": SchedulerStats(perf_stats=SimpleNamespace())},  # type: ignore[arg-type]  # any will do
+    ],
+)
+def test_a_message_that_has_more_than_gauges_is_sent(more: dict[str, Any]) -> None:
+    message = structs.replace(step(("a", 1)), **more)
+    (sent_on,) = holding("a").pass_on(message)
     assert sent_on.outputs == []
     for field in message.__struct_fields__:
         assert getattr(sent_on, field) == getattr(message, field)
@@ -220,7 +220,7 @@ class Engine:
             self.scheduler.requests.pop(each, None)
 
     def process_output_sockets(self, *_: Any) -> None:
-        self.sent = [self.output_queue.get() for _ in range(2)]
+        self.sent = [*iter(self.output_queue.get, b"dead")]
 
     def _send_abort_outputs(self, requests: list[Any]) -> None:
         self.answered += [request.request_id for request in requests]
@@ -232,33 +232,21 @@ def new_request(name: str = ID, **params: Any) -> EngineCoreRequest:
 
 
 def test_an_engine_holds_and_releases_and_answers_aborts_of_what_it_runs() -> None:
-    class Changed(Engine):
-        pass
-
-    hold_outputs(Changed)
-    hold_outputs(Changed)  # in a process that was forked
-    engine: Any = Changed()
+    hold_outputs(Engine)
+    hold_outputs(Engine)  # in a process that was forked
+    engine: Any = Engine()
     engine.preprocess_add_request(new_request("numbered", extra_args={ARGUMENT: 4}))
     engine.preprocess_add_request(new_request("vllms"))
     getattr(engine, RELEASE)(0, ["numbered"])
-    engine.output_queue.put_nowait(b"dead")
+    for item in ((0, ANSWER), (-1, "wave"), b"dead"):
+        engine.output_queue.put_nowait(item)
     engine.process_output_sockets(None, None, 0)
-    assert [message.outputs for _, message in engine.sent[:1]] == [[]]
-    assert engine.sent[1] == b"dead"
+    released, report, *others = engine.sent
+    assert [(client, message.outputs) for client, message in (released, report)] == [(0, [])] * 2
+    assert others == [(0, ANSWER), (-1, "wave")]
     engine.abort_requests(["numbered", "vllms", "ended"])
     engine.abort_requests(["numbered"])
     assert engine.answered == ["numbered"]
-
-
-def test_the_queue_hands_out_what_is_sent() -> None:
-    made = HoldingQueue(queue.Queue())
-    for client, message in ((0, Begin("a", 1, held=True)), (0, step(("a", 1), first=True)), (0, ANSWER), (-1, "wave")):
-        made.put_nowait((client, message))
-    made.put_nowait(b"dead")
-    *got, dead = [made.get() for _ in range(5)]
-    assert [client for client, _ in got] == [0, 0, 0, -1]
-    assert [len(message.outputs) for _, message in got[:3]] == [1, 0, 0]
-    assert (got[2][1], dead) == (ANSWER, b"dead")
 
 
 # --- the API process --------------------------------------------------------------
@@ -300,18 +288,19 @@ class Process:
         """vLLM's loggers."""
         self.logged.append(None if iteration_stats is None else iteration_stats.num_generation_tokens)
 
-    async def add(self, request: EngineCoreRequest) -> RequestOutputCollector:
+    async def add(self, request: EngineCoreRequest, before: Sequence[int] = ()) -> RequestOutputCollector:
+        """``before``: tokens that it goes on from."""
         collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
         self.processor.add_request(request, None, None, 0, collector)
+        detokenizer = self.processor.request_states[request.request_id].detokenizer
+        assert detokenizer is not None
+        detokenizer.update([*before], False)
         await self.core.add_request_async(request)
         return collector
 
     def receive(self, message: EngineCoreOutputs) -> Report:
         received: Report = self.core.decoder.decode(encoded(message))
         return received
-
-    def number(self) -> int:
-        return self.core.added[-1].sampling_params.extra_args[ARGUMENT]  # type: ignore[no-any-return]
 
 
 def report(engine: int, **numbers: int) -> Report:
@@ -331,13 +320,7 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
     assert process.held.tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
     assert process.held.messages == 2
-    request = new_request("resumed")
-    collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "resumed")
-    process.processor.add_request(request, None, None, 0, collector)
-    state = process.processor.request_states["resumed"]
-    assert state.detokenizer is not None
-    state.detokenizer.update([1, 2, 3], False)
-    await process.core.add_request_async(request)
+    await process.add(new_request("resumed"), before=[1, 2, 3])
     assert process.held.tokens("resumed") == 3 + 9
 
 
@@ -362,7 +345,7 @@ async def test_what_is_read_on_the_way_is_not_held(params: dict[str, Any], held:
     process, request = Process(), new_request(**params)
     before = request.sampling_params
     await process.add(request)
-    assert (process.number() > 0) is held
+    assert (process.core.added[-1].sampling_params.extra_args[ARGUMENT] > 0) is held
     assert before is not None
     assert before.extra_args == params.get("extra_args"), "other requests may have the same"
 

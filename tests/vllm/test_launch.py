@@ -7,9 +7,6 @@ import pytest
 
 from darts_server.vllm.launch import fingerprint_of
 
-# --- The fingerprint of a model, without an engine
-
-
 MODEL: dict[str, Any] = {
     "model": "org/name",
     "revision": None,

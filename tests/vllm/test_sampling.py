@@ -44,14 +44,9 @@ def test_what_a_request_does_not_name_is_neutral() -> None:
 
 @pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
 def test_what_is_in_force_is_json(sampling: dict[str, Any]) -> None:
-    assert {name: json.loads(json.dumps(value)) for name, value in PROCESSED.effective(sampling).items()}.keys() >= {
-        *sampling
-    }
-
-
-def test_greedy_sampling_shows_what_it_switches_off() -> None:
-    found = PROCESSED.effective({"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1})
-    assert (found["top_p"], found["top_k"], found["min_p"]) == (1.0, 0, 0.0)
+    found = PROCESSED.effective(sampling)
+    assert found.keys() >= sampling.keys()
+    json.dumps(found)
 
 
 @pytest.mark.parametrize("changing", CHANGING)

@@ -9,8 +9,6 @@ from darts_server.vllm import platform
 from darts_server.vllm.launch import start_engine
 from darts_server.vllm.server import parse
 
-# --- Flags of vLLM's that we refuse or explain
-
 
 def test_the_first_served_name_is_a_shaped_one() -> None:
     assert parse(["some/model", "--served-model-name", "a", "b"]).served_model_name == ["a", "b", "a:raw", "b:raw"]

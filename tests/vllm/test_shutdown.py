@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 import uvloop
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError, EngineDead, ServerStopping
 from darts_server.rollout.batches.carried import PORTABLE_SECONDS, SAVE_SECONDS
 from darts_server.rollout.batches.registry import CLOSE_SECONDS
 from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle
 from darts_server.vllm import shutdown
-from darts_server.vllm.llm import ShapingLLM
 from darts_server.vllm.shutdown import POLL_SECONDS, Shutdown, cause_of_death, wait_until_hung
 
 pytestmark = pytest.mark.anyio
@@ -68,32 +65,6 @@ def test_the_exit_code_and_the_last_line_say_why(
     assert shutdown.exit_code(llm, lifecycle, lost) == code
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * (says is not None)
     assert says is None or caplog.messages[0].startswith(says)
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    """Restore the handlers of this process's signals."""
-    numbers = (*shutdown.SIGNALS, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    faulthandler.unregister(signal.SIGUSR1)
-
-
-@pytest.mark.anyio
-@pytest.mark.usefixtures("restored")
-async def test_sighup_reloads_keys_or_is_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    shutdown.exit_on_signals()
-    os.kill(os.getpid(), signal.SIGHUP)
-    for reload in (Mock(), None):
-        shutdown.handle_sighup(reload)
-        os.kill(os.getpid(), signal.SIGHUP)
-        async with asyncio.timeout(10):
-            while not (reload.called if reload else caplog.messages):
-                await asyncio.sleep(0.01)
-    assert caplog.messages == ["SIGHUP: ignored, since the server has no key files to reload"]
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
 
 # --- Work that the test ends, on a clock that jumps
@@ -189,6 +160,17 @@ def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pyt
     assert lifecycle.stop_reason.retry_after
 
 
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Restore the handlers of this process's signals."""
+    numbers = (*shutdown.SIGNALS, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    faulthandler.unregister(signal.SIGUSR1)
+
+
 @pytest.mark.usefixtures("restored")
 def test_a_signal_to_a_forked_engine_is_none_to_the_server() -> None:
     async def run() -> tuple[int, bool]:
@@ -261,9 +243,6 @@ def test_a_dead_engine_gets_no_grace_time_and_the_first_reason_is_kept() -> None
 # --- The watchdog, with an engine that the test plays
 
 
-LIMIT = 0.05
-
-
 async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks_or_rests_is_not() -> None:
     class Engine:
         """Rests, speaks, and then neither."""
@@ -282,19 +261,8 @@ async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks
 
     engine: Any = Engine()
     async with asyncio.timeout(30):
-        await wait_until_hung(engine, LIMIT)
+        await wait_until_hung(engine, limit=0.05)
     assert engine.looks >= 50
-
-
-async def test_its_death_is_heard() -> None:
-    deaths, core = Mock(), SimpleNamespace(get_output_async=AsyncMock(side_effect=["tokens", EngineDeadError()]))
-    llm: Any = SimpleNamespace(engine_core=core, on_death=deaths)
-    ShapingLLM.observe_outputs(llm)
-    assert await core.get_output_async() == "tokens"
-    deaths.assert_not_called()
-    with pytest.raises(EngineDeadError):
-        await core.get_output_async()
-    deaths.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,12 @@ from darts_server.vllm.sampling import REFUSALS
 from darts_server.vllm.structured_outputs import MAX_BRACKETS, MAX_DEPTH, MAX_SAMPLING_BYTES, limit_checks
 
 STRING: Any = {"type": "string"}
+PATH = STRING | {"description": "of the file :( such as (a/b", "pattern": r"^[^\0]{1,64}$"}
+ID = STRING | {"pattern": "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"}
+EDIT = {"type": "object", "properties": {"old": STRING, "new": {"anyOf": [STRING, {"type": "null"}]}}}
 TOOL = {
     "type": "object",
-    "properties": {
-        "path": {"type": "string", "description": "of the file :( such as (a/b", "pattern": r"^[^\0]{1,64}$"},
-        "id": {"type": "string", "pattern": "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"},
-        "edits": {
-            "type": "array",
-            "items": {"type": "object", "properties": {"old": STRING, "new": {"anyOf": [STRING, {"type": "null"}]}}},
-        },
-    },
+    "properties": {"path": PATH, "id": ID, "edits": {"type": "array", "items": EDIT}},
     "required": ["path", "id"],
     "additionalProperties": False,
 }

@@ -1,27 +1,19 @@
 """LoRA adapters of a fake model: what is served after each outcome of an update."""
 
-import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from darts_server.exceptions import (
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-    UpdateFailed,
-    UpdateRunning,
-    WeightsLost,
-)
+from darts_server.exceptions import Forbidden, InvalidRequest, NotFound, UpdateFailed, WeightsLost
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import State
 from darts_server.weights.port import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
-from tests.weights.harness import Harness, until
+from tests.weights.harness import Harness
 from tests.weights.lora_sets import bytes_of, push, save_to
 from tests.weights.model import FakeModel
 
@@ -124,19 +116,6 @@ async def test_an_adapter_that_cannot_be_restored_loses_the_weights(harness: Har
         await push(harness, 6)
     assert harness.updates.coordinator.state is State.LOST
     assert harness.records[-1].outcome is UpdateOutcome.LOST
-
-
-async def test_updates_of_adapters_and_weights_exclude_each_other(harness: Harness) -> None:
-    harness.model.stuck.add("load_lora")
-    first = asyncio.create_task(push(harness, 5))
-    await until(harness, State.UPDATING)
-    for act in (push(harness, 6), harness.push(1)):
-        with pytest.raises(UpdateRunning):
-            await act
-    first.cancel()  # the caller disconnects, and the update continues
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    assert harness.updates.coordinator.state is State.UPDATING
 
 
 async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Which LoRA adapters are accepted."""
-
 import json
 import math
 from dataclasses import replace
@@ -8,7 +6,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.lora_config import LoraConfig, LoraLayers, check_lora, dump_config, parse_config
+from darts_server.weights.lora_config import LoraConfig, check_lora, dump_config, parse_config
 from darts_server.weights.tensors import TensorSet
 from tests.weights.lora_sets import LAYERS, tensors_of
 
@@ -41,7 +39,6 @@ def test_a_configuration_as_peft_writes_it_is_accepted() -> None:
         ({"lora_alpha": 1}, "r must be"),
         (GOOD | {"r": 0}, "r must be"),
         (GOOD | {"r": True}, "r must be"),
-        (GOOD | {"r": "2"}, "r must be"),
         ({"r": 2}, "lora_alpha must be"),
         (GOOD | {"lora_alpha": math.nan}, "lora_alpha must be"),
         (GOOD | {"lora_alpha": 10**400}, "lora_alpha must be"),
@@ -52,7 +49,6 @@ def test_a_configuration_as_peft_writes_it_is_accepted() -> None:
         (GOOD | {"init_lora_weights": 1}, "init_lora_weights is '1'"),
         (GOOD | {"use_dora": True}, "'use_dora' is set"),
         (GOOD | {"alpha_pattern": {"q_proj": 4}}, "'alpha_pattern' is set"),
-        (GOOD | {"modules_to_save": ["lm_head"]}, "'modules_to_save' is set"),
         (GOOD | {"of_tomorrow": 1}, "'of_tomorrow' is set"),
     ],
 )
@@ -95,7 +91,6 @@ def named(name: str) -> TensorSet:
         (LoraConfig(2, 1), tensors_of("layers.0", dtype="I32"), "must have floats"),
         (LoraConfig(2, 1), {UP: ONE[UP]}, r"lora_A\.weight is missing"),
         (LoraConfig(2, 1), named("layers.0.lora_A.weight"), "is not one of a LoRA adapter's"),
-        (LoraConfig(2, 1), named("base_model.model.layers.0.weight"), "is not one of a LoRA adapter's"),
         (LoraConfig(2, 1), named("base_model.model.layers.0.lora_magnitude_vector"), "is not one of a LoRA adapter's"),
     ],
 )
@@ -104,8 +99,3 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_lora(LAYERS, config, given, "body")
-
-
-def test_the_size_limit_grows_with_the_rank() -> None:
-    small, large = LoraLayers({"a": (3, 2)}, 1), LoraLayers({"a": (3, 2)}, 2)
-    assert large.max_bytes - small.max_bytes == 8 * (3 + 2)

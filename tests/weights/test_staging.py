@@ -31,14 +31,6 @@ async def test_files_are_written_and_removed_at_exit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_keep_only_removes_every_other_file(tmp_path: Path) -> None:
-    with Staging(tmp_path) as staging:
-        staging.keep_only(set())
-        paths = [await staging.write(pieces(b"a")) for _ in range(3)]
-        staging.keep_only({paths[1], tmp_path / "elsewhere"})
-        assert [path.exists() for path in paths] == [False, True, False]
-
-
 @pytest.mark.parametrize("error", [ConnectionError("gone"), OSError(errno.EIO, "worn out")])
 async def test_a_failed_write_leaves_no_file(tmp_path: Path, error: Exception) -> None:
     with Staging(tmp_path) as staging:

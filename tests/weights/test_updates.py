@@ -7,15 +7,11 @@ import pytest
 from safetensors.numpy import save
 
 from darts_server.engine.scripted import settle
-from darts_server.exceptions import (
-    InvalidRequest,
-    UpdateFailed,
-    UpdateUnsupported,
-)
+from darts_server.exceptions import InvalidRequest, UpdateFailed, UpdateUnsupported
 from darts_server.weights.coordinator import State
 from darts_server.weights.port import Rule, UpdateSettings
 from tests.weights.harness import Harness, enter, until
-from tests.weights.model import SHAPES, tensors, write
+from tests.weights.model import tensors, write
 
 pytestmark = pytest.mark.anyio
 SWAP = ["pause", "load", "set_version", "resume"]
@@ -40,17 +36,6 @@ async def test_a_version_can_be_given_and_must_be_new(harness: Harness) -> None:
     with pytest.raises(InvalidRequest, match="version: is 3"):
         await harness.push(8, version=3)
     harness.check_serves(3, all=7)
-
-
-async def test_files_and_folders_under_the_root_are_loaded(harness: Harness) -> None:
-    write(harness.root / "one.safetensors", 5)
-    await harness.updates.load("one.safetensors")
-    harness.check_serves(1, all=5)
-    first, *others = SHAPES
-    write(harness.root / "two" / "a.safetensors", 6, first)
-    write(harness.root / "two" / "b.safetensors", 6, *others)
-    await harness.updates.load("two")
-    harness.check_serves(2, all=6)
 
 
 async def test_partial_sets_are_completed_from_the_served_files(harness: Harness) -> None:

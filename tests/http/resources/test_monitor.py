@@ -13,13 +13,7 @@ from httpx import ASGITransport, AsyncClient
 
 from darts_server.engine.scripted import settle
 from darts_server.http import errors
-from darts_server.http.resources.monitor import (
-    MAX_VIEWERS,
-    MonitorAnswer,
-    MonitorSources,
-    add_routes,
-    events,
-)
+from darts_server.http.resources.monitor import MAX_VIEWERS, MonitorAnswer, MonitorSources, add_routes, events
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import UpdateRecord
@@ -36,8 +30,8 @@ pytestmark = pytest.mark.anyio
 class Server:
     """Sources of the monitor, set by the test."""
 
-    def __init__(self, harness: Harness, **most: int) -> None:
-        self.live = new_monitor(harness, **most)
+    def __init__(self, harness: Harness) -> None:
+        self.live = new_monitor(harness)
         self.rewards = Rewards(Documents())
         self.updates = Mock(spec=Coordinator, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
@@ -94,24 +88,6 @@ async def test_health_has_weights_and_rewards() -> None:
     server.rewards.learn({None: RewardStats(right=single_length(5), wrong=single_length(9), groups=4, zero_variance=1)})
     rewards = {"rewarded": 2, "pass_rate": 0.5, "rewarded_groups": 4, "zero_variance_groups": 1}
     assert server.sources.health()["rewards"] == rewards
-
-
-async def test_a_slow_reader_gets_one_event_for_all_changes_and_no_queue() -> None:
-    harness = Harness(lengths(4))
-    server = Server(harness, max_groups=10)
-    async with aclosing(server.events()) as stream:
-        await anext(stream)
-        for number in range(60):
-            harness.run(8, group_id=f"g{number}")
-            await settle()
-            await harness.engine.run()
-        _, answer = read(await anext(stream))
-        assert [group["group_id"] for group in answer["groups"]] == [f"g{number}" for number in range(50, 60)]
-        waiting = asyncio.ensure_future(anext(stream))
-        await settle()
-        assert not waiting.done()  # that was all
-        waiting.cancel()
-        await settle()
 
 
 async def test_events_become_as_rare_as_the_share_of_the_processor_for_all_callers_demands() -> None:

@@ -29,9 +29,8 @@ from darts_server.http.resources.rollouts import (
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
-from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
+from darts_server.rollout.batches.run import BatchRun, StreamMode
 from tests.rollout.batches.conftest import anyio_backend
 from tests.rollout.batches.streams import (
     batch_request,
@@ -39,7 +38,6 @@ from tests.rollout.batches.streams import (
     finish,
     idempotency_key,
     new_registry,
-    read_events,
     request,
     token_stream,
 )
@@ -111,10 +109,8 @@ async def test_both_forms_have_the_same_trajectories(harness: Harness, client: h
 @pytest.mark.parametrize(
     ("stream", "accept", "offers"),
     [
-        (False, "text/event-stream", "application/json or application/vnd.safetensors"),
         (False, "application/msgpack", "application/json or application/vnd.safetensors"),
         ("groups", TENSORS, "text/event-stream"),
-        ("tokens", "text/html", "text/event-stream"),
     ],
 )
 async def test_another_form_is_refused_before_anything_starts(
@@ -192,21 +188,6 @@ async def test_prompts_that_are_carried_over_are_returned_also_if_all_groups_hav
     assert body["carried"] == 1
     [prompt] = body["unfinished"]
     assert (prompt["number"], prompt["carry"], prompt["error"]["message"]) == (len(failing), "resume", "an update")
-
-
-@pytest.mark.parametrize("mode", [StreamMode.GROUPS, StreamMode.TOKENS])
-async def test_streams_have_the_tokens_of_aborted_candidates_in_the_group(mode: StreamMode) -> None:
-    harness = Harness(by_text)
-    batch = await new_registry(harness, "shortest").open(request("30"), AnswerFormat(mode, 2))
-    listening = asyncio.create_task(read_events(batch))
-    await settle()
-    for _ in range(9):
-        await harness.engine.step()
-    harness.rollouts.abort_all("an update")
-    [(number, group)] = [(number, event) for number, event in await listening if isinstance(event, GroupResult)]
-    data = encode_event(number, group, mode).decode().split("data: ", 1)[1]
-    assert [one["token_ids"] for one in json.loads(data)["aborted"]] == [list(range(9))] * 6
-    assert data.rstrip().endswith('"code":503}}')
 
 
 async def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event() -> None:

@@ -33,13 +33,9 @@ def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
         ({"messages": [{}]}, "body"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [5, -1]}, "prompt[1]"),
-        ({"n": 0}, "n"),
         ({"pattern": ["7"]}, "pattern"),
         ({"pattern": {"choices": []}}, "pattern.choices"),
         ({"pattern": {"choices": [7]}}, "pattern.choices[0]"),
-        ({"weights": "most"}, "weights"),
-        ({"score": "luck"}, "score"),
-        ({"smapling": {}}, "smapling"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], field: str) -> None:

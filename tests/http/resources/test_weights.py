@@ -47,22 +47,6 @@ def test_before_any_update_there_is_none(here: TestClient) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "path"),
-        ({"path": "x", "rule": "hurry"}, "rule"),
-        ({"path": "x", "version": 0}, "version"),
-        ({"path": "x", "pth": "y"}, "pth"),
-        ({"path": "../x"}, "path"),
-    ],
-)
-def test_what_is_wrong_is_named(here: TestClient, body: dict[str, object], field: str) -> None:
-    answer = here.post(URL, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
-
-
 def test_a_bad_body_is_the_callers_mistake_and_told_of_later_too(here: TestClient, model: FakeModel) -> None:
     answer = here.put(URL, content=save(tensors(5, extra=(1,))))
     assert answer.status_code == 400

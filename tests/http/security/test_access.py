@@ -5,9 +5,6 @@ import pytest
 
 from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
 from darts_server.http.security.access import Access, Keys, RouteAccess, Sender, Sites, check_listening, is_loopback
-from tests.http.serving import client
-
-pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
 HERE = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 ELSEWHERE = ("192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "")
@@ -55,25 +52,9 @@ def test_keys_decide_who_may_use_and_change_the_server_and_without_admin_keys_th
         assert refused(RouteAccess.ADMIN, address) is refused(RouteAccess.DANGEROUS, address) is change
 
 
-@pytest.mark.parametrize("host", ["192.168.1.7", None])
-def test_the_error_of_a_caller_that_may_not_change_the_server_names_the_remedy(host: str | None) -> None:
-    with client(host=host) as caller:
-        for method, path in (("PUT", "/darts/v1/state"), ("PATCH", "/darts/v1/policy")):
-            answer = caller.request(method, path)
-            assert caller.get(path).status_code == 200
-            assert answer.status_code == 403
-            error = answer.json()["error"]
-            assert error["type"] == "PermissionDeniedError"
-            assert f"{method} {path}" in error["message"]
-            assert "--admin-api-key-file" in error["message"]
-
-
-def test_an_answer_without_a_key_says_how_to_send_one() -> None:
-    with client("one", "two") as caller:
-        for method, path in (("PUT", "state"), ("PATCH", "policy"), ("GET", "state"), ("GET", "prompts/p")):
-            for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Bearer "}):
-                answer = caller.request(method, f"/darts/v1/{path}", headers=headers)
-                assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+def test_dangerous_routes_are_closed_to_admins_too_unless_they_are_enabled() -> None:
+    with pytest.raises(Forbidden, match="--allow-dangerous-routes"):
+        Access(admin_keys=Keys(["root"])).check(RouteAccess.DANGEROUS, "PUT /x", b"root", Sender(HERE[0]))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "some-name", "localhost.example.com"])

@@ -19,6 +19,7 @@ from darts_server.policy.auto.options import RESTART, UNSHAPED, Auto, AutoLimits
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.forecast import Expectation
 from tests.policy.auto.test_chooser import EMPTY, EQUAL, FULL, MEASURED, SIZE, TAIL, measured
 
@@ -35,11 +36,12 @@ def chosen(
     state: AutoState = MEASURED,
     ratios: np.ndarray = EQUAL,
     min_groups: int | None = LEAST,
+    machine: Machine = EMPTY,
 ) -> Choice:
     expectation = Expectation(means, [10.0] * len(means), ratios, max_tokens=4000)
     made: Auto = build_auto(Shaping(), Deadline(exploration=0.0), limits)
     rng = np.random.default_rng(0)
-    return choose(made, state, SIZE, expectation, EMPTY, len(means), rng, min_groups=min_groups)
+    return choose(made, state, SIZE, expectation, machine, len(means), rng, min_groups=min_groups)
 
 
 def test_a_few_long_prompts_are_deferred() -> None:
@@ -67,20 +69,13 @@ def test_equal_prompts_are_all_waited_for() -> None:
 
 
 def test_full_engines_generate_too_much_for_those_that_are_deferred() -> None:
-    expectation = Expectation([100.0] * GROUPS, [10.0] * GROUPS, EQUAL, max_tokens=4000)
-    made = build_auto(Shaping(), Deadline(exploration=0.0), UNIFORM)
-    rng = np.random.default_rng(0)
-    assert choose(made, MEASURED, SIZE, expectation, FULL, GROUPS, rng, min_groups=LEAST).enough is None
+    assert chosen([100.0] * GROUPS, UNIFORM, machine=FULL).enough is None
 
 
 def test_nothing_is_deferred_where_the_caller_or_the_user_does_not_allow_it() -> None:
     for choice in (chosen(LONG, min_groups=None), chosen(LONG, replace(OFF_ALONE, allow=()))):
         assert (choice.option, choice.enough) == (UNSHAPED, None)
         assert choice.reason == "nothing else is within the limits"
-
-
-def test_off_is_measured_with_all_groups_first() -> None:
-    assert chosen(LONG, state=AutoState()).enough is None
 
 
 def test_the_wasted_tokens_of_deferred_prompts_have_a_price() -> None:

@@ -44,13 +44,6 @@ def test_options_of_a_rule_are_alike_and_those_of_others_less_so() -> None:
     assert found.expect("off", 13) < found.expect("darts 1.5", 13) < found.expect("uniform 2.0", 13)
 
 
-def test_a_level_that_drifts_is_expected_of_options_that_were_measured_before() -> None:
-    """Answers get shorter while `uniform` runs: `off`, measured before, will be quicker than forecast as well."""
-    found = errors(of("off", [0.5, 0.4, 0.3]), of("uniform 1.5", [0.2, 0.1, 0.0, -0.1, -0.2, -0.3, -0.4], 4))
-    assert found.expect("uniform 1.5", 11) < -0.35
-    assert found.expect("off", 11) < -0.15
-
-
 def test_half_of_what_differs_between_options_fades() -> None:
     found = errors(of("off", [0.0] * 6), of("uniform 1.5", [0.2] * 6, 7))
     soon, late = (found.expect("uniform 1.5", batch) - found.expect("off", batch) for batch in (13, 400))
@@ -70,12 +63,6 @@ def test_off_is_not_taken_for_slower_since_the_only_option_that_runs_is() -> Non
     found = errors(of("off", [0.0] * 4), of("uniform 1.5", [0.2] * 60, 200))
     assert found.expect("uniform 1.5", 261) == pytest.approx(0.2, abs=0.02)
     assert found.expect("off", 261) < 0.07
-
-
-def test_what_is_measured_of_deferring_is_hardly_expected_of_the_option_itself() -> None:
-    found = errors(of("off", [0.0] * 5), of("off deferring", [0.2] * 30, 6))
-    assert found.expect("off deferring", 36) == pytest.approx(0.2, abs=0.02)
-    assert found.expect("off", 36) < 0.04
 
 
 def test_what_two_options_differ_by_is_known_once_both_were_measured() -> None:

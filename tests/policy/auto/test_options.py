@@ -16,10 +16,6 @@ def names(limits: AutoLimits = ALL, base: Shaping = BASE) -> list[str]:
     return [option.name for option in build_auto(base, Deadline(), limits).options]
 
 
-def test_nothing_else_than_off_is_possible_where_nothing_is_allowed() -> None:
-    assert names(AutoLimits(allow=())) == ["off"]
-
-
 def test_only_allowed_rules_are_options() -> None:
     for rule in RULES:
         found = names(AutoLimits(allow=(rule,)))
@@ -30,9 +26,6 @@ def test_only_allowed_rules_are_options() -> None:
 
 def test_no_option_starts_more_candidates_than_the_maximum() -> None:
     assert names(base=Shaping(redundancy=1.0, max_redundancy=1.0)) == ["off", *CAPS]
-    auto = build_auto(Shaping(max_redundancy=1.5), Deadline(), ALL)
-    assert auto.max_candidates(8) == 12
-    assert not any("2.0" in option.name for option in auto.options)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +33,8 @@ def test_no_option_starts_more_candidates_than_the_maximum() -> None:
     [
         (1, []),
         (1.05, [1.05]),
-        (1.3, [1.3]),
         (2.0, [1.25, 1.5, 2.0]),
         (2.1, [1.25, 1.5, 2.1]),
-        (5, [1.25, 1.5, 2.0, 3.0, 4.0, 5.0]),
         (16.0, [1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]),
     ],
 )

@@ -196,25 +196,8 @@ def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(streng
     assert corrected.prior == pytest.approx(right.mean(), abs=0.015)
 
 
-def test_pruned_by_the_score_itself_the_prior_alone_is_biased() -> None:
-    rng = np.random.default_rng(0)
-    scores = rng.beta(3.0, 1.5, 40_000)  # each is the true chance; 2/3 on the average
-    aim = Pruning().fit(scores)
-    labels = [Label(s, float(rng.random() < s), aim.survival(s)) for s in scores]
-    kept = [label for label in labels if rng.random() < label.survival]
-    plain, corrected = (learned(replace(form, buffer=40_000), kept) for form in (PLAIN, CORRECTED))
-    assert plain.prior < 2 / 3 - 0.04
-    assert corrected.prior == pytest.approx(2 / 3, abs=0.01)
-    for calibrator in (plain, corrected):
-        gaps = [calibrator.probability(s) - s for s in scores[:2000]]
-        assert abs(np.mean(gaps)) < 0.02
-
-
 def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(1 / (1 + np.exp(-x)), dtype=np.float64)
-
-
-# --- what is refused ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [(1.5, 1.0, 1.0), (math.nan, 1.0, 1.0), (0.5, -1.0, 1.0), (0.5, 1.0, 0.0)])

@@ -26,9 +26,9 @@ OPTIONS = {
 }
 
 
-def of(name: str, batches: Sequence[Batch], limit: int | None = None, enough: int | None = None) -> Forecast:
+def of(name: str, batches: Sequence[Batch], limit: int | None = None) -> Forecast:
     option = OPTIONS[name] if limit is None else OPTIONS[name].at(limit)
-    return forecast(BatchPlan.of(option.shaping, 8, [None] * batches[0].groups, enough=enough), batches, MACHINE)
+    return forecast(BatchPlan.of(option.shaping, 8, [None] * batches[0].groups), batches, MACHINE)
 
 
 def rng() -> np.random.Generator:
@@ -85,12 +85,6 @@ def test_off_wastes_and_cuts_nothing_and_others_do() -> None:
     assert uniform.cut == 0.0
     assert uniform.generated > uniform.returned
     assert uniform.mean_length < off.mean_length
-
-
-def test_a_batch_that_ends_with_enough_groups_is_shorter() -> None:
-    expectation = Expectation([100.0] * 32, [None] * 32, RATIOS)
-    batches = expectation.sample(8, rng())
-    assert of("off", batches, enough=24).seconds < of("off", batches).seconds
 
 
 def test_a_limit_cuts_its_share_of_those_that_end() -> None:

@@ -157,13 +157,6 @@ def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() ->
     assert found.seconds == 9 + 4 * 0.5
 
 
-def test_candidates_beyond_the_places_wait_in_order() -> None:
-    found = simulate(batch([[5, 2], [3, 4]]), BatchPlan(2, [2, 2]), Machine(SECOND, max_num_seqs=2))
-    assert found.times()[0].tolist() == [[0, 0], [2, 5]]
-    assert found.completed_at.tolist() == [5, 9]
-    assert (found.seconds, found.clocks.placed.tolist()) == (9, [0, 0])
-
-
 def test_the_last_admitted_is_preempted_and_prefilled_again() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
     # Two prompts of 3 tokens: after 2 steps there are 10 tokens, and the third step makes 12.

@@ -11,7 +11,6 @@ import pytest
 
 from darts_server.engine.port import UNKNOWN_TOKENS
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.chooser import MIN_OFF, MOST_CANDIDATES, Choice, choose, hindsight
 from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
@@ -21,9 +20,8 @@ from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec
-from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
-from tests.rollout.helpers import Documents, Harness, collect
+from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome
+from tests.rollout.helpers import Harness, collect
 
 pytestmark = pytest.mark.anyio
 SIZE, GROUPS = 4, 10
@@ -36,10 +34,8 @@ def script(request: str, index: int) -> Script:
     return Script(120 if rng.random() < 1 / 12 else int(rng.integers(8, 13)))
 
 
-def harness(
-    store: Documents | None = None, limits: AutoLimits = LIMITS, scripts: Callable[[str, int], Script] = script
-) -> Harness:
-    made = Harness(scripts, store=store)
+def harness(limits: AutoLimits = LIMITS, scripts: Callable[[str, int], Script] = script) -> Harness:
+    made = Harness(scripts)
     auto = build_auto(Shaping(), Deadline(exploration=0.0), limits)
     made.rollouts.planner = Planner({}, AUTO, made.limits, auto)
     for batch in (1, 8, 64):
@@ -48,21 +44,19 @@ def harness(
     return made
 
 
-async def finish(
-    made: Harness, runs: list[GroupRun[str, list[int]]], meanwhile: Callable[[], object] = lambda: None
-) -> list[int]:
-    """Run groups to their end; return how many trajectories each has. ``meanwhile``: called once they have started."""
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
-    await settle()
-    meanwhile()
-    await made.engine.run()
-    return [len(trajectories) for trajectories in await asyncio.gather(*waiting)]
+def names_of(cohort: str, groups: int = GROUPS) -> list[str]:
+    return [f"{cohort}-{number}" for number in range(groups)]
+
+
+async def start(made: Harness, cohort: str) -> list[GroupRun[str, list[int]]]:
+    return await made.start_cohort(SIZE, AUTO, names_of(cohort))
 
 
 async def cohort(made: Harness, name: str, groups: int = GROUPS, size: int = SIZE) -> CohortRecord:
     """Run groups that are allocated together, and check that the same was done with all of them."""
-    names = [f"{name}-{number}" for number in range(groups)]
-    assert await finish(made, await made.start_cohort(size, AUTO, names)) == [size] * groups
+    names = names_of(name, groups)
+    trajectories = await made.groups(await made.start_cohort(size, AUTO, names))
+    assert [len(group) for group in trajectories] == [size] * groups
     records = [made.record(each) for each in names]
     assert {record.outcome for record in records} == {Outcome.COMPLETED}
     assert {record.policy for record in records} == {AUTO}
@@ -79,9 +73,9 @@ async def learning(made: Harness, batches: int = MIN_OFF + 2) -> CohortRecord:
     return last
 
 
-async def allocate(made: Harness, name: str) -> list[Allocation]:
-    plan = made.plan(SIZE, AUTO)
-    return await asyncio.gather(*(made.rollouts.allocator.allocate(plan, f"{name}-{i}") for i in range(GROUPS)))
+async def allocate(made: Harness, cohort: str) -> list[Allocation]:
+    plan, allocator = made.plan(SIZE, AUTO), made.rollouts.allocator
+    return await asyncio.gather(*(allocator.allocate(plan, name) for name in names_of(cohort)))
 
 
 async def choose_for(made: Harness, keys: list[str]) -> Choice:
@@ -147,26 +141,6 @@ async def test_what_is_forecast_while_state_is_restored_teaches_nothing(monkeypa
     assert learned(made).measured == ()
 
 
-async def test_what_it_has_learned_survives_a_restart() -> None:
-    store = Documents()
-    made = harness(store)
-    last = await learning(made)
-    before = learned(made)
-    assert before.count("off") == MIN_OFF
-    again = harness(store)
-    assert learned(again) == before
-    assert option(last) != "off"
-    assert option(await cohort(again, "later")) != "off"
-
-
-async def test_a_few_groups_alone_are_not_shaped_and_are_no_batch() -> None:
-    made = harness()
-    for step in range(MIN_OFF + 3):
-        record = await cohort(made, f"step{step}", groups=3)
-        assert option(record) == "off"
-    assert learned(made).batches == 0
-
-
 async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made = harness()
     running, most = 0, 0
@@ -180,7 +154,7 @@ async def test_forecasts_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         return choose(*arguments)
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
-    await asyncio.gather(*(choose_for(made, [f"p{number}" for number in range(GROUPS)]) for _ in range(4)))
+    await asyncio.gather(*(choose_for(made, names_of("p")) for _ in range(4)))
     assert most == 1
 
 
@@ -197,7 +171,7 @@ async def test_forecasts_take_as_many_samples_as_there_is_time_for(monkeypatch: 
 
     monkeypatch.setattr("darts_server.rollout.allocation.auto.choose", slow)
     for share in (0.004, 0.004, 0.1, 0.1, 0.0001, 0.0001, 0.0001):
-        choice = await choose_for(made, [f"step0-{number}" for number in range(GROUPS)])
+        choice = await choose_for(made, names_of("step0"))
         seconds_a_sample = share * choice.off_seconds
     assert used == [8, 8, 2, 2, 1, 1, 8]
 
@@ -216,16 +190,12 @@ async def test_extra_candidates_are_given_up_if_others_fill_the_engine_before_an
     capacity: int, others: int, generated: bool, left: int
 ) -> None:
     made = harness()
-    plan, names = made.plan(SIZE, AUTO), [f"p{number}" for number in range(GROUPS)]
+    plan, names = made.plan(SIZE, AUTO), names_of("p")
     assert plan.auto is not None
     [uniform] = [option for option in plan.auto.options if option.name == "uniform 1.5"]
     choice = Choice(uniform, "for the test")
     allocations = made.rollouts.allocator.allocate_cohort(plan, names, chosen=choice)
-    runs = [
-        made.rollouts.start(GroupSpec(plan, name, name, name), allocation)
-        for name, allocation in zip(names, allocations, strict=True)
-    ]
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    waiting = [asyncio.create_task(collect(run)) for run in made.start_allocated(plan, names, allocations)]
     await settle()
     if generated:
         await made.engine.step()
@@ -265,17 +235,11 @@ async def test_it_learns_how_many_trajectories_reach_their_token_limit() -> None
     assert off.more_truncated == pytest.approx(1 / SIZE - 1), "by their lengths all would have"
 
 
-async def test_group_sizes_are_learned_apart() -> None:
-    made = harness()
-    await learning(made)
-    assert option(await cohort(made, "other", size=3)) == "off"
-
-
 async def test_a_cohort_that_was_cancelled_teaches_nothing_and_the_time_after_it_is_no_training() -> None:
     made = harness()
     await cohort(made, "step0")
     made.engine.now += 7
-    for run in await made.start_cohort(SIZE, AUTO, [f"cancelled-{number}" for number in range(GROUPS)]):
+    for run in await start(made, "cancelled"):
         run.cancel()
     await settle()
     assert learned(made).batches == 2
@@ -314,7 +278,7 @@ async def test_an_options_deadline_is_stretched_by_what_that_option_has_lost() -
         return stretches[policy]
 
     made.rollouts.allocator.deadlines.stretch = stretch  # type: ignore[method-assign]  # instead of hundreds of rewards
-    await finish(made, await made.start_cohort(SIZE, AUTO, [f"next-{number}" for number in range(GROUPS)]))
+    await made.groups(await start(made, "next"))
     record = made.record("next-0")
     assert record.chosen is not None
     assert record.chosen.option.startswith("limit ")
@@ -329,8 +293,7 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
     gate = made.rollouts.gate
     if closes_first:
         gate.close()
-    runs = await made.start_cohort(SIZE, AUTO, [f"paused-{number}" for number in range(GROUPS)])
-    waiting = [asyncio.create_task(collect(run)) for run in runs]
+    waiting = [asyncio.create_task(collect(run)) for run in await start(made, "paused")]
     await settle()
     await made.engine.step()
     gate.close()
@@ -347,20 +310,15 @@ async def test_a_cohort_that_ran_while_the_gate_was_closed_teaches_nothing(opens
 async def test_a_cohort_with_fewer_candidates_than_chosen_teaches_nothing() -> None:
     made = harness(limits=replace(LIMITS, allow=("cut",)))
     await learning(made, MIN_OFF + 1)
-    plan, names = made.plan(SIZE, AUTO), [f"fewer-{number}" for number in range(GROUPS)]
     allocations = await allocate(made, "fewer")
     assert allocations[0].candidates > SIZE
-    before = learned(made)
-    runs = [
-        made.rollouts.start(GroupSpec(plan, name, name, name), replace(allocation, candidates=SIZE))
-        for name, allocation in zip(names, allocations, strict=True)
-    ]
-    await finish(made, runs)
+    before, fewer = learned(made), [replace(allocation, candidates=SIZE) for allocation in allocations]
+    await made.groups(made.start_allocated(made.plan(SIZE, AUTO), names_of("fewer"), fewer))
     assert learned(made).measured == before.measured
 
 
 async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivered(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = harness()
 
@@ -370,7 +328,6 @@ async def test_a_cohort_of_which_nothing_can_be_learned_is_reported_and_delivere
     monkeypatch.setattr("darts_server.rollout.allocation.auto.learn", fail)
     await cohort(made, "step0")
     assert len(made.recorder.cohorts) == 1
-    assert "cannot be learned" in caplog.text
 
 
 async def test_what_is_no_batch_of_that_size_does_not_change_the_time_between_batches() -> None:
@@ -413,8 +370,9 @@ async def test_the_time_before_a_restore_is_no_training() -> None:
 async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> None:
     made = harness()
     await cohort(made, "step0")
-    runs = await made.start_cohort(SIZE, AUTO, [f"restored-{number}" for number in range(GROUPS)])
-    await finish(made, runs, lambda: made.store.restore({}))
+    runs = await start(made, "restored")
+    made.store.restore({})
+    await made.groups(runs)
     assert learned(made) == AutoState()
     made.engine.now += 7
     for step in range(2):  # and those after it do not count as running beside it
@@ -422,13 +380,3 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
         made.engine.now += 7
     assert learned(made).batches == 2
     assert len(learned(made).training) == 1
-
-
-async def test_it_is_known_by_name_where_it_is_configured() -> None:
-    made = harness()
-    assert AUTO in made.rollouts.planner.names()
-    plan = made.plan(SIZE, AUTO)
-    assert plan.shrunk(2).auto is plan.auto
-    assert plan.shrunk(1).auto is None
-    with pytest.raises(InvalidRequest, match="'auto' is unknown"):
-        Planner({}, "off", made.limits).plan(8, RequestOptions("auto"))

@@ -16,10 +16,10 @@ SURE = Deadline(exploration=0.0)
 class CohortHarness:
     """A cohort whose groups are numbers, and the deadlines that they get."""
 
-    def __init__(self, groups: int, rule: Deadline = SURE, explored: bool = False, tokens: int | None = None) -> None:
+    def __init__(self, groups: int, rule: Deadline = SURE, tokens: int | None = None) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
-        record = CohortRecord("cut", groups, 12.5, explored=explored, predicted_seconds=3.25)
+        record = CohortRecord("cut", groups, 12.5, predicted_seconds=3.25)
         self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, tokens=tokens)
         self.deadlines: list[list[tuple[int, int]]] = []
 
@@ -42,35 +42,18 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-# --- the deadline -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("groups", "quantile", "rank"), [(1, 0.9, 1), (10, 0.9, 9), (20, 0.5, 10)])
-async def test_the_deadline_is_set_once_in_the_turn_after_it_is_known(groups: int, quantile: float, rank: int) -> None:
-    harness = CohortHarness(groups, Deadline(quantile, exploration=0.0))
-    harness.join(groups)
-    harness.need(*range(1, rank))
+async def test_the_deadline_is_set_once_in_the_turn_after_it_is_known() -> None:
+    harness = CohortHarness(10)
+    harness.join(10)
+    harness.need(*range(1, 9))
     await turn()
     assert harness.cohort.deadline.tokens is None
-    harness.cohort.report_need(rank - 1, 10 * rank)
-    assert harness.deadlines == [[]] * groups, "the group that has just reported has not acted on its event yet"
+    harness.cohort.report_need(8, 90)
+    assert harness.deadlines == [[]] * 10, "the group that has just reported has not acted on its event yet"
     await turn()
-    harness.cohort.report_minimum(groups - 1, 1)
+    harness.cohort.report_minimum(9, 1)
     await turn()
-    assert harness.deadlines == [[(10 * rank, 20 * rank)]] * groups
-
-
-async def test_groups_that_end_without_a_report_do_not_delay_the_deadline() -> None:
-    harness = CohortHarness(10)
-    harness.join(9)
-    harness.need(1, 2, 3, 4, 5)
-    for failed in (5, 6, 7, None):  # the tenth never came
-        harness.cohort.end_group(failed)
-    await turn()
-    assert harness.cohort.deadline.tokens is None, "five of six are known, and 0.9 of six are all six"
-    harness.cohort.report_minimum(8, None)
-    await turn()
-    assert harness.deadlines[:5] == [[(5, 10)]] * 5
+    assert harness.deadlines == [[(90, 180)]] * 10
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
@@ -102,22 +85,6 @@ async def test_a_group_that_joins_late_gets_the_deadline_once_in_a_later_turn() 
     known.need(50, 60)
     await turn()
     assert known.deadlines == [[(33, 66)]] * 2
-
-
-# --- the record ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [None, 33])
-async def test_explored_groups_get_no_deadline_but_the_record_has_it(tokens: int | None) -> None:
-    harness = CohortHarness(2, explored=True, tokens=tokens)
-    harness.join(2)
-    harness.need(7, 8)
-    await turn()
-    assert harness.deadlines == [[], []]
-    for group in range(2):
-        harness.cohort.end_group(group)
-    [record] = harness.records
-    assert (record.explored, record.deadline) == (True, tokens or 8)
 
 
 async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_dropped() -> None:

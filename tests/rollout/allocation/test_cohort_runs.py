@@ -1,7 +1,6 @@
 """Cohorts of running groups: reports, dropped groups, and records."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CohortRecord
-from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
@@ -24,15 +22,6 @@ TAIL_SEED_FOR_3 = 0
 """A seed of tail_seed with which candidate 3 of five is the first to be drawn."""
 
 
-# --- cohorts of running groups ------------------------------------------------
-
-NAMES = [f"p{i}" for i in range(10)]
-
-
-async def begun(harness: Harness, names: Sequence[str] = NAMES) -> list[asyncio.Task[object]]:
-    return [asyncio.create_task(collect(run)) for run in await harness.start_cohort(4, "cut", names)]
-
-
 async def test_failed_and_cancelled_groups_do_not_delay_the_deadline() -> None:
     def script(prompt: str, index: int) -> Script:
         if prompt == "p8":
@@ -40,13 +29,11 @@ async def test_failed_and_cancelled_groups_do_not_delay_the_deadline() -> None:
         return Script(5 if index < 4 else 1000)
 
     harness = Harness(script, {"cut": DARTS_CUT})
-    tasks = await begun(harness)
-    await settle()
-    for _ in range(4):
-        await harness.engine.step()
+    runs = await harness.start_cohort(4, "cut", [f"p{number}" for number in range(10)])
+    tasks = [await harness.begin(run) for run in runs]
+    await harness.steps(4)
     tasks[9].cancel()
-    for _ in range(4):
-        await harness.engine.step()
+    await harness.steps(4)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(r) for r in results] == [list] * 8 + [CandidateFailed, asyncio.CancelledError]
     assert harness.engine.running == []
@@ -56,31 +43,23 @@ async def test_failed_and_cancelled_groups_do_not_delay_the_deadline() -> None:
     assert batch.measured_seconds == 5
 
 
-async def leaving_when_answered(
-    allocator: Allocator, others: int
-) -> tuple[list[Allocation | BaseException], asyncio.Task[Allocation]]:
-    """Groups that are allocated together; the last one's caller leaves when its answer is there and not taken."""
+async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_from_the_cohort() -> None:
+    records: list[CohortRecord] = []
+    allocator, plan = new_allocator(Documents(), on_cohort_end=records.append), Plan("cut", DARTS_CUT, 4)
 
     async def first() -> Allocation:
         try:
-            return await allocator.allocate(Plan("cut", DARTS_CUT, 4), "first")
+            return await allocator.allocate(plan, "first")
         finally:
-            last.cancel()
+            last.cancel()  # its answer is there and not taken
 
     tasks = [asyncio.create_task(first())]
     await turn()  # it is the first to be answered
-    tasks += [asyncio.create_task(allocator.allocate(Plan("cut", DARTS_CUT, 4), f"p{i}")) for i in range(others)]
-    last = asyncio.create_task(allocator.allocate(Plan("cut", DARTS_CUT, 4), "last"))
-    grants = await asyncio.gather(*tasks, return_exceptions=True)
+    tasks += [asyncio.create_task(allocator.allocate(plan, f"p{number}")) for number in range(8)]
+    last = asyncio.create_task(allocator.allocate(plan, "last"))
+    grants = await asyncio.gather(*tasks)
     await asyncio.wait([last])
-    return grants, last
-
-
-async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_from_the_cohort() -> None:
-    records: list[CohortRecord] = []
-    grants, last = await leaving_when_answered(new_allocator(Documents(), on_cohort_end=records.append), others=8)
     assert last.cancelled()
-    assert isinstance(grants[0], Allocation)
     batch = grants[0].cohort
     assert batch is not None
     for need, group in enumerate(grants, 1):
@@ -111,8 +90,7 @@ async def test_a_group_whose_need_is_clear_before_it_opens_reports_it_when_it_op
     harness = Harness(lambda _, index: Script(1000 if index else 5), {"cut": DARTS_CUT})
     run = gathered(harness, "p", 3)
     await settle()
-    for _ in range(5):
-        await harness.engine.step()
+    await harness.steps(5)
     batch = a_batch(harness)
     run.open(Shaping(num_longest=0).selection_rule(1), Allocation(3, batch))
     assert batch.deadline.tokens == 5
@@ -152,9 +130,6 @@ async def test_every_group_reports_its_need_with_any_number_of_candidates(tail: 
     )
     names = [str(number) for number in range(16)]
     harness.store.add_stds(**{name: float(name) ** 3 for name in names})
-    tasks = await begun(harness, names)
-    await settle()
-    await harness.engine.run()
-    await asyncio.gather(*tasks)
+    await harness.groups(await harness.start_cohort(4, "cut", names))
     assert {len(harness.record(name).candidates) for name in names} >= {4, 8}
     assert all(harness.record(name).tokens_needed is not None for name in names)

@@ -1,13 +1,13 @@
 """Helpers to read the events of batches on the scripted engine."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import CandidateFailed, EngineRefused
+from darts_server.exceptions import CandidateFailed, EngineRefused, ServerStopping
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.batches.batch import BatchRequest
@@ -27,9 +27,11 @@ from darts_server.types import FinishReason, PromptSpec
 from tests.rollout.helpers import Harness, Texts
 from tests.rollout.joining.joining import SteppedLoop
 
+T = TypeVar("T")
 Events = list[tuple[int, Event]]
 SIZE = 4
-WHOLE = AnswerFormat()
+STOPPING = ServerStopping("the server is stopping", 30)
+WHOLE, GROUPS = AnswerFormat(), AnswerFormat(StreamMode.GROUPS)
 SHAPINGS = {
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "sampled": Shaping(redundancy=2.0),
@@ -79,6 +81,11 @@ def token_stream(chunk: int = 4) -> AnswerFormat:
     return AnswerFormat(StreamMode.TOKENS, chunk)
 
 
+def by_text(text: str, index: int) -> Script:
+    """The prompt ``"20"`` has lengths of 20, 21, …"""
+    return Script(int(text) + index)
+
+
 def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
     """Short lengths, so that ties are frequent; ``faults``: share of candidates that fail or are lost."""
 
@@ -100,9 +107,38 @@ async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch
     run = await registry.open(batch, WHOLE)
     run.listeners += 1
     await settle()
-    for _ in range(steps):
-        await harness.engine.step()
+    await harness.steps(steps)
     return run
+
+
+class Server:
+    """A registry on a scripted engine."""
+
+    def __init__(self, harness: Harness, registry: BatchRegistry[str, list[int]]) -> None:
+        self.harness, self.registry = harness, registry
+        self.engine = harness.engine
+
+    async def run(self, batch: BatchRequest, answer: AnswerFormat = WHOLE) -> BatchDone:
+        """Run a batch to its end."""
+        run = await self.registry.open(batch, answer)
+        with run.listen():
+            return await play(self.harness, run.wait())
+
+    async def begin(self, steps: int, *texts: str, **more: Any) -> BatchRun:
+        return await begin(self.harness, self.registry, request(*texts, **more), steps)
+
+    async def stop(self) -> None:
+        self.registry.drain()
+        await self.registry.hand_back(STOPPING)
+        assert await self.registry.close() == 0
+        await settle()
+        assert self.harness.rollouts.running == len(self.engine.running) == 0
+        assert self.harness.rollouts.admission.requests == 0
+
+
+def new_server(script: Callable[[str, int], Script], policy: str = "shortest", **more: Any) -> Server:
+    harness = Harness(script)
+    return Server(harness, new_registry(harness, policy, **more))
 
 
 async def finish(harness: Harness, batch: BatchRun) -> BatchDone:
@@ -134,8 +170,10 @@ async def read_events(batch: BatchRun, after: int = 0, pauses: Sequence[int] = (
     return events
 
 
-async def play(harness: Harness, listening: "asyncio.Future[Events]") -> Events:
-    """Run the engine until the listener has all events."""
+async def play(harness: Harness, waiting: Awaitable[T]) -> T:
+    """Run the engine until a caller has what it waits for."""
+    listening = asyncio.ensure_future(waiting)
+    await settle()
     for _ in range(1000):
         if listening.done():
             break
@@ -167,6 +205,10 @@ def by_candidate(events: Events) -> dict[str, CandidateEvents]:
                 candidate.logprobs += event.logprobs or ()
             else:
                 candidate.end = event
+            if isinstance(event, TrajectorySelected):
+                length = len(event.sample.token_ids)
+                assert candidate.token_ids[:length] == list(event.sample.token_ids)
+                assert event.cut or length == len(candidate.token_ids)
         elif isinstance(event, GroupResult):
             of_group = [c for name, c in candidates.items() if name.startswith(f"{event.group_id}:")]
             assert all(candidate.end is not None for candidate in of_group)

@@ -18,15 +18,11 @@ from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import Outcome, PromptSpec
+from tests.rollout.batches.streams import SHAPINGS, finish
 from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
 SIZE = 4
-POLICIES = {
-    "shortest": Shaping(redundancy=1.5, num_longest=0),
-    "darts": Shaping(redundancy=1.5, adaptive=True, max_redundancy=3.0),
-    "cut": Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0)),
-}
 TAILED = [str(1000 + number) for number in range(12)]
 
 
@@ -46,7 +42,7 @@ async def submit(
     harness: Harness, batch: BatchRequest, default: str = "shortest", auto: Auto = AUTO_OPTIONS
 ) -> BatchRun:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
-        return Planner(POLICIES, str(overrides.get("name", default)), Limits(64), auto)
+        return Planner(SHAPINGS, str(overrides.get("name", default)), Limits(64), auto)
 
     kept = CarriedPrompts()
     prepared = await prepare_batch(batch, harness.rollouts, Texts(), new_planner, kept)
@@ -58,23 +54,12 @@ def batch_request(*texts: str, **more: Any) -> BatchRequest:
 
 
 async def play(harness: Harness, batch: BatchRun) -> Sequence[GroupResult]:
-    await settle()
-    await harness.engine.run()
-    return (await batch.wait()).results
+    return (await finish(harness, batch)).results
 
 
 def unfinished(batch: BatchRun) -> Sequence[Unfinished]:
     assert isinstance(batch.end, BatchDone)
     return batch.end.unfinished
-
-
-async def test_prompts_that_take_longest_start_first() -> None:
-    harness = Harness(script)
-    await play(harness, await submit(harness, batch_request("10", "30", "20")))
-    harness.engine.started.clear()
-    await play(harness, await submit(harness, batch_request("10", "30", "20", "11")))
-    order = list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
-    assert order.index("30") < order.index("20") < order.index("10"), "11 is new and counts as usual"
 
 
 async def test_new_prompts_start_as_if_they_had_the_length_of_the_data_set_and_ties_keep_their_order() -> None:
@@ -96,14 +81,6 @@ async def test_a_budget_is_spent_exactly_under_any_policy(policy: str) -> None:
     request = batch_request("10", "30", "20", policy={"name": policy}, budget=17)
     results = await play(harness, await submit(harness, request))
     assert sum(len(result.record.candidates) for result in results if result.record) == 17
-
-
-async def test_all_groups_of_a_batch_share_one_deadline() -> None:
-    harness = Harness(script)
-    await play(harness, await submit(harness, batch_request(*map(str, range(10, 30))), "cut"))
-    [batch] = harness.recorder.cohorts
-    assert (batch.groups, batch.policy) == (20, "cut")
-    assert batch.deadline is not None
 
 
 def with_latency() -> Harness:
@@ -182,7 +159,7 @@ async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(
 
 async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_requests_are_joined_to() -> None:
     harness = Harness(lambda *_: Script(5))
-    planner = Planner(POLICIES, "shortest", Limits(64, group_size=8))
+    planner = Planner(SHAPINGS, "shortest", Limits(64, group_size=8))
     plan = check_terms(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, lambda _: planner)
     assert (plan.policy, plan.size, plan.single) == ("off", 1, False)
 

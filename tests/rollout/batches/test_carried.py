@@ -1,9 +1,8 @@
 """Prompts that are carried over from batch to batch, on the scripted engine."""
 
 import asyncio
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -18,37 +17,33 @@ from darts_server.policy.auto.options import AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
-from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult
-from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.batches.run import AnswerFormat, StreamMode
+from darts_server.rollout.batches.events import BatchDone, GroupResult
+from darts_server.rollout.batches.registry import BatchRetention
+from darts_server.rollout.batches.run import AnswerFormat
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec
 from tests.rollout.batches.streams import (
+    GROUPS,
     POLICIES,
     SIZE,
     WHOLE,
-    begin,
-    by_candidate,
+    Server,
     finish,
     idempotency_key,
     key,
     new_registry,
-    play,
+    new_server,
     random_script,
-    read_events,
     token_stream,
 )
 from tests.rollout.batches.streams import request as any_request
 from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
-
-STREAM = AnswerFormat(StreamMode.GROUPS)
 
 
 def kept(name: str) -> CarriedPrompt:
@@ -67,11 +62,7 @@ def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
     prompts = CarriedPrompts()
     one, two, three = map(kept, "aaa")
     prompts.put(None, [one, kept("c"), two, three, kept("b")])
-    taken = prompts.take(None, [("x", "x"), ("a", "a"), ("a", "a")], others=False)
-    assert [(place, prompt is expected) for (place, prompt), expected in zip(taken, [one, two], strict=True)] == [
-        (1, True),
-        (2, True),
-    ]
+    assert prompts.take(None, [("x", "x"), ("a", "a"), ("a", "a")], others=False) == [(1, one), (2, two)]
     taken = prompts.take(None, [("b", "b")], others=True)
     assert [(place, prompt.prompt.text) for place, prompt in taken] == [(None, "c"), (None, "a"), (0, "b")]
     assert prompts.count(None) == 0
@@ -89,9 +80,7 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
 
 def test_prompts_are_bounded_in_bytes_with_the_terms_and_candidates_that_they_go_on_with() -> None:
     specs = [PromptSpec(text="long " * 4), PromptSpec(token_ids=[1, 2]), PromptSpec(messages=b"[{}]", metadata=b"{}")]
-    sizes = [spec.size_bytes for spec in specs]
-    assert sizes == [sys.getsizeof("long " * 4), 72, sys.getsizeof(b"[{}]") + sys.getsizeof(b"{}")]
-    prompts = CarriedPrompts(CarryLimits(prompt_bytes=sum(sizes[1:])))
+    prompts = CarriedPrompts(CarryLimits(prompt_bytes=sum(spec.size_bytes for spec in specs[1:])))
     prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
     assert [each.prompt for each in take_all(prompts)] == specs[1:]
     # It has the sampling parameters in its terms, and may have thousands of candidates.
@@ -109,8 +98,6 @@ def test_prompts_of_callers_that_cannot_take_them_any_more_are_dropped_with_one_
     prompts = CarriedPrompts(may_call=lambda name: name in valid)
     for owner, names in {"one": "ab", "two": "c", "three": "d", None: "e"}.items():
         prompts.put(owner, map(kept, names))
-    prompts.drop_without_caller()
-    assert (len(list(prompts)), caplog.messages) == (5, [])
     valid -= {"one", "three"}
     prompts.drop_without_caller()
     assert [(owner, prompt.prompt.text) for owner, prompt in prompts] == [("two", "c"), (None, "e")]
@@ -122,19 +109,6 @@ request = partial(any_request, carry=Carry.RESTART)
 resumed = partial(any_request, carry=Carry.RESUME)
 
 
-async def run_batch(
-    harness: Harness, registry: BatchRegistry[str, list[int]], wanted: BatchRequest, answer: AnswerFormat = WHOLE
-) -> BatchDone:
-    batch = await registry.open(wanted, answer)
-    with batch.listen():
-        await settle()
-        for _ in range(1000):
-            if batch.end is not None:
-                break
-            await harness.engine.step()
-        return await batch.wait()
-
-
 def by_text(text: str, index: int) -> Script:
     """The prompt ``"20"`` has lengths of 20."""
     return Script(int(text))
@@ -144,67 +118,54 @@ def decided(done: BatchDone) -> list[str]:
     return [key(result) for result in done.results]
 
 
-def started(harness: Harness) -> list[str]:
-    return list(dict.fromkeys(candidate.request for candidate in harness.engine.started))
+def started(server: Server) -> list[str]:
+    return list(dict.fromkeys(candidate.request for candidate in server.engine.started))
 
 
-async def test_undecided_prompts_start_first_in_the_next_batch_that_has_them() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, request("30", "10", "20", "31", num_groups=2))
+@pytest.fixture
+async def server() -> Server:
+    return new_server(by_text)
+
+
+async def test_undecided_prompts_start_first_in_the_next_batch_that_has_them(server: Server) -> None:
+    done = await server.run(request("30", "10", "20", "31", num_groups=2))
     assert decided(done) == ["10", "20"]
     assert [(u.number, u.carry) for u in done.unfinished] == [(0, Carry.RESTART), (3, Carry.RESTART)]
     assert done.carried == 2
     complete = sum(r.record.generated_tokens for r in done.results if r.record is not None)
-    assert done.generated == sum(r.generated_tokens for r in harness.recorder.records) >= complete + 2 * SIZE * 20
-    harness.engine.started.clear()
-    done = await run_batch(harness, registry, request("50", "31", "11"))
-    assert started(harness)[0] == "31"
+    of_all = sum(r.generated_tokens for r in server.harness.recorder.records)
+    assert done.generated == of_all >= complete + 2 * SIZE * 20
+    server.engine.started.clear()
+    done = await server.run(request("50", "31", "11"))
+    assert started(server)[0] == "31"
     assert sorted(decided(done)) == ["11", "31", "50"]
     assert done.carried == 1, "30 was not in this batch"
 
 
-async def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_metadata() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-    harness.engine.started.clear()
-    done = await run_batch(harness, registry, request("12", carried=True))
-    assert started(harness)[:2] == ["30", "40"]
+async def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_metadata(server: Server) -> None:
+    await server.run(request("30", "10", "40", num_groups=1))
+    server.engine.started.clear()
+    done = await server.run(request("12", carried=True))
+    assert started(server)[:2] == ["30", "40"]
     results = {result.number: result for result in done.results}
     assert [results[n].prompt_key for n in range(3)] == ["key of 12", "key of 30", "key of 40"]
     assert results[2].metadata == b'{"of":"40"}'
     assert done.carried == 0
     with pytest.raises(InvalidRequest) as refused:
-        await registry.open(request(carried=True), WHOLE)
+        await server.registry.open(request(carried=True), WHOLE)
     assert refused.value.field == "prompts"
 
 
-async def test_only_batches_that_carry_over_take_what_was_carried_over() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, request("30", "10", num_groups=1))
-    done = await run_batch(harness, registry, request("30", "10", num_groups=1, carry=Carry.DROP))
+async def test_only_batches_that_carry_over_take_what_was_carried_over(server: Server) -> None:
+    await server.run(request("30", "10", num_groups=1))
+    done = await server.run(request("30", "10", num_groups=1, carry=Carry.DROP))
     assert (done.carried, [u.carry for u in done.unfinished]) == (1, [Carry.DROP])
     token = caller.set(Caller("another"))
-    done = await run_batch(harness, registry, request("11"))
+    done = await server.run(request("11"))
     caller.reset(token)
     assert done.carried == 0, "of another caller"
-    done = await run_batch(harness, registry, request(carry=Carry.DROP, carried=True))
+    done = await server.run(request(carry=Carry.DROP, carried=True))
     assert (decided(done), done.carried) == (["30"], 0)
-
-
-@pytest.mark.parametrize(
-    "wrong", [request("10", "x", carried=True), request("10", num_groups=4, carried=True), request("10", budget=1)]
-)
-async def test_a_refused_batch_takes_nothing(wrong: BatchRequest) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-    with pytest.raises(InvalidRequest):
-        await registry.open(wrong, WHOLE)
-    done = await run_batch(harness, registry, request(carried=True))
-    assert sorted(decided(done)) == ["30", "40"]
 
 
 class Picky(Texts):
@@ -216,39 +177,34 @@ class Picky(Texts):
         return await super().make_request(prompt, {}, size, request_id)
 
 
-async def test_a_carried_prompt_that_cannot_be_rendered_any_more_is_dropped_and_refuses_no_batch(
-    caplog: pytest.LogCaptureFixture,
+async def test_a_refused_batch_takes_nothing_and_a_prompt_that_cannot_be_rendered_any_more_refuses_none(
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, request("30", "10", "40", "50", num_groups=1))
-    registry._renderer = Picky()
+    await server.run(request("30", "10", "40", "50", num_groups=1))
+    server.registry._renderer = Picky()
     with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
-        await registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
-    assert registry._carried.count(None) == 3
+        await server.registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
+    assert server.registry._carried.count(None) == 3
     assert "dropped" not in caplog.text
     with pytest.raises(InvalidRequest, match="num_groups"):
-        await registry.open(request("11", carried=True, num_groups=4), WHOLE)
-    assert names([prompt for _, prompt in registry._carried]) == ["30", "50"], "what can be rendered is given back"
-    done = await run_batch(harness, registry, request("11", carried=True, carry=Carry.DROP))
+        await server.registry.open(request("11", carried=True, num_groups=4), WHOLE)
+    assert names([prompt for _, prompt in server.registry._carried]) == ["30", "50"], "they are given back"
+    done = await server.run(request("11", carried=True, carry=Carry.DROP))
     assert [(result.number, key(result)) for result in done.results] == [(0, "11"), (1, "30"), (2, "50")]
     assert done.carried == 0
     assert "1 prompts that were carried over are dropped" in caplog.text
     assert "'key of 40': 40 is refused" in caplog.text
 
 
-@pytest.mark.parametrize("answer", [WHOLE, STREAM])
-async def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(answer: AnswerFormat) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, request("30", "10", "40", num_groups=1))
-    batch = await registry.open(request("5", carried=True), answer)
+@pytest.mark.parametrize("answer", [WHOLE, GROUPS])
+async def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(server: Server, answer: AnswerFormat) -> None:
+    await server.run(request("30", "10", "40", num_groups=1))
+    batch = await server.registry.open(request("5", carried=True), answer)
     with batch.listen():
-        for _ in range(34):
-            await harness.engine.step()
-        assert registry.cancel(batch.batch_id)
+        await server.harness.steps(34)
+        assert server.registry.cancel(batch.batch_id)
     await settle()
-    done = await run_batch(harness, registry, request(carried=True))
+    done = await server.run(request(carried=True))
     assert sorted(decided(done)) == (["30", "40"] if answer is WHOLE else ["40"])
 
 
@@ -294,42 +250,38 @@ def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
     }
 
 
-async def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weights() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, resumed("30", "10", "50", num_groups=1))
+async def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_weights(server: Server) -> None:
+    done = await server.run(resumed("30", "10", "50", num_groups=1))
     assert decided(done) == ["10"]
-    assert done.generated == harness.recorder.records[0].generated_tokens, "others count in the next batch"
+    assert done.generated == server.harness.recorder.records[0].generated_tokens, "others count in the next batch"
     assert spans(done)["10"] == [((0, 10),)] * 4
-    reasons = {c.reason for r in harness.recorder.records[1:] for c in r.candidates}
+    reasons = {c.reason for r in server.harness.recorder.records[1:] for c in r.candidates}
     assert reasons == {DiscardReason.CARRIED}
-    harness.engine.weight_version = 1
-    harness.engine.started.clear()
-    begun = harness.engine.now
-    done = await run_batch(harness, registry, resumed("12", carried=True))
+    server.engine.weight_version = 1
+    server.engine.started.clear()
+    begun = server.engine.now
+    done = await server.run(resumed("12", carried=True))
     generated = {text: [s[0][1] for s in found] for text, found in spans(done).items()}
     assert generated["12"] == [12] * 4
     [seen] = set(generated["30"])
     assert 10 <= seen < 30
     assert spans(done)["30"] == [((0, seen), (1, 30 - seen))] * 4
-    assert harness.engine.now - begun <= 50 - seen + 2
+    assert server.engine.now - begun <= 50 - seen + 2
     [thirty] = [result for result in done.results if result.prompt_key == "key of 30"]
     assert [list(sample.token_ids) for sample in thirty.samples.values()] == [list(range(30))] * 4
     assert thirty.record is not None
     assert thirty.record.mixed_versions
 
 
-@pytest.mark.parametrize("answer", [WHOLE, STREAM, token_stream()])
+@pytest.mark.parametrize("answer", [WHOLE, GROUPS, token_stream()])
 async def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and_counted_once(
-    answer: AnswerFormat,
+    server: Server, answer: AnswerFormat
 ) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, resumed("10", "10", "30", num_groups=1), answer)
+    done = await server.run(resumed("10", "10", "30", num_groups=1), answer)
     assert (decided(done), done.carried) == (["10", "10"], 1)
-    done = await run_batch(harness, registry, resumed(carried=True), answer)
+    done = await server.run(resumed(carried=True), answer)
     assert decided(done) == ["30"]
-    complete = [r.prompt_key for r in harness.recorder.records if r.outcome is Outcome.COMPLETED]
+    complete = [r.prompt_key for r in server.harness.recorder.records if r.outcome is Outcome.COMPLETED]
     assert complete == ["key of 10", "key of 10", "key of 30"]
 
 
@@ -342,51 +294,49 @@ async def test_a_group_that_is_complete_with_the_last_wanted_one_is_returned_and
         {"version": 2},
     ],
 )
-async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(change: dict[str, Any]) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
-    harness.engine.weight_version = int(str(change.pop("version", 0)))
+async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(server: Server, change: dict[str, Any]) -> None:
+    await server.run(resumed("30", "10", num_groups=1))
+    server.engine.weight_version = int(str(change.pop("version", 0)))
     if "policy" in change:
         planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
-        registry._new_planner = lambda _: planner
-    harness.engine.started.clear()
-    done = await run_batch(harness, registry, replace(resumed("30"), **change))
-    assert set(spans(done)["30"]) == {((harness.engine.weight_version, 30),)}
+        server.registry._new_planner = lambda _: planner
+    server.engine.started.clear()
+    done = await server.run(replace(resumed("30"), **change))
+    assert set(spans(done)["30"]) == {((server.engine.weight_version, 30),)}
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(suspended: bool) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    registry._carried.limits = CarryLimits(staleness=0)
-    await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(
+    server: Server, suspended: bool
+) -> None:
+    server.registry._carried.limits = CarryLimits(staleness=0)
+    await server.run(resumed("30", "10", num_groups=1))
     if suspended:
-        await harness.rollouts.suspend()
+        await server.harness.rollouts.suspend()
     else:
-        harness.rollouts.gate.close()
-    batch = await registry.open(resumed(carried=True), WHOLE)
+        server.harness.rollouts.gate.close()
+    batch = await server.registry.open(resumed(carried=True), WHOLE)
     with batch.listen():
         await settle()
-        harness.engine.weight_version = 1
-        harness.rollouts.resume()
-        harness.rollouts.gate.open()
+        server.engine.weight_version = 1
+        server.harness.rollouts.resume()
+        server.harness.rollouts.gate.open()
         await settle()
-        await harness.engine.run()
+        await server.engine.run()
         assert set(spans(await batch.wait())["30"]) == {((1, 30),)}
 
 
 async def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_alone() -> None:
     """Also to a caller that streams tokens, who gets trajectories early otherwise."""
-    harness = Harness(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, resumed("5", "4", num_groups=1), token_stream())
+    server = new_server(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
+    done = await server.run(resumed("5", "4", num_groups=1), token_stream())
     assert decided(done) == ["4"]
-    [stopped] = [record for record in harness.recorder.records if record.outcome is Outcome.CANCELLED]
+    recorder = server.harness.recorder
+    [stopped] = [record for record in recorder.records if record.outcome is Outcome.CANCELLED]
     assert {(c.reason, c.selected_as) for c in stopped.candidates} == {(DiscardReason.CARRIED, None)}
-    assert len(harness.recorder.returned) == SIZE
-    done = await run_batch(harness, registry, resumed(carried=True), token_stream())
-    assert len(harness.recorder.returned) == 2 * SIZE
+    assert len(recorder.returned) == SIZE
+    await server.run(resumed(carried=True), token_stream())
+    assert len(recorder.returned) == 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", [(1,), None])
@@ -399,29 +349,26 @@ async def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
     """
     monkeypatch.setattr(Texts, "tail_seed", lambda *_: seed)
     failure = CandidateFailed("broken")
-    harness = Harness(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
-    registry = new_registry(harness, "shortest")
-    done = await run_batch(harness, registry, resumed("30", "10", num_groups=1))
+    server = new_server(lambda text, i: Script(3, error=failure) if (text, i) == ("30", 0) else Script(int(text)))
+    done = await server.run(resumed("30", "10", num_groups=1))
     assert (decided(done), done.carried) == (["10"], 1)
-    counted = sum(c.tokens for record in harness.recorder.records for c in record.candidates)
+    counted = sum(c.tokens for record in server.harness.recorder.records for c in record.candidates)
     assert (done.generated == counted) is (seed is not None)
     assert counted > 100
-    harness.engine.weight_version = 1
-    [found] = set(spans(await run_batch(harness, registry, resumed(carried=True)))["30"])
+    server.engine.weight_version = 1
+    [found] = set(spans(await server.run(resumed(carried=True)))["30"])
     assert [version for version, _ in found] == ([0, 1] if seed is None else [1])
 
 
-async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    registry._carried.limits = CarryLimits(prompts=2)
-    await run_batch(harness, registry, resumed("40", "30", "10", num_groups=1))
-    await run_batch(harness, registry, resumed("70", "12", num_groups=1, carried=True))
-    assert names(registry._carried._kept[None]) == ["30", "70"]
-    batch = await registry.open(resumed("30"), WHOLE)
-    registry.cancel(batch.batch_id)
+async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones(server: Server) -> None:
+    server.registry._carried.limits = CarryLimits(prompts=2)
+    await server.run(resumed("40", "30", "10", num_groups=1))
+    await server.run(resumed("70", "12", num_groups=1, carried=True))
+    assert names(server.registry._carried._kept[None]) == ["30", "70"]
+    batch = await server.registry.open(resumed("30"), WHOLE)
+    server.registry.cancel(batch.batch_id)
     await asyncio.wait([batch.task])
-    assert names(registry._carried._kept[None]) == ["30", "70"], "as it was"
+    assert names(server.registry._carried._kept[None]) == ["30", "70"], "as it was"
 
 
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
@@ -434,73 +381,49 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
     assert [each.group is None for each in take_all(prompts)] == [True, True, False, False]
 
 
-def auto_registry(harness: Harness, most_stale: float) -> BatchRegistry[str, list[int]]:
-    registry = new_registry(harness, "off")
-    limits = AutoLimits(most_stale=most_stale)
-    planner = Planner({}, "auto", Limits(64), build_auto(Shaping(), Deadline(), limits))
-    registry._new_planner = lambda _: planner
-    return registry
+def auto_server(script: Callable[[str, int], Script], most_stale: float) -> Server:
+    server = new_server(script)
+    options = build_auto(Shaping(), Deadline(), AutoLimits(most_stale=most_stale))
+    server.registry._new_planner = lambda _: Planner({}, "auto", Limits(64), options)
+    return server
 
 
 async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_weights() -> None:
-    harness, ran, stale = Harness(by_text), list[int](), list[float]()
-    registry = auto_registry(harness, most_stale=0.2)
+    server, ran, stale = auto_server(by_text, most_stale=0.2), list[int](), list[float]()
     batch = resumed(*map(str, range(20, 44)), num_groups=12)
     for step in range(12):
-        harness.engine.started.clear()
-        done = await run_batch(harness, registry, batch)
-        ran.append(len({candidate.request for candidate in harness.engine.started}))
+        server.engine.started.clear()
+        done = await server.run(batch)
+        ran.append(len(started(server)))
         tokens = [span for each in spans(done).values() for found in each for span in found]
         stale.append(sum(n for version, n in tokens if version != step) / sum(n for _, n in tokens))
         assert len(done.results) >= 12
-        harness.engine.weight_version += 1
+        server.engine.weight_version += 1
         new = [str(20 + (7 * step + place) % 24) for place in range(24 - done.carried)]
         batch = resumed(*new, num_groups=12, carried=True)
     assert ran[0] == 24, "nothing is known"
     assert min(ran) < 18
     assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
-    [record] = {record.chosen.reason for record in harness.recorder.records[-1:] if record.chosen}
-    assert "prompts run, and the first 12 groups are returned" in record
+    chosen = server.harness.recorder.records[-1].chosen
+    assert chosen is not None
+    assert "prompts run, and the first 12 groups are returned" in chosen.reason
 
 
 async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -> None:
-    harness = Harness(lambda prompt, _: Script(5, error=CandidateFailed("broken") if prompt == "7" else None))
-    registry = auto_registry(harness, most_stale=0.0)
-    done = await run_batch(harness, registry, resumed("7", "10", "11", "12", num_groups=2))
+    broken = CandidateFailed("broken")
+    server = auto_server(lambda prompt, _: Script(5, error=broken if prompt == "7" else None), most_stale=0.0)
+    done = await server.run(resumed("7", "10", "11", "12", num_groups=2))
     assert [result.error is None for result in done.results].count(True) == 2
     assert (len(done.results), done.carried) == (3, 1)
 
 
-async def test_a_policy_that_prunes_does_not_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = new_registry(Harness(by_text), "shortest")
+async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner({"arrol": Shaping(pruning=Pruning())}, "arrol", Limits(64))
-    registry._new_planner = lambda _: planner
+    server.registry._new_planner = lambda _: planner
     monkeypatch.setattr(Rollouts, "can_score", True)
     with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
-        await registry.open(resumed("10"), WHOLE)
+        await server.registry.open(resumed("10"), WHOLE)
     assert refused.value.field == "carry"
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_events_of_candidates_that_go_on_have_all_of_their_tokens(seed: int) -> None:
-    harness = Harness(random_script(seed, faults=0.0))
-    registry = new_registry(harness, ["shortest", "sampled", "longest"][seed % 3])
-    wanted = resumed(*map(str, range(6)), num_groups=2)
-    for _ in range(3):
-        batch = await registry.open(wanted, token_stream(3))
-        events = await play(harness, asyncio.create_task(read_events(batch)))
-        candidates = by_candidate(events)
-        assert isinstance(batch.end, BatchDone)
-        for result in batch.end.results:
-            for index, sample in result.samples.items():
-                seen = candidates[f"{result.group_id}:{index}"]
-                assert seen.token_ids == list(sample.token_ids) == list(range(len(sample.token_ids)))
-        assert {event.reason for _, event in events if isinstance(event, CandidateDiscarded)} <= set(DiscardReason)
-        if not batch.end.carried:
-            break
-        wanted = resumed(carried=True, num_groups=min(2, batch.end.carried))
-    assert isinstance(batch.end, BatchDone)
-    assert batch.end.carried == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -508,19 +431,18 @@ async def test_groups_that_were_carried_over_are_those_that_would_have_come_with
     """Whatever the policy: the same trajectories, each with all of its tokens, generated once."""
     policy = ["shortest", "sampled", "longest", "darts", "off"][seed % 5]
     texts = [str(i) for i in range(8)]
-    uncut = Harness(random_script(seed, faults=0.0))
-    whole = await run_batch(uncut, new_registry(uncut, policy), resumed(*texts))
-    harness = Harness(random_script(seed, faults=0.0))
-    registry = new_registry(harness, policy)
+    script = random_script(seed, faults=0.0)
+    whole = await new_server(script, policy).run(resumed(*texts))
+    server = new_server(script, policy)
     answered: dict[str, GroupResult] = {}
-    done = await run_batch(harness, registry, resumed(*texts, num_groups=1))
+    done = await server.run(resumed(*texts, num_groups=1))
     while True:
         for result in done.results:
             assert result.prompt_key not in answered
             answered[result.prompt_key] = result
         if not done.carried:
             break
-        done = await run_batch(harness, registry, resumed(num_groups=1, carried=True))
+        done = await server.run(resumed(num_groups=1, carried=True))
     for result in whole.results:
         other = answered[result.prompt_key]
         assert {i: list(s.token_ids) for i, s in other.samples.items()} == {
@@ -535,13 +457,13 @@ async def test_groups_that_were_carried_over_are_those_that_would_have_come_with
 async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    harness, valid = Harness(by_text), {"one"}
-    registry = new_registry(harness, "shortest", may_call=lambda name: name in valid)
+    valid = {"one"}
+    server = new_server(by_text, may_call=lambda name: name in valid)
     token = caller.set(Caller("one"))
-    batch = await begin(harness, registry, resumed("30", "10", num_groups=1), 5)
+    batch = await server.begin(5, "30", "10", num_groups=1, carry=Carry.RESUME)
     caller.reset(token)
     valid.clear()
-    registry.keys_changed()
-    done = await finish(harness, batch)
-    assert (len(done.results), done.carried, list(registry._carried)) == (1, 0, [])
+    server.registry.keys_changed()
+    done = await finish(server.harness, batch)
+    assert (len(done.results), done.carried, list(server.registry._carried)) == (1, 0, [])
     assert "1 prompts that were carried over are dropped" in caplog.text

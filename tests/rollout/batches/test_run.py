@@ -6,22 +6,24 @@ from random import Random
 
 import pytest
 
-from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import GroupAborted
-from darts_server.rollout.batches.carried import Carry
+from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.types import DiscardReason, Outcome
 from tests.rollout.batches.streams import (
     POLICIES,
     SIZE,
     WHOLE,
+    Server,
     begin,
     by_candidate,
+    by_text,
     finish,
     key,
     lengths_of,
     new_registry,
+    new_server,
     play,
     random_script,
     read_events,
@@ -36,19 +38,18 @@ ABORTED = "the request was aborted while its group was running"
 NIGHTLY = pytest.mark.nightly
 
 
-def by_text(text: str, index: int) -> Script:
-    """The prompt ``"20"`` has lengths of 20, 21, …"""
-    return Script(int(text) + index)
+@pytest.fixture
+async def server() -> Server:
+    return new_server(by_text)
 
 
-async def test_groups_that_are_aborted_return_what_their_candidates_had_generated() -> None:
-    harness = Harness(by_text)
-    batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "10"), 11)
-    harness.rollouts.weights_change()
-    harness.engine.weight_version = 1
-    await harness.engine.step()
-    harness.rollouts.abort_all("an update")
-    done = await finish(harness, batch)
+async def test_groups_that_are_aborted_return_what_their_candidates_had_generated(server: Server) -> None:
+    batch = await server.begin(11, "5", "30", "10")
+    server.harness.rollouts.weights_change()
+    server.engine.weight_version = 1
+    await server.engine.step()
+    server.harness.rollouts.abort_all("an update")
+    done = await finish(server.harness, batch)
     results = {key(result): result for result in done.results}
     assert (results["5"].error, results["5"].aborted, len(results["5"].samples)) == (None, None, SIZE)
     assert lengths_of(results["30"]) == dict.fromkeys(range(6), 12)
@@ -65,9 +66,9 @@ async def test_groups_that_are_aborted_return_what_their_candidates_had_generate
     one = results["30"].aborted[2]
     assert (list(one.sample.token_ids), one.sample.logprobs) == (list(range(12)), [-t / 8 for t in range(12)])
     assert one.version_spans == ((0, 11), (1, 1))
-    assert done.generated == sum(record.generated_tokens for record in harness.recorder.records)
+    assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.unfinished == []
-    assert harness.rollouts.running == len(harness.engine.running) == 0
+    assert server.harness.rollouts.running == len(server.engine.running) == 0
 
 
 class BreakingCandidate(ScriptedCandidate):
@@ -80,13 +81,7 @@ class BreakingCandidate(ScriptedCandidate):
 
 
 class Breaking(ScriptedEngine):
-    async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
-    ) -> ScriptedCandidate:
-        started = await super().start(request, index, probe, order)
-        breaking = BreakingCandidate(started.request, started.index, started.script, started.started_at)
-        self.started[self.started.index(started)] = breaking
-        return breaking
+    candidate_type = BreakingCandidate
 
 
 async def test_a_candidate_that_fails_while_its_group_is_aborted_is_missing_alone() -> None:
@@ -100,29 +95,14 @@ async def test_a_candidate_that_fails_while_its_group_is_aborted_is_missing_alon
 
 @pytest.mark.parametrize("carry", [Carry.DROP, Carry.RESUME])
 async def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_complete_before_it_has_ended(
-    carry: Carry,
+    server: Server, carry: Carry
 ) -> None:
-    harness = Harness(by_text)
-    harness.engine.stop_lag = 200
-    registry = new_registry(harness, "shortest")
-    batch = await begin(harness, registry, request("5", "30", num_groups=1, carry=carry), 6)
-    harness.rollouts.abort(f"{batch.batch_id}-1")
-    done = await finish(harness, batch)
+    server.engine.stop_lag = 200
+    batch = await server.begin(6, "5", "30", num_groups=1, carry=carry)
+    server.harness.rollouts.abort(f"{batch.batch_id}-1")
+    done = await finish(server.harness, batch)
     assert [(key(result), result.error) for result in done.results] == [("5", None)]
     assert [(u.number, u.carry, str(u.error)) for u in done.unfinished] == [(1, carry, ABORTED)]
-
-
-async def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> None:
-    harness = Harness(by_text)
-    batch = await begin(harness, new_registry(harness, "shortest"), request("20"), 9)
-    await harness.rollouts.suspend()
-    harness.rollouts.abort_all("now")
-    harness.rollouts.resume()
-    [result] = (await finish(harness, batch)).results
-    assert isinstance(result.error, GroupAborted)
-    assert (result.aborted, result.has_tokens) == ({}, False)
-    assert result.record is not None
-    assert {c.reason for c in result.record.candidates} == {DiscardReason.RESTARTED}
 
 
 async def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_group() -> None:
@@ -131,8 +111,7 @@ async def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_gro
     batch = await new_registry(harness, "shortest").open(request("9"), token_stream(1))
     listening = asyncio.create_task(read_events(batch))
     await settle()
-    for _ in range(20):
-        await harness.engine.step()
+    await harness.steps(20)
     harness.rollouts.abort_all("now")
     candidates = by_candidate(await play(harness, listening))
     assert isinstance(batch.end, BatchDone)
@@ -147,62 +126,59 @@ async def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_gro
 
 @pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
 @pytest.mark.parametrize("everything", [False, True])
-async def test_prompts_that_are_carried_over_are_kept_and_say_why(carry: Carry, everything: bool) -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    batch = await begin(harness, registry, request("30", "10", "31", carry=carry), 15)
+async def test_prompts_that_are_carried_over_are_kept_and_say_why(
+    server: Server, carry: Carry, everything: bool
+) -> None:
+    batch = await server.begin(15, "30", "10", "31", carry=carry)
     if everything:
-        harness.rollouts.abort_all("an update")
+        server.harness.rollouts.abort_all("an update")
     else:
-        harness.rollouts.abort(f"{batch.batch_id}-0")
-    done = await finish(harness, batch)
+        server.harness.rollouts.abort(f"{batch.batch_id}-0")
+    done = await finish(server.harness, batch)
     aborted = [0, 2] if everything else [0]
     assert [key(r) for r in done.results] == (["10"] if everything else ["10", "31"])
     assert [r.error for r in done.results if r.error is not None] == []
     assert [(u.number, u.carry) for u in done.unfinished] == [(number, carry) for number in aborted]
     assert all(isinstance(u.error, GroupAborted) for u in done.unfinished)
     assert done.carried == len(aborted)
-    reasons = {c.reason for r in harness.recorder.records if r.error is not None for c in r.candidates}
+    reasons = {c.reason for r in server.harness.recorder.records if r.error is not None for c in r.candidates}
     resumes = carry is Carry.RESUME
     assert reasons == {DiscardReason.CARRIED if resumes else DiscardReason.CANCELLED}
-    counted = sum(record.generated_tokens for record in harness.recorder.records)
+    counted = sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.generated == counted
-    harness.engine.weight_version = 1
-    later = await finish(harness, await begin(harness, registry, request(carry=carry, carried=True), 0))
+    server.engine.weight_version = 1
+    later = await finish(server.harness, await server.begin(0, carry=carry, carried=True))
     spans = {key(r): r.record.selected[0].version_spans for r in later.results if r.record is not None}
     assert spans["30"] == (((0, 15), (1, 15)) if resumes else ((1, 30),))
     assert len(later.results) == len(aborted)
     assert all(len(result.samples) == SIZE for result in later.results)
-    total = sum(record.generated_tokens for record in harness.recorder.records)
+    total = sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.generated + later.generated == total, "each token is counted once"
 
 
-async def test_a_prompt_that_waits_for_its_restart_is_kept_and_starts_again() -> None:
-    harness = Harness(by_text)
-    registry = new_registry(harness, "shortest")
-    batch = await begin(harness, registry, request("30", carry=Carry.RESUME), 15)
-    await harness.rollouts.suspend()
-    harness.rollouts.abort_all("now")
-    harness.rollouts.resume()
-    done = await finish(harness, batch)
+async def test_a_prompt_that_waits_for_its_restart_is_kept_and_starts_again(server: Server) -> None:
+    batch = await server.begin(15, "30", carry=Carry.RESUME)
+    await server.harness.rollouts.suspend()
+    server.harness.rollouts.abort_all("now")
+    server.harness.rollouts.resume()
+    done = await finish(server.harness, batch)
     assert (done.results, done.carried) == ([], 1)
-    later = await finish(harness, await begin(harness, registry, request(carry=Carry.RESUME, carried=True), 0))
+    later = await finish(server.harness, await server.begin(0, carry=Carry.RESUME, carried=True))
     [result] = later.results
     assert result.record is not None
     assert {c.version_spans for c in result.record.selected} == {((0, c.tokens),) for c in result.record.selected}
 
 
-async def test_an_aborted_group_does_not_count_for_num_groups() -> None:
-    harness = Harness(by_text)
-    batch = await begin(harness, new_registry(harness, "shortest"), request("5", "30", "20", num_groups=1), 3)
-    harness.rollouts.abort(f"{batch.batch_id}-0")
-    done = await finish(harness, batch)
+async def test_an_aborted_group_does_not_count_for_num_groups(server: Server) -> None:
+    batch = await server.begin(3, "5", "30", "20", num_groups=1)
+    server.harness.rollouts.abort(f"{batch.batch_id}-0")
+    done = await finish(server.harness, batch)
     assert [(key(r), len(r.samples)) for r in done.results] == [("5", 0), ("20", SIZE)]
     assert [u.number for u in done.unfinished] == [1]
     assert done.unfinished[0].error is None
 
 
-def check(result: GroupResult, policy: str) -> None:
+def check(result: GroupResult) -> None:
     """Check that a group is whole, or says that it is not."""
     record = result.record
     if result.error is None:
@@ -228,69 +204,67 @@ def check(result: GroupResult, policy: str) -> None:
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=NIGHTLY) for seed in range(8, 200))])
 async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_that_is_not(seed: int) -> None:
     rng = Random(seed)
-
-    async def scenario() -> None:
-        harness = Harness(random_script(seed, faults=0.05))
-        harness.engine.stop_lag = rng.choice([0, 0, 3])
-        policy = rng.choice(POLICIES)
-        registry = new_registry(harness, policy)
-        registry._carried.limits = rng.choice([registry._carried.limits, type(registry._carried.limits)(staleness=0)])
-        choices = list(Carry)
-        waiting, answered, generated, carried = [str(i) for i in range(10)], Counter[str](), 0, 0
-        for _ in range(200):
-            if not waiting and not carried:
-                break
-            carry = rng.choice(choices)
-            count = rng.randint(0 if carried else 1, 6)
-            mine, waiting = waiting[:count], waiting[count:]
-            takes = not mine or rng.random() < 0.4
-            answer = rng.choice([WHOLE, token_stream(2)])
-            batch = await registry.open(request(*mine, carry=carry, carried=takes), answer)
-            listening = asyncio.create_task(read_events(batch))
-            while batch.end is None:
-                match rng.randrange(30):
-                    case 0:
-                        harness.rollouts.abort_all("a sweep")
-                    case 1:
-                        harness.rollouts.abort(f"{batch.batch_id}-{rng.randrange(6)}")
-                    case 2:
-                        suspending = asyncio.create_task(harness.rollouts.suspend())
-                        await settle()
-                        if rng.random() < 0.5:
-                            harness.rollouts.abort_all("a sweep in a pause")
-                        while not suspending.done():  # groups of which some was delivered go on
-                            await harness.engine.step()
-                        harness.engine.weight_version += 1
-                        harness.rollouts.resume()
-                    case 3:
-                        harness.rollouts.weights_change()
-                        harness.engine.weight_version += 1
-                    case _:
+    harness = Harness(random_script(seed, faults=0.05))
+    harness.engine.stop_lag = rng.choice([0, 0, 3])
+    registry = new_registry(harness, rng.choice(POLICIES))
+    registry._carried.limits = rng.choice([CarryLimits(), CarryLimits(staleness=0)])
+    waiting, answered, generated, carried = [str(i) for i in range(10)], Counter[str](), 0, 0
+    for _ in range(200):
+        if not waiting and not carried:
+            break
+        carry = rng.choice(list(Carry))
+        count = rng.randint(0 if carried else 1, 6)
+        mine, waiting = waiting[:count], waiting[count:]
+        takes = not mine or rng.random() < 0.4
+        answer = rng.choice([WHOLE, token_stream(2)])
+        batch = await registry.open(request(*mine, carry=carry, carried=takes), answer)
+        batch.listeners += 1
+        reading = None if batch.feed is None else asyncio.create_task(read_events(batch))
+        while batch.end is None:
+            match rng.randrange(30):
+                case 0:
+                    harness.rollouts.abort_all("a sweep")
+                case 1:
+                    harness.rollouts.abort(f"{batch.batch_id}-{rng.randrange(6)}")
+                case 2:
+                    suspending = asyncio.create_task(harness.rollouts.suspend())
+                    await settle()
+                    if rng.random() < 0.5:
+                        harness.rollouts.abort_all("a sweep in a pause")
+                    while not suspending.done():  # groups of which some was delivered go on
                         await harness.engine.step()
-            by_candidate(await listening)
-            assert isinstance(batch.end, BatchDone)
-            done, size = batch.end, batch.size
-            numbers = sorted([*(r.number for r in done.results), *(u.number for u in done.unfinished)])
-            assert numbers == list(range(size))
-            assert all(u.carry is carry and u.error is not None for u in done.unfinished)
-            for result in done.results:
-                check(result, policy)
-                if isinstance(result.error, GroupAborted) and result.aborted is not None:
-                    waiting.append(key(result))
-                else:
-                    answered[key(result)] += 1
-            generated, carried = generated + done.generated, done.carried
-        assert answered == Counter(str(i) for i in range(10))
-        await settle()
-        await harness.engine.run()
-        assert harness.rollouts.running == 0
-        records = harness.recorder.records
-        assert len({record.group_id for record in records}) == len(records), "each group ends once"
-        assert harness.recorder.started == sum(len(record.candidates) for record in records)
-        for candidate in [c for record in records for c in record.candidates]:
-            assert (candidate.reason is None) == (candidate.selected_as is not None)
-        kept = [c.tokens for r in records for c in r.candidates if c.reason is DiscardReason.CARRIED]
-        again = sum(c.tokens for r in records for c in r.candidates if c.reason not in {DiscardReason.CARRIED})
-        # What is kept of a candidate has the tokens until it answered, and its record those until it was stopped.
-        late = harness.engine.stop_lag * len(kept)
-        assert again <= generated <= again + sum(kept) + late
+                    harness.engine.weight_version += 1
+                    harness.rollouts.resume()
+                case 3:
+                    harness.rollouts.weights_change()
+                    harness.engine.weight_version += 1
+                case _:
+                    await harness.engine.step()
+        if reading is not None:
+            by_candidate(await reading)
+        assert isinstance(batch.end, BatchDone)
+        done, size = batch.end, batch.size
+        numbers = sorted([*(r.number for r in done.results), *(u.number for u in done.unfinished)])
+        assert numbers == list(range(size))
+        assert all(u.carry is carry and u.error is not None for u in done.unfinished)
+        for result in done.results:
+            check(result)
+            if isinstance(result.error, GroupAborted) and result.aborted is not None:
+                waiting.append(key(result))
+            else:
+                answered[key(result)] += 1
+        generated, carried = generated + done.generated, done.carried
+    assert answered == Counter(str(i) for i in range(10))
+    await settle()
+    await harness.engine.run()
+    assert harness.rollouts.running == 0
+    records = harness.recorder.records
+    assert len({record.group_id for record in records}) == len(records), "each group ends once"
+    assert harness.recorder.started == sum(len(record.candidates) for record in records)
+    for candidate in [c for record in records for c in record.candidates]:
+        assert (candidate.reason is None) == (candidate.selected_as is not None)
+    kept = [c.tokens for r in records for c in r.candidates if c.reason is DiscardReason.CARRIED]
+    again = sum(record.generated_tokens for record in records)
+    # What is kept of a candidate has the tokens until it answered, and its record those until it was stopped.
+    late = harness.engine.stop_lag * len(kept)
+    assert again <= generated <= again + sum(kept) + late

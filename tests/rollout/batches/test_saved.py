@@ -1,9 +1,9 @@
 """Prompts that are carried over from a server to the next one, on the scripted engine."""
 
 import asyncio
-import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,32 +30,32 @@ from darts_server.rollout.batches.carried import (
     SavedPrompts,
 )
 from darts_server.rollout.batches.events import BatchDone, GroupResult
-from darts_server.rollout.batches.registry import BatchRegistry, kept_bytes
-from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
+from darts_server.rollout.batches.registry import kept_bytes
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.store.carried import CarriedFile
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
+    GROUPS,
     SHAPINGS,
+    STOPPING,
     WHOLE,
+    Server,
     begin,
     by_candidate,
+    by_text,
     finish,
-    idempotency_key,
     key,
     lengths_of,
-    new_registry,
+    new_server,
     random_script,
     read_events,
     request,
     token_stream,
 )
-from tests.rollout.helpers import Harness, Texts
+from tests.rollout.helpers import Texts
 
 pytestmark = pytest.mark.anyio
-
-STOPPING = ServerStopping("the server is stopping", 30)
 
 
 class InMemory(CarriedFile):
@@ -88,10 +88,6 @@ def saved(file: InMemory) -> SavedPrompts:
     return SavedPrompts(file, "model")
 
 
-def by_text(text: str, index: int) -> Script:
-    return Script(int(text) + index)
-
-
 def carried_prompt(text: str, version: int = 0, *, with_logprobs: bool = True) -> CarriedPrompt:
     finished: CarriedCandidate[list[int]] = CarriedCandidate(
         TokenSlice([0, 1, 2**31 - 1], [0.0, -1e-300, -7.5] if with_logprobs else None),
@@ -106,16 +102,9 @@ def carried_prompt(text: str, version: int = 0, *, with_logprobs: bool = True) -
     return CarriedPrompt(spec, (text, "content"), group)
 
 
-def plain(prompt: CarriedPrompt) -> object:
-    """Everything that a prompt has, as values that can be compared."""
-    if prompt.group is None:
-        return prompt
-    candidates = [
-        (list(c.prefix.token_ids), c.prefix.logprobs and list(c.prefix.logprobs), c.version_spans, c.saved_end)
-        for c in prompt.group.candidates
-    ]
-    group = prompt.group
-    return prompt.prompt, prompt.identity, group.terms, group.saturated, list(group.tail_seed), candidates
+def plain(prompts: Sequence[Owned]) -> bytes:
+    """Everything that prompts have, in a form that can be compared."""
+    return msgspec.json.encode(prompts, enc_hook=array.tolist)
 
 
 def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) -> None:
@@ -127,7 +116,7 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
         assert SavedPrompts(file, "model").save(prompts) == len(prompts)
     with closing(CarriedFile(tmp_path)) as file:
         taken = SavedPrompts(file, "model").take(0)
-        assert [(owner, plain(prompt)) for owner, prompt in taken] == [(owner, plain(p)) for owner, p in prompts]
+        assert plain(taken) == plain(prompts)
         assert SavedPrompts(file, "model").take(0) == [], "also if this server is killed"
 
 
@@ -172,45 +161,38 @@ def changed(file: InMemory, *path_and_value: Any) -> bytes:
     return msgspec.msgpack.encode(document)
 
 
-def wrong_group(**change: object) -> CarriedPrompt:
-    """A prompt of which the first candidate, or the group, is not what a server saves."""
-    prompt = carried_prompt("a")
-    assert prompt.group is not None
-    [first, *others] = prompt.group.candidates
-    if "of_group" in change:
-        return replace(prompt, group=replace(prompt.group, **change["of_group"]))  # type: ignore[arg-type]
-    candidates = [replace(first, **change), *others]  # type: ignore[arg-type]
-    return replace(prompt, group=replace(prompt.group, candidates=candidates))
+GROUP = 5
+CANDIDATE = (GROUP, "candidates", 0)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("path", "value"),
     [
-        {"version_spans": ((0, 2),)},
-        {"version_spans": ((0, 4), (1, -1))},
-        {"prefix": TokenSlice([1, 2, 3], [0.0])},
-        {"prefix": TokenSlice([1, 2, 3], None)},
-        {"prefix": TokenSlice([1, 2, 3], [])},
-        {"prefix": TokenSlice([1, -2, 3], None)},
-        {"prefix": TokenSlice([1, 2, 2**31], [0.0] * 3)},
-        {"result": {}},
-        {"saved_end": SavedEnd("never", "")},  # type: ignore[arg-type]
-        {"of_group": {"terms": None}},
-        {"of_group": {"tail_seed": (-1,)}},
+        ((*CANDIDATE, "version_spans"), [[0, 2]]),
+        ((*CANDIDATE, "version_spans"), [[0, 4], [1, -1]]),
+        ((*CANDIDATE, "prefix", "logprobs"), [0.0]),
+        ((*CANDIDATE, "prefix", "logprobs"), None),
+        ((*CANDIDATE, "prefix", "logprobs"), []),
+        ((*CANDIDATE, "prefix", "token_ids"), [1, -2, 3]),
+        ((*CANDIDATE, "prefix", "token_ids"), [1, 2, 2**31]),
+        ((*CANDIDATE, "result"), {}),
+        ((*CANDIDATE, "saved_end"), {"finish_reason": "never", "text": ""}),
+        ((GROUP, "terms"), None),
+        ((GROUP, "tail_seed"), [-1]),
     ],
 )
 def test_prompts_whose_tokens_are_inconsistent_start_again_and_the_log_says_so_once(
-    change: dict[str, object], saved: SavedPrompts, caplog: pytest.LogCaptureFixture
+    path: tuple[str | int, ...], value: object, file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved.save([(None, wrong_group(**change)), (None, carried_prompt("b")), (None, wrong_group(**change))])
+    saved.save([(None, carried_prompt(name)) for name in "ab"])
+    wrong = changed(file, *path, value)
+    file.values = [wrong, file.values[1], wrong]
     taken = [prompt for _, prompt in saved.take(0)]
     assert [(prompt.identity[0], prompt.group is None) for prompt in taken] == [("a", True), ("b", False), ("a", True)]
     [message] = caplog.messages
     assert message.startswith("2 prompts that were carried over start again")
 
 
-GROUP = 5
-CANDIDATE = (GROUP, "candidates", 0)
 PATHS: list[tuple[str | int, ...]] = [
     *((place,) for place in range(6)),
     *((3, name) for name in ("token_ids", "text", "messages", "metadata")),
@@ -264,9 +246,20 @@ def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(
             return super().save(list(prompts)[:2])
 
     prompts: list[Owned] = [(None, carried_prompt(name)) for name in "abc"]
-    asyncio.run(Slow(file, "model").save_in_time(prompts, Texts(), with_tokens=True))
+    assert asyncio.run(Slow(file, "model").save_in_time(prompts, Texts(), with_tokens=True)) == 1
     assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "b"]
     assert "1 prompts that were carried over are lost" in caplog.text
+
+
+def test_what_was_written_before_an_error_counts_as_saved(
+    file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = "a" * (WRITE_BYTES // 2)
+    file.room = 1
+    prompts = [(None, CarriedPrompt(PromptSpec(text=large + str(number)), (str(number), ""))) for number in range(3)]
+    assert saved.save(prompts) == 2
+    assert "cannot be saved: " in caplog.text
+    assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["0", "1"]
 
 
 def finished(name: str, tokens: int) -> CarriedPrompt:
@@ -323,24 +316,6 @@ def test_terms_are_equal_in_every_process() -> None:
         assert terms_of(plan, {"b": 1, "a": [0.5]}) == terms_of(plan, {"a": [0.5], "b": 1})
 
 
-class Server:
-    """One server after the other on the same file, with the same scripts."""
-
-    def __init__(self, harness: Harness, registry: BatchRegistry[str, list[int]]) -> None:
-        self.harness, self.registry = harness, registry
-
-    async def begin(self, steps: int, *texts: str, **more: Any) -> BatchRun:
-        return await begin(self.harness, self.registry, request(*texts, **more), steps)
-
-    async def stop(self) -> None:
-        self.registry.drain()
-        await self.registry.hand_back(STOPPING)
-        await self.registry.close()
-        await settle()
-        assert self.harness.rollouts.running == len(self.harness.engine.running) == 0
-        assert self.harness.rollouts.admission.requests == 0
-
-
 @asynccontextmanager
 async def serving(
     file: InMemory | None,
@@ -350,35 +325,26 @@ async def serving(
     *,
     has_initial_weights: bool = True,
 ) -> AsyncIterator[Server]:
-    harness, saved = Harness(script), None if file is None else SavedPrompts(file, "model")
-    more: Any = {"saved": saved, "has_initial_weights": lambda: has_initial_weights}
-    registry = new_registry(harness, policy, texts=texts, **more)
-    registry.restore()
-    yield Server(harness, registry)
+    """Run one server after the other on the same file, with the same scripts."""
+    saved = None if file is None else SavedPrompts(file, "model")
+    server = new_server(script, policy, texts=texts, saved=saved, has_initial_weights=lambda: has_initial_weights)
+    server.registry.restore()
+    yield server
 
 
-async def test_groups_that_run_when_the_server_stops_are_handed_back_to_those_who_wait() -> None:
+@pytest.mark.parametrize("carry", Carry)
+async def test_without_a_folder_what_groups_have_generated_is_handed_back_to_those_who_wait(carry: Carry) -> None:
     async with serving(None) as server:
-        batch = await server.begin(15, "10", "30", "40")
+        batch = await server.begin(15, "10", "30", "40", carry=carry)
         await server.stop()
         done = await batch.wait()
+        assert (done.unfinished, done.carried) == ([], 0)
         assert [(key(r), len(r.samples)) for r in done.results if r.error is None] == [("10", 4)]
         handed_back = [result for result in done.results if result.error is not None]
         assert [result.error for result in handed_back] == [STOPPING, STOPPING]
         assert [lengths_of(result) for result in handed_back] == [dict.fromkeys(range(6), 15)] * 2
         assert {r.record.error for r in handed_back if r.record is not None} == {"the server is stopping"}
         assert done.generated == sum(r.generated_tokens for r in server.harness.recorder.records)
-
-
-@pytest.mark.parametrize("carry", [Carry.RESTART, Carry.RESUME])
-async def test_without_a_folder_nothing_is_kept_for_later_and_callers_get_it(carry: Carry) -> None:
-    async with serving(None) as server:
-        batch = await server.begin(15, "30", "40", carry=carry)
-        await server.stop()
-        assert await server.registry.close() == 0
-        done = await batch.wait()
-        assert (done.unfinished, done.carried) == ([], 0)
-        assert [lengths_of(result) for result in done.results] == [dict.fromkeys(range(6), 15)] * 2
 
 
 class OtherTexts(Texts):
@@ -388,13 +354,11 @@ class OtherTexts(Texts):
         return f"other key of {request}"
 
 
-@pytest.mark.parametrize(
-    ("texts", "size", "has_initial_weights"), [(OtherTexts(), 4, True), (None, 5, True), (None, 4, False)]
-)
-async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_other_weights(
-    texts: Texts | None, size: int, has_initial_weights: bool, file: InMemory
+@pytest.mark.parametrize(("texts", "size"), [(OtherTexts(), 4), (None, 5)])
+async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_of_too_few_candidates(
+    texts: Texts | None, size: int, file: InMemory
 ) -> None:
-    async with serving(file, has_initial_weights=has_initial_weights) as server:
+    async with serving(file) as server:
         await server.begin(15, "30", "40", carry=Carry.RESUME)
         await server.stop()
     async with serving(file, texts=texts) as server:
@@ -402,7 +366,7 @@ async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_promp
         asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
         done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
         assert [result.error for result in done.results] == [None, None]
-        assert server.harness.engine.now == 40 + size - 1
+        assert server.engine.now == 40 + size - 1
         assert all(result.prompt_key.startswith("other") == (texts is not None) for result in done.results)
 
 
@@ -423,7 +387,7 @@ async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had(
     """Before they have reached the engine again, and those that had finished."""
     async with serving(None) as server:
         await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
-        server.harness.engine.weight_version = 1
+        server.engine.weight_version = 1
         batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
         batch.listeners += 1
         await asyncio.sleep(0)
@@ -437,19 +401,16 @@ async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had(
                 assert aborted.version_spans == ((0, len(aborted.sample.token_ids)),)
 
 
-async def test_streams_end_in_order_and_a_batch_without_a_caller_is_cancelled() -> None:
+async def test_streams_end_in_order() -> None:
     async with serving(None) as server:
         batch = await server.registry.open(request("30"), token_stream(1))
-        alone = await server.registry.open(request("40"), WHOLE, idempotency_key())
         listening = asyncio.create_task(read_events(batch))
         await settle()
-        for _ in range(9):
-            await server.harness.engine.step()
+        await server.harness.steps(9)
         await server.stop()
         by_candidate(await listening)
         assert isinstance(batch.end, BatchDone)
         assert lengths_of(batch.end.results[0]) == dict.fromkeys(range(6), 9)
-        assert not isinstance(alone.end, BatchDone)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -485,39 +446,6 @@ async def test_groups_over_several_servers_are_those_of_one(seed: int, file: InM
         assert found == expected
 
 
-# --- what cannot be saved ----------------------------------------------------
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-async def test_the_number_of_prompts_that_cannot_be_saved_is_returned(
-    is_full: bool, file: InMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(file) as server:
-        await server.begin(15, "30", "40", carry=Carry.RESUME)
-        await server.registry.hand_back(STOPPING)
-        file.room = 0 if is_full else 1
-        assert await server.registry.close() == (2 if is_full else 0)
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(errors) == (2 if is_full else 0)
-    if is_full:
-        assert "cannot be saved: " in errors[0]
-        assert errors[1].startswith("2 prompts that were carried over are lost")
-
-
-def test_what_was_written_before_an_error_counts_as_saved(
-    file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
-) -> None:
-    large = "a" * (WRITE_BYTES // 2)
-    file.room = 1
-    prompts = [(None, CarriedPrompt(PromptSpec(text=large + str(number)), (str(number), ""))) for number in range(3)]
-    assert saved.save(prompts) == 2
-    assert "cannot be saved: " in caplog.text
-    assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["0", "1"]
-
-
-# --- what is handed back ------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("carry", "has_initial_weights", "tokens_are_kept"),
     [(Carry.RESUME, True, True), (Carry.RESUME, False, False), (Carry.RESTART, True, False)],
@@ -546,8 +474,8 @@ async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_pro
 async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_of_its_tokens(file: InMemory) -> None:
     async with serving(file, has_initial_weights=False) as server:
         await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
-        generated = server.harness.engine.now
-        server.harness.engine.weight_version = 1
+        generated = server.engine.now
+        server.engine.weight_version = 1
         batch = await server.begin(4, carry=Carry.RESUME, carried=True)
         await server.stop()
         [prompt] = (await batch.wait()).unfinished
@@ -576,11 +504,9 @@ async def test_what_is_handed_back_counts_as_kept_with_its_batch() -> None:
     sizes = []
     for has_initial_weights in (True, False):
         async with serving(InMemory(), has_initial_weights=has_initial_weights) as server:
-            streamed = AnswerFormat(StreamMode.GROUPS)
-            batch = await server.registry.open(request("3000", carry=Carry.RESUME), streamed)
+            batch = await server.registry.open(request("3000", carry=Carry.RESUME), GROUPS)
             batch.listeners += 1
-            for _ in range(1000):
-                await server.harness.engine.step()
+            await server.harness.steps(1000)
             await server.stop()
             sizes.append(kept_bytes(batch))
     assert sizes[1] > sizes[0] + 6 * 1000 * 8

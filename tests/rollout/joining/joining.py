@@ -1,9 +1,8 @@
 """Callers of single requests on the scripted engine, and a clock that only the test advances."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
@@ -147,19 +146,15 @@ class JoiningHarness:
     def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """Send a caller's request. ``name``: its name for the group."""
         new = Caller(caller, prompt)
-        joining = self.joining(caller, prompt, name)
+        plan = self.rollouts.plan(1, RequestOptions(group_id=name, group_size=self.size))
+        assert plan is not None
+        ticket = self.rollouts.admission.admit(1)
+        joining = JoinRequest(f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", ticket, name)
         new.task = asyncio.create_task(
             self.rollouts.joiner.join(joining, lambda group_id: setattr(new, "group_id", group_id))
         )
         self.callers.append(new)
         return new
-
-    def joining(self, caller: str, prompt: str = "p", name: str | None = None) -> JoinRequest[str]:
-        plan = self.rollouts.plan(1, RequestOptions(group_id=name, group_size=self.size))
-        assert plan is not None
-        return JoinRequest(
-            f"{prompt}:{caller}", caller, plan, prompt, f"{name}/{prompt}", self.rollouts.admission.admit(1), name
-        )
 
     async def send_all(self, count: int | None = None, prompt: str = "p") -> list[Caller]:
         first = len(self.callers)
@@ -195,12 +190,6 @@ class JoiningHarness:
         """Request of a candidate, and its number among that request's."""
         candidate = self.runs[group_id].runner.candidates[index]
         return candidate.request, candidate.number
-
-    def seats(self, group_id: str) -> Sequence[Any]:
-        """The seats of a running group."""
-        groups = [g for groups in self.rollouts.joiner.groups.values() for g in groups]
-        [group] = [g for g in groups if g.group_id == group_id]
-        return group.seats
 
     async def assert_empty(self) -> None:
         """Check that nothing runs and no group or task is left."""

@@ -12,9 +12,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord
 from darts_server.rollout.joining import WINDOW
-from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.plan import Limits
-from darts_server.serving.admission import Caller as From
 from darts_server.types import Outcome
 from tests.rollout.helpers import lengths
 from tests.rollout.joining.joining import (
@@ -119,18 +117,7 @@ async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, w
     assert all(c.tokens <= 1 for c in record.candidates)
 
 
-async def test_a_caller_whose_on_join_fails_leaves_nothing_running() -> None:
-    harness = JoiningHarness(lengths(50), SAMPLED)
-
-    def broken(_: str) -> None:
-        raise RuntimeError("no such header")
-
-    with pytest.raises(RuntimeError, match="no such header"):
-        await harness.rollouts.joiner.join(harness.joining("c0"), broken)
-    await harness.assert_empty()
-
-
-# --- late callers, and those beyond the size ------------------------------------------
+# --- late callers -------------------------------------------------------------------
 
 
 async def test_a_late_caller_takes_the_vacant_seat_and_gets_its_trajectory() -> None:
@@ -164,9 +151,10 @@ async def test_a_trajectory_whose_caller_leaves_in_that_turn_is_kept_for_a_late_
         harness.engine.now += 1
         for candidate in harness.engine.running:
             candidate.step(harness.engine.now)
-        while not any(s.output for s in harness.seats("group-c0")):
+        [[group]] = harness.rollouts.joiner.groups.values()
+        while not any(seat.output for seat in group.seats):
             await asyncio.sleep(0)
-        [seat] = [s for s, seat in enumerate(harness.seats("group-c0")) if seat.output]
+        [seat] = [place for place, seat in enumerate(group.seats) if seat.output]
         callers[seat].disconnect()
         await settle()
         assert callers[seat].task.cancelled()
@@ -174,17 +162,6 @@ async def test_a_trajectory_whose_caller_leaves_in_that_turn_is_kept_for_a_late_
         await settle()
         assert late.result.tokens == 3
         await finish(harness, [c for c in callers if c is not callers[seat]])
-
-
-async def test_a_caller_beyond_the_size_starts_a_new_group() -> None:
-    harness = JoiningHarness(lengths(9), SHORTEST)
-    callers = await harness.send_all(5)
-    assert [c.group_id for c in callers] == ["group-c0"] * 4 + ["group-c4"]
-    callers += await harness.send_all(3)
-    await finish(harness, callers)
-    assert same_group(callers[:4])
-    assert same_group(callers[4:])
-    assert len({c.result for c in callers}) == 8
 
 
 async def test_a_late_caller_gets_no_seat_in_a_group_that_has_ended() -> None:
@@ -229,16 +206,10 @@ async def test_requests_with_different_prompts_or_names_join_different_groups() 
     assert len(harness.recorder.records) == 6
 
 
-async def test_a_group_is_found_by_each_of_its_requests_and_by_its_name() -> None:
+async def test_the_record_of_a_group_has_its_requests_and_its_callers_name_for_it() -> None:
     harness = JoiningHarness(lengths(9), SHORTEST)
-    callers = [harness.send(f"cmpl-{i}-0", name="step 3") for i in range(4)]
-    await finish(harness, callers)
-    [record] = harness.recorder.records
-    assert record.request_ids == ("step 3", "cmpl-0-0", "cmpl-1-0", "cmpl-2-0", "cmpl-3-0")
-    provenance = Provenance()
-    provenance.group_ended(record)
-    for name in ("step 3", "group-cmpl-0-0", "cmpl-2-0", "cmpl-2", "group-cmpl-0"):
-        assert provenance.find(name, From().may_see) == [record], name
+    await finish(harness, [harness.send(f"c{i}", name="step 3") for i in range(4)])
+    assert harness.record("group-c0").request_ids == ("step 3", "c0", "c1", "c2", "c3")
 
 
 async def test_groups_that_are_closed_together_are_allocated_together() -> None:
@@ -262,15 +233,15 @@ def observed(harness: JoiningHarness) -> list[bool]:
     return sealed
 
 
-@pytest.mark.parametrize("name", [None, "uid"])
-async def test_a_named_group_is_not_sealed_by_silence(name: str | None) -> None:
+@pytest.mark.parametrize(("name", "wait"), [(None, WAIT), ("uid", WAIT), ("uid", 2 * NAMED_WAIT)])
+async def test_a_named_group_is_not_sealed_by_silence(name: str | None, wait: float) -> None:
     """Its trajectories may all be in their environments."""
-    harness = JoiningHarness(lengths(9), SAMPLED)
+    harness = JoiningHarness(lengths(9), SAMPLED, wait=wait)
     sealed = observed(harness)
     for number in range(4):
         harness.send(f"c{number}", name=name)
         await settle()
-        await harness.advance_clock(0.9 * NAMED_WAIT)
+        await harness.advance_clock(0.9 * max(wait, NAMED_WAIT))
     await harness.engine.run()
     assert len({caller.group_id for caller in harness.callers}) == (4 if name is None else 1)
     assert sealed == ([False] * 4 if name is None else [True])
@@ -292,19 +263,6 @@ async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> No
     assert harness.callers[0].group_id == harness.callers[1].group_id
     await harness.engine.run()
     assert all(caller.is_answered for caller in harness.callers)
-    await harness.assert_empty()
-
-
-async def test_a_named_group_waits_at_least_as_long_as_another() -> None:
-    harness = JoiningHarness(lengths(9), SAMPLED, wait=2 * NAMED_WAIT)
-    sealed = observed(harness)
-    harness.send("c0", name="uid")
-    await settle()
-    await harness.advance_clock(1.9 * NAMED_WAIT)
-    assert sealed == []
-    await harness.advance_clock(0.1 * NAMED_WAIT)
-    assert sealed == [False]
-    await harness.engine.run()
     await harness.assert_empty()
 
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from darts_server.policy.lengths import PromptStats
+from darts_server.policy.lengths import Observation, PromptStats
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.statistics import Prompts, key_of
+from darts_server.rollout.learned.statistics import Prompts, key_of, observations
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
@@ -39,25 +39,15 @@ def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() ->
     assert stats.weight_version == 4
 
 
-def test_the_length_of_a_pruned_candidate_is_censored() -> None:
-    pruned = CandidateRecord(3, 15, None, None, DiscardReason.PRUNED, False, 0.0, 1.0, 3, 4, 0.2, 0.3)
-    stats = learned(record(*FINISHED, pruned))
-    assert stats.candidates == 4
-    assert stats.mean_ema > 20  # of three lengths beyond 15 and one that is 15 it would not be
-
-
-def test_lengths_of_stopped_and_truncated_candidates_are_censored() -> None:
-    full, short, truncated, naive = (
-        learned(record(*ended)).std_ema or 0.0
-        for ended in (
-            FINISHED,
-            (*FINISHED[:2], candidate(2, 20, None)),
-            (*FINISHED[:2], candidate(2, 30, FinishReason.LENGTH)),
-            FINISHED[:2],
-        )
-    )
-    assert short > naive
-    assert truncated > full
+def test_lengths_are_censored_of_candidates_that_would_have_been_longer() -> None:
+    pruned = replace(candidate(3, 15, None), reason=DiscardReason.PRUNED)
+    cut = replace(candidate(4, 12, FinishReason.STOP, SelectedAs.SHORT), cut=True)
+    truncated = candidate(5, 30, FinishReason.LENGTH, SelectedAs.FILL)
+    ended = record(*FINISHED[:2], candidate(2, 20, None), pruned, cut, truncated, candidate(6, 0, None))
+    known = [Observation(10), Observation(20)]
+    stopped = [Observation(tokens, censored=True) for tokens in (20, 15, 12)]
+    assert observations(ended) == [*known, *stopped, Observation(30, censored=True)]
+    assert observations(ended, beyond_limit=False) == [*known, *stopped, Observation(30)]
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,6 @@ def taught(latency: Latency, step: float, start: float = 0.002) -> Latency:
     return latency
 
 
-async def test_step_times_and_starts_are_known_after_a_restart() -> None:
-    documents = Documents()
-    taught(Latency(documents), 0.01).flush()
-    latency = Latency(documents)
-    assert latency.step_seconds(16) == pytest.approx(0.01)
-    assert latency.start_seconds == pytest.approx(0.002)
-
-
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_restored_state_replaces_what_was_learned_and_is_not_overwritten(*, reads: bool) -> None:
     documents = Documents()

@@ -1,82 +1,72 @@
 from dataclasses import replace
 
-from darts_server.records import GroupRecord
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.serving.admission import Caller
 from tests.rollout.learned.test_prompts import FINISHED, record
 
 
-def kept(*ids: str, limit: int = 100) -> Provenance:
-    provenance = Provenance(limit)
-    for group_id in ids:
-        provenance.group_ended(replace(record(*FINISHED), group_id=group_id))
-    return provenance
+def add(
+    provenance: Provenance, group_id: str, *members: str, owner: str | None = None, candidates: int = len(FINISHED)
+) -> None:
+    """Add a group that answered these requests."""
+    ended = record(*FINISHED[:1] * candidates)
+    provenance.group_ended(replace(ended, group_id=group_id, request_ids=members, owner=owner))
 
 
-def names(provenance: Provenance, name: str) -> list[str]:
-    return [r.group_id for r in provenance.find(name, Caller().may_see)]
+def found(provenance: Provenance, name: str) -> list[str]:
+    return [each.group_id for each in provenance.find(name, Caller().may_see)]
 
 
 def test_a_group_is_found_by_its_id_and_by_its_responses_id() -> None:
-    provenance = kept("cmpl-a-10", "cmpl-a-2", "cmpl-b-0", "chatcmpl-c")
-    assert names(provenance, "cmpl-a-2") == ["cmpl-a-2"]
-    assert names(provenance, "cmpl-a") == ["cmpl-a-2", "cmpl-a-10"]
-    assert names(provenance, "chatcmpl-c") == ["chatcmpl-c"]
-    assert names(provenance, "cmpl") == []
-
-
-def of_members(provenance: Provenance, group_id: str, *members: str) -> None:
-    provenance.group_ended(replace(record(*FINISHED), group_id=group_id, request_ids=members))
+    provenance = Provenance()
+    for group_id in ("cmpl-a-10", "cmpl-a-2", "cmpl-b-0", "chatcmpl-c"):
+        add(provenance, group_id)
+    assert found(provenance, "cmpl-a-2") == ["cmpl-a-2"]
+    assert found(provenance, "cmpl-a") == ["cmpl-a-2", "cmpl-a-10"]
+    assert found(provenance, "chatcmpl-c") == ["chatcmpl-c"]
+    assert found(provenance, "cmpl") == []
 
 
 def test_a_group_is_found_by_each_request_that_it_answered_and_by_its_callers_name_for_it() -> None:
     provenance = Provenance()
-    of_members(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-b-0", "chatcmpl-c")
-    of_members(provenance, "group-cmpl-a-1", "cmpl-a-1", "cmpl-d-0")
+    add(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-b-0", "chatcmpl-c")
+    add(provenance, "group-cmpl-a-1", "cmpl-a-1", "cmpl-d-0")
     for name in ("group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-b-0", "cmpl-b", "chatcmpl-c"):
-        assert names(provenance, name) == ["group-cmpl-a-0"], name
-    assert names(provenance, "cmpl-a") == ["group-cmpl-a-0", "group-cmpl-a-1"]
-    assert names(provenance, "cmpl-d") == ["group-cmpl-a-1"]
-    assert names(provenance, "step") == []
+        assert found(provenance, name) == ["group-cmpl-a-0"], name
+    for name in ("group-cmpl-a", "cmpl-a"):
+        assert found(provenance, name) == ["group-cmpl-a-0", "group-cmpl-a-1"]
+    assert found(provenance, "step") == []
 
 
 def test_groups_of_a_response_are_in_the_order_of_its_own_prompts() -> None:
     # Its prompts joined groups that others began, in another order.
     provenance = Provenance()
-    of_members(provenance, "group-cmpl-x-0", "cmpl-x-0", "cmpl-r-2")
-    of_members(provenance, "group-cmpl-y-7", "cmpl-y-7", "cmpl-r-0", "cmpl-r-10")
-    of_members(provenance, "group-cmpl-x-1", "cmpl-x-1", "cmpl-r-1")
-    assert names(provenance, "cmpl-r") == ["group-cmpl-y-7", "group-cmpl-x-1", "group-cmpl-x-0"]
+    add(provenance, "group-cmpl-x-0", "cmpl-x-0", "cmpl-r-2")
+    add(provenance, "group-cmpl-y-7", "cmpl-y-7", "cmpl-r-0", "cmpl-r-10")
+    add(provenance, "group-cmpl-x-1", "cmpl-x-1", "cmpl-r-1")
+    assert found(provenance, "cmpl-r") == ["group-cmpl-y-7", "group-cmpl-x-1", "group-cmpl-x-0"]
 
 
 def test_a_reused_name_finds_all_its_kept_groups_oldest_first() -> None:
     provenance = Provenance(kept=3)
     for number in range(4):
-        of_members(provenance, f"group-cmpl-{9 - number}-0", "prompt-7", f"cmpl-{9 - number}-0")
-    assert names(provenance, "prompt-7") == ["group-cmpl-8-0", "group-cmpl-7-0", "group-cmpl-6-0"]
-    assert names(provenance, "cmpl-9-0") == []
+        add(provenance, f"group-cmpl-{9 - number}-0", "prompt-7", f"cmpl-{9 - number}-0")
+    assert found(provenance, "prompt-7") == ["group-cmpl-8-0", "group-cmpl-7-0", "group-cmpl-6-0"]
 
 
 def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
     provenance = Provenance(kept=1)
-    of_members(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-a-0", "cmpl-a-1")
-    of_members(provenance, "group-cmpl-b-0", "step 3", "cmpl-b-0")
-    assert names(provenance, "step 3") == ["group-cmpl-b-0"]
-    for name in ("group-cmpl-a-0", "cmpl-a-0", "cmpl-a-1", "cmpl-a"):
-        assert names(provenance, name) == []
+    add(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-a-0", "cmpl-a-1")
+    add(provenance, "group-cmpl-b-0", "step 3", "cmpl-b-0")
+    assert found(provenance, "step 3") == ["group-cmpl-b-0"]
     assert provenance._by_name.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b-0", "group-cmpl-b"}
 
 
-def of_owner(owner: str | None, group_id: str, members: int = 1) -> GroupRecord:
-    one = record(*FINISHED)
-    return replace(one, owner=owner, group_id=group_id, candidates=[one.candidates[0]] * members)
-
-
 def test_a_group_is_found_by_its_owner_and_by_admins_alone() -> None:
-    provenance = Provenance()
-    for owner in ("one", "other", None):
-        provenance.group_ended(of_owner(owner, "cmpl-a-0"))
-    for owner in ("one", "other", None):
+    provenance, owners = Provenance(), ("one", "other", None)
+    for owner in owners:
+        add(provenance, "cmpl-a-0", owner=owner)
+    for owner in owners:
         for name in ("cmpl-a-0", "cmpl-a"):
             assert [each.owner for each in provenance.find(name, Caller(owner).may_see)] == [owner]
     assert provenance.find("cmpl-a-0", Caller("third").may_see) == []
@@ -86,9 +76,8 @@ def test_a_group_is_found_by_its_owner_and_by_admins_alone() -> None:
 
 
 def test_the_groups_of_the_newest_candidates_are_kept() -> None:
-    provenance = Provenance(kept_candidates=10)
-    for number, members in enumerate((4, 4, 4, 1, 1, 30)):
-        provenance.group_ended(of_owner(None, f"g{number}", members))
-        everything = Caller().may_see
-        kept = [place for place in range(number + 1) if provenance.find(f"g{place}", everything)]
-        assert kept == [[0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5]][number]
+    provenance, kept = Provenance(kept_candidates=10), []
+    for number, candidates in enumerate((4, 4, 4, 1, 1, 30)):
+        add(provenance, f"g{number}", candidates=candidates)
+        kept.append([place for place in range(number + 1) if found(provenance, f"g{place}")])
+    assert kept == [[0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5]]

@@ -1,7 +1,7 @@
-"""Rewards for groups on the scripted engine."""
+"""Rewards for groups that were made by hand."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,7 @@ from darts_server.rollout.observers.reward_matching import (
 from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.rollout.helpers import Documents, Harness, lengths
-
-pytestmark = pytest.mark.anyio
+from tests.rollout.helpers import Documents
 
 
 class Trainer:
@@ -35,21 +33,14 @@ class Trainer:
         self.store = store or Documents()
         self.rewards = Rewards(self.store)
         self.rewarded_groups: list[tuple[str, dict[int, bool]]] = []
-        self.counted = [0, 0]
-        self.variances: list[bool] = []
-        self.reward_matcher = RewardMatcher(self.rewards, self._rewarded, self._count, kept)
-
-    def _rewarded(self, record: GroupRecord, right: Mapping[int, bool], zero_variance: bool) -> None:
-        self.rewarded_groups.append((record.group_id, dict(right)))
-        self.variances.append(zero_variance)
-
-    def _count(self, matched: int, unknown: int) -> None:
-        self.counted = [self.counted[0] + matched, self.counted[1] + unknown]
-
-    def listen(self, harness: Harness) -> None:
-        """Hear of the groups of a harness."""
-        harness.rollouts.observers.trajectory_returned.add(self.reward_matcher.trajectory_returned)
-        harness.rollouts.observers.group_ended.add(self.reward_matcher.group_ended)
+        self.counted: list[tuple[int, int]] = []
+        """Rewards of known trajectories and of unknown ones, of each chunk."""
+        self.reward_matcher = RewardMatcher(
+            self.rewards,
+            lambda record, right, _: self.rewarded_groups.append((record.group_id, dict(right))),
+            lambda matched, unknown: self.counted.append((matched, unknown)),
+            kept,
+        )
 
     def report(self, *rewards: Reward) -> RewardReport:
         return asyncio.run(self.reward_matcher.report(rewards))
@@ -64,9 +55,6 @@ def by_id(trajectory_id: str, reward: float) -> Reward:
 
 def by_tokens(prompt: Sequence[int], tokens: Sequence[int], reward: float) -> Reward:
     return Reward(reward, reward > 0, None, prompt, tokens)
-
-
-# --- groups that were made by hand -------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,17 +83,16 @@ class Made:
             owner=self.owner,
         )
 
+    def returned(self, started_at: float = 0.0) -> list[TrajectoryRecord]:
+        return [
+            TrajectoryRecord(self.group_id, self.prompt, started_at, i, self.prompt_token_ids, tokens, self.owner)
+            for i, tokens in enumerate(self.trajectories)
+        ]
+
     def happens(self, reward_matcher: RewardMatcher, started_at: float = 0.0) -> None:
-        if self.late:
-            reward_matcher.group_ended(self.record(started_at))
-        for index, tokens in enumerate(self.trajectories):
-            reward_matcher.trajectory_returned(
-                TrajectoryRecord(
-                    *(self.group_id, self.prompt, started_at, index, self.prompt_token_ids, tokens, self.owner)
-                )
-            )
-        if not self.late:
-            reward_matcher.group_ended(self.record(started_at))
+        reward_matcher.group_ended(self.record(started_at))
+        for trajectory in self.returned(started_at):
+            reward_matcher.trajectory_returned(trajectory)
 
 
 TWO = Made("g", "p", ((1, 2), (3, 4, 5)))
@@ -130,7 +117,7 @@ def test_a_reward_for_an_unknown_trajectory_changes_nothing(unknown: Reward) -> 
     TWO.happens(trainer.reward_matcher)
     assert trainer.report(unknown, by_id("g:1", 0.0), unknown) == RewardReport(1, 0, 2, [0, 2])
     assert trainer.rewards.dataset.rewarded == 1
-    assert trainer.counted == [1, 2]
+    assert trainer.counted == [(1, 2)]
 
 
 def test_only_the_first_hundred_unknown_indices_are_reported() -> None:
@@ -230,11 +217,10 @@ class BruteForce:
     """The same by looking at everything each time."""
 
     def __init__(self) -> None:
-        self.report = RewardReport()
         self.returned: list[TrajectoryRecord] = []
         self.rewards: dict[tuple[str, int], Reward] = {}
 
-    def reward(self, place: int, reward: Reward) -> None:
+    def report(self, reward: Reward) -> RewardReport:
         named = [
             (r.group_id, r.index)
             for r in self.returned
@@ -245,13 +231,11 @@ class BruteForce:
                 == (list(reward.prompt_token_ids), list(reward.completion_token_ids))
             )
         ]
+        if not named:
+            return RewardReport(unknown=1, unknown_indices=[0])
         fresh = [name for name in named if name not in self.rewards]
-        self.report.matched += bool(fresh)
-        self.report.repeated += bool(named and not fresh)
-        self.report.unknown += not named
-        self.report.unknown_indices += [] if named else [place]
-        for name in fresh:
-            self.rewards[name] = reward
+        self.rewards |= dict.fromkeys(fresh, reward)
+        return RewardReport(matched=1) if fresh else RewardReport(repeated=1)
 
     def whole(self, groups: Sequence[Made]) -> dict[str, list[Reward]]:
         """Completed groups all of whose trajectories have rewards."""
@@ -281,18 +265,10 @@ def test_any_order_and_repetition_of_rewards_gives_the_brute_force_result(
                 trainer.reward_matcher.trajectory_returned(step)
                 brute.returned.append(step)
             case Reward():
-                got = trainer.report(step)
-                before = replace(brute.report, unknown_indices=[])
-                brute.reward(0, step)
-                assert (got.matched, got.repeated, got.unknown) == (
-                    brute.report.matched - before.matched,
-                    brute.report.repeated - before.repeated,
-                    brute.report.unknown - before.unknown,
-                )
-    everything = [*groups]
+                assert trainer.report(step) == brute.report(step)
     for prompt in "pq":
-        assert_same(trainer.prompt(prompt), [g for g in everything if g.prompt == prompt], brute)
-    assert_same(trainer.rewards.dataset, everything, brute)
+        assert_same(trainer.prompt(prompt), [g for g in groups if g.prompt == prompt], brute)
+    assert_same(trainer.rewards.dataset, groups, brute)
     whole = brute.whole(groups)
     assert sorted(trainer.rewarded_groups) == [
         (name, {i: reward.correct for i, reward in enumerate(whole[name])}) for name in sorted(whole)
@@ -304,9 +280,8 @@ def mixed(groups: Sequence[Made], rng: np.random.Generator, values: Sequence[flo
     queues: list[list[Step]] = []
     rewards: list[Step] = [by_id("none:0", 1.0), by_tokens([7], [7], 1.0)]
     for group in groups:
-        returned: list[Step] = []
+        returned = group.returned()
         for index, tokens in enumerate(group.trajectories):
-            returned.append(TrajectoryRecord(group.group_id, group.prompt, 0.0, index, group.prompt_token_ids, tokens))
             reward = values[hash((group.prompt == "p", tokens)) % len(values)]  # equal ones have equal rewards
             rewards += [by_id(f"{group.group_id}:{index}", reward)] * int(rng.integers(0, 4))
             rewards += [by_tokens(group.prompt_token_ids, tokens, reward)] * int(rng.integers(0, 3))
@@ -348,24 +323,6 @@ def test_one_large_report_equals_many_small_ones() -> None:
     assert together.rewarded_groups == singly.rewarded_groups
     assert len(together.rewarded_groups) == number
     assert together.rewards.dataset.difference.error == pytest.approx(singly.rewards.dataset.difference.error)
-
-
-# --- on an engine -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["shortest", "uniform"])
-async def test_every_trajectory_that_a_caller_gets_can_be_rewarded(policy: str) -> None:
-    harness = Harness(lengths(5, 9, 3, 7, 4, 20))
-    trainer = Trainer()
-    trainer.listen(harness)
-    got = await harness.group(harness.run(4, policy, group_id="g"))
-    record = harness.record("g")
-    assert sorted(t.index for t in got) == [c.index for c in record.selected]
-    rewards = [by_id(f"g:{t.index}", 1.0) if t.index % 2 else by_tokens([ord("g")], t.output, 0.0) for t in got]
-    assert await trainer.reward_matcher.report(rewards) == RewardReport(matched=4)
-    assert trainer.rewarded_groups == [("g", {t.index: bool(t.index % 2) for t in got})]
-    discarded = [by_id(f"g:{c.index}", 1.0) for c in record.candidates if c.selected_as is None]
-    assert (await trainer.reward_matcher.report(discarded)).unknown == len(discarded) == 2
 
 
 # --- what is kept of it -------------------------------------------------------

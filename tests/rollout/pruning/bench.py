@@ -14,7 +14,6 @@ from darts_server.policy.pruning.calibration import Calibration
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
-from darts_server.quality.types import HeadSettings
 from darts_server.rollout.learned.documents import DocumentStore as Store
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
@@ -30,9 +29,9 @@ FAST = ScoringSettings(detect_at=(10,), calibration=Calibration(cold_steps=1, co
 class LocalHead(RemoteHead):
     """Trains in this process, in `learn`, after each 64 labels. Until it is ready it reports after each label."""
 
-    def __init__(self, width: int, on_state: Callable[[bytes], None], settings: HeadSettings = QUICK) -> None:
-        super().__init__(width, settings, on_report=lambda _, state: on_state(state))
-        self.trainer = Head(width, settings)
+    def __init__(self, width: int, on_state: Callable[[bytes], None]) -> None:
+        super().__init__(width, QUICK, on_report=lambda _, state: on_state(state))
+        self.trainer = Head(width, QUICK)
         self.started = self.closed = False
         self._learned = 0
 
@@ -82,7 +81,6 @@ class Bench:
 
     scoring: ScoringSettings = FAST
     store: Store = field(default_factory=Documents)
-    settings: HeadSettings = QUICK
     task: SyntheticTask = field(default_factory=SyntheticTask)
     width: int | None = WIDTH
     version: int = 0
@@ -110,7 +108,7 @@ class Bench:
         return self.heads[-1]
 
     def _create_head(self, width: int, on_state: Callable[[bytes], None]) -> LocalHead:
-        self.heads.append(LocalHead(width, on_state, self.settings))
+        self.heads.append(LocalHead(width, on_state))
         return self.heads[-1]
 
     def score(self, group_id: str, index: int, hidden: NDArray[np.floating], tokens: int = 10) -> Scored:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,8 +96,7 @@ async def test_after_the_groups_end_only_returned_candidates_are_scored() -> Non
     harness = create_house(scorer, [5], {}, lag=3)
     candidates = await run_group(harness)
     assert not scorer.scored_states
-    for _ in range(3):
-        await harness.engine.step()
+    await harness.steps(3)
     returned = [(c.index, 4) for c in candidates if c.selected_as is not None]
     assert scorer.scored_states == returned
     assert sorted([*scorer.dropped, *(index for index, _ in returned)]) == [0, 1, 2, 3]
@@ -120,18 +120,16 @@ async def test_failed_stopped_and_cancelled_candidates_are_dropped() -> None:
     harness.engine.probe_width = 2
     run = harness.run(2, "arrol")
     await settle()
-    for _ in range(7):
-        await harness.engine.step()
+    await harness.steps(7)
     assert scorer.dropped == []
     run.cancel()
     assert sorted(scorer.dropped) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("policy", ["uniform", "darts"])
-async def test_candidates_of_policies_that_do_not_prune_are_not_probed(policy: str) -> None:
+async def test_candidates_of_policies_that_do_not_prune_are_not_probed() -> None:
     scorer = FakeScorer(4)
     harness = create_house(scorer, [20], dict.fromkeys(range(6), (0.5, PRUNED)))
-    candidates = await run_group(harness, policy=policy)
+    candidates = await run_group(harness, policy="darts")
     assert all(started.probe is None for started in harness.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
     assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
@@ -216,8 +214,7 @@ async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_c
 
     first = asyncio.create_task(call("a"))
     await settle()
-    for _ in range(4):
-        await harness.engine.step()
+    await harness.steps(4)
     assert scorer.scored_states == [(0, 2)]
     assert harness.engine.started[0].is_running
     second = asyncio.create_task(call("b"))
@@ -231,42 +228,28 @@ async def test_single_requests_are_scored_at_once_and_pruned_when_the_group_is_c
 
 
 @pytest.mark.parametrize(
-    ("scorer", "width", "message"),
+    ("scorer", "message"),
     [
-        (None, 2, "'arrol' prunes by quality, which this server cannot score; use another policy"),
-        (
-            FakeScorer(4),
-            None,
-            "'arrol' prunes by hidden states, which this engine does not report; .* --quality logprob",
-        ),
-        (FakeScorer(4), 2, None),
-        (FakeScorer(4, **LOGPROBS_ONLY), None, None),
+        (None, "'arrol' prunes by quality, which this server cannot score; use another policy"),
+        (FakeScorer(4), "'arrol' prunes by hidden states, which this engine does not report; .* --quality logprob"),
     ],
 )
-async def test_pruning_is_refused_where_nothing_can_be_scored(
-    scorer: FakeScorer | None, width: int | None, message: str | None
-) -> None:
+async def test_pruning_is_refused_where_nothing_can_be_scored(scorer: FakeScorer | None, message: str) -> None:
     harness = Harness(lengths(5), SHAPINGS, scorer=scorer)
-    harness.engine.probe_width = width
-    request = BatchRequest([PromptSpec(text="5")], 2)
-
-    if message is None:
-        assert harness.plan(2, "arrol").policy == "arrol"
-        assert (await submit_under(harness, "arrol", request)).size == 1
-        return
     with pytest.raises(InvalidRequest, match=message) as refused:
         harness.plan(2, "arrol")
     assert refused.value.field == "policy"
     with pytest.raises(InvalidRequest, match=message):
-        await submit_under(harness, "arrol", request)
+        await submit_under(harness, "arrol")
     assert harness.plan(2, "darts").policy == "darts"
 
 
 # --- all survivors ----------------------------------------------------------
 
 
-async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> BatchRun:
+async def submit_under(harness: Harness, policy: str, **options: Any) -> BatchRun:
     planner, kept = Planner(SHAPINGS, policy, Limits(64)), CarriedPrompts()
+    batch = BatchRequest([PromptSpec(text="5")], 2, **options)
     prepared = await prepare_batch(batch, harness.rollouts, Texts(), lambda _: planner, kept)
     return BatchRun(prepared, harness.rollouts, Texts(), kept, AnswerFormat())
 
@@ -275,8 +258,7 @@ async def submit_under(harness: Harness, policy: str, batch: BatchRequest) -> Ba
 @pytest.mark.parametrize("pruned", [0, 1, 4])
 async def test_a_caller_who_wants_all_survivors_gets_them_and_at_least_one(policy: str, pruned: int) -> None:
     harness = create_house(FakeScorer(4), [20], dict.fromkeys(range(pruned), (0.5, PRUNED)))
-    request = BatchRequest([PromptSpec(text="5")], 2, survivors=True, budget=4)
-    [result] = await play(harness, await submit_under(harness, policy, request))
+    [result] = await play(harness, await submit_under(harness, policy, survivors=True, budget=4))
     assert result.record is not None
     pruned_ones = [c.index for c in result.record.candidates if c.reason is DiscardReason.PRUNED]
     assert pruned_ones == list(range(min(pruned, 3)))
@@ -285,25 +267,21 @@ async def test_a_caller_who_wants_all_survivors_gets_them_and_at_least_one(polic
 
 
 @pytest.mark.parametrize(
-    ("policy", "survivors", "all_of_them"),
-    [("arrol", None, True), ("arrol", False, False), ("darts+arrol", None, False), ("darts", None, False)],
+    ("policy", "survivors", "size"),
+    [("arrol", None, 3), ("arrol", False, 2), ("darts+arrol", None, 2), ("darts", None, 2)],
 )
 async def test_a_batch_has_all_survivors_by_default_under_arrol_alone(
-    policy: str, survivors: bool | None, all_of_them: bool
+    policy: str, survivors: bool | None, size: int
 ) -> None:
     harness = create_house(FakeScorer(4), [20], {0: (0.5, PRUNED)})
-    submission = await submit_under(harness, policy, BatchRequest([PromptSpec(text="5")], 2, survivors=survivors))
-    assert submission.plan.shaping.return_survivors == all_of_them
-    [result] = await play(harness, submission)
-    assert len(result.samples) == (3 if all_of_them else 2)
+    [result] = await play(harness, await submit_under(harness, policy, survivors=survivors))
+    assert len(result.samples) == size
 
 
 async def test_survivors_of_a_policy_that_does_not_prune_are_refused() -> None:
     harness = create_house(FakeScorer(4), [20], {})
-    with pytest.raises(
-        InvalidRequest, match="'darts' does not prune; leave it out, or use a policy that prunes"
-    ) as refused:
-        await submit_under(harness, "darts", BatchRequest([PromptSpec(text="5")], 2, survivors=True))
+    with pytest.raises(InvalidRequest, match="'darts' does not prune; leave it out") as refused:
+        await submit_under(harness, "darts", survivors=True)
     assert refused.value.field == "survivors"
 
 

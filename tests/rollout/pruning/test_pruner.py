@@ -43,9 +43,8 @@ async def test_after_the_cold_start_probably_correct_ones_are_pruned_more_and_th
     assert np.mean([x.survival for x in given]) == pytest.approx(0.5, abs=0.03)
     scores, calibrated = bench.pruner.score_metrics(), bench.pruner.calibrated_metrics()
     assert scores == bench.head.report.metrics
-    for metrics, least in ((scores, 0.85), (calibrated, 0.8)):
-        assert metrics.auc is not None
-        assert metrics.auc > least
+    assert (scores.auc or 0) > 0.85
+    assert (calibrated.auc or 0) > 0.8
     assert calibrated.calibration_error is not None
     assert calibrated.calibration_error < 0.1
 
@@ -122,7 +121,6 @@ async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixtu
         assert bench.score(f"g{number}", 0, hidden) == Scored(0, 0.5, 1.0)
         bench.pruner.record_kept((None, f"g{number}"), 0, 1.0)
     assert bench.pruner.status is PruningStatus.NO_LABELS
-    assert is_logged(caplog, PruningStatus.NO_LABELS)
     assert caplog.text.count("pruning by quality") == 1, "logged once, not for each trajectory"
 
 
@@ -141,12 +139,11 @@ async def test_all_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytes
         assert is_logged(caplog, status)
 
 
-async def test_all_are_kept_with_labels_of_one_class(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_are_kept_with_labels_of_one_class() -> None:
     bench = Bench(task=SyntheticTask(offset=0.0, sharpness=0.0))
     bench.task.trajectories = lambda count: iter([(np.ones(WIDTH), 1.0)] * count)  # type: ignore[method-assign]  # of one class
     bench.warm(2)
     assert_all_are_kept(bench, PruningStatus.ONE_CLASS)
-    assert is_logged(caplog, PruningStatus.ONE_CLASS)
     assert bench.group()[0][0].quality > 0.9, "it is the prior"
 
 
@@ -169,10 +166,9 @@ async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest
     bench = Bench().warm(3)
     bench.head.is_lost = True
     assert {scored.survival for scored in bench.group()[0]} == {1.0}
-    assert is_logged(caplog, PruningStatus.TRAINER_LOST)
+    assert bench.pruner.status is PruningStatus.TRAINER_LOST
     bench.width = None
     bench.pruner.group_ended(create_record("arrol"))
-    assert bench.pruner.status is PruningStatus.PROBE_LOST
     assert bench.pruner.uses_hidden_states
     assert is_logged(caplog, PruningStatus.PROBE_LOST)
 
@@ -212,9 +208,7 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head() -> None:
     assert bench.pruner.status is PruningStatus.READY
     assert np.mean([x.quality for x, right in given[300:] if right]) > 0.8
     assert np.mean([x.quality for x, right in given[300:] if not right]) < 0.2
-    auc = bench.pruner.score_metrics().auc
-    assert auc is not None
-    assert auc > 0.95
+    assert (bench.pruner.score_metrics().auc or 0) > 0.95
 
 
 # --- targets, steps, memory -----------------------------------------------------
@@ -230,10 +224,8 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
         bench.pruner.score((None, "g"), index, blank, logprobs, Pruning())
         bench.pruner.learn_reward((None, "g"), index, float(right), right)
-    scores = bench.pruner.score_metrics()
     assert bench.head.width == WIDTH + 2
-    assert scores.auc is not None
-    assert scores.auc > 0.95
+    assert (bench.pruner.score_metrics().auc or 0) > 0.95
 
 
 async def test_states_without_log_probs_are_not_scored_by_a_head_that_needs_both() -> None:
@@ -335,8 +327,7 @@ async def test_a_restart_continues_with_what_was_learned() -> None:
     restarted = Bench(store=store, task=SyntheticTask(seed=0), version=3)
     restarted.pruner.start()
     assert restarted.pruner.status is PruningStatus.READY
-    probed = HiddenState(10, np.full(WIDTH, 101.0, np.float32))
-    one, other = (b.pruner.score((None, "x"), 0, probed, (), Pruning()) for b in (bench, restarted))
+    one, other = (each.score("x", 0, np.full(WIDTH, 101.0)) for each in (bench, restarted))
     assert one.quality == other.quality
     assert other.survival < 1
 
@@ -363,20 +354,6 @@ async def test_a_restore_of_the_store_is_loaded_while_it_runs() -> None:
     assert bench.head.report.steps == 0
 
 
-async def test_what_a_restore_put_into_the_store_is_not_overwritten_by_labels_from_before() -> None:
-    store = Documents()
-    bench = Bench(store=store).warm(4)
-    bench.pruner._save_soon.run_pending()
-    bench.warm(1)
-    store.kept = {}
-    bench.pruner._save_soon.run_pending()
-    assert store.kept == {}
-    bench.now += 2
-    assert bench.score("x", 0, np.ones(WIDTH)).survival == 1.0
-    [point] = bench.pruner._points.values()
-    assert not point.calibrator.labels
-
-
 async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     store = Documents()
     bench = Bench(store=store).warm(2)
@@ -386,7 +363,4 @@ async def test_a_head_and_calibration_of_another_model_are_not_loaded(caplog: py
     assert other.pruner.status is PruningStatus.NO_LABELS
     assert f"is of hidden states of width {WIDTH}, not {WIDTH + 1}" in caplog.text
     assert "the saved quality head is not used" in caplog.text
-    assert (
-        other.pruner.score((None, "g"), 0, HiddenState(10, np.ones(WIDTH + 1, np.float32)), (), Pruning()).survival
-        == 1.0
-    )
+    assert other.score("g", 0, np.ones(WIDTH + 1)).survival == 1.0

@@ -4,11 +4,7 @@ import asyncio
 from typing import Any
 
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
-from nemo_gym.server_utils import (
-    GlobalAIOHTTPAsyncClientConfig,
-    ServerClient,
-    set_global_aiohttp_client,
-)
+from nemo_gym.server_utils import GlobalAIOHTTPAsyncClientConfig, ServerClient, set_global_aiohttp_client
 from responses_api_models.openai_model.app import SimpleModelServer, SimpleModelServerConfig
 
 from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
@@ -17,9 +13,8 @@ from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
 class NemoGym(Trainer):
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._session = set_global_aiohttp_client(
-            GlobalAIOHTTPAsyncClientConfig()
-        )  # its servers do this when they start
+        # Its servers do this when they start.
+        self._session = set_global_aiohttp_client(GlobalAIOHTTPAsyncClientConfig())
         self._servers = {name: self._server(name) for name in ("tiny", "tiny:raw")}
 
     def _server(self, name: str) -> SimpleModelServer:

@@ -45,6 +45,7 @@ def make_tokenizer() -> Any:
 def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int) -> Any:
     """TRL's loop of the asynchronous trainer: groups of ``size``; every answer but the last calls the tool."""
     value: Any = SimpleNamespace(value=0)
+    metrics: Any = SimpleNamespace(put_nowait=lambda _: None)
     return _AsyncRolloutLoop(
         model_name="tiny",
         dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
@@ -56,7 +57,7 @@ def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int) -> Any
         heartbeat_value=value,
         failed_event=value,
         exception_info_queue=value,
-        metrics_queue=SimpleNamespace(put_nowait=lambda _: None),
+        metrics_queue=metrics,
         tools=[add],
         num_generations=size,
         max_inflight_tasks=len(texts) * size,

@@ -1,7 +1,12 @@
-"""The probe of a worker, with a fake scheduler that does all that vLLM's may do, and runners that compute nothing."""
+"""The probe of a worker, with a fake scheduler that does all that vLLM's may do, and runners that compute nothing.
+
+The state of request r at its p-th token is [r, p], so that a row shows where it was taken. Rejected drafts and
+padding rows are [-1, -1].
+"""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 
 from darts_server.vllm.probe import capture
 from darts_server.vllm.probe.capture import (
+    ARGUMENT,
     FAULT,
     READY,
     STATES,
@@ -28,7 +34,214 @@ from darts_server.vllm.probe.capture import (
     unpack_states,
 )
 from darts_server.vllm.probe.steps import check_runner, read_step
-from tests.vllm.probe.fakes import FakeScheduler, FirstRunner, Request, Runner, SecondRunner
+
+WIDTH = 2
+
+
+@dataclass
+class Request:
+    number: int
+    request_id: str
+    prompt: int
+    length: int
+    points: tuple[int, ...]
+    generated: int = 0
+    computed: int = 0
+    announced: bool = False
+    overestimated: int = 0
+    """By how much the host overestimates the computed tokens: rejected drafts of the last step."""
+    certain: list[int] = field(default_factory=list)
+    """Generated tokens that were certain after each of its steps."""
+
+    @property
+    def known(self) -> int:
+        return self.prompt + self.generated
+
+    @property
+    def done(self) -> bool:
+        return self.generated >= self.length
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a request that a step computes: known tokens, then drafts, of which the first ones are accepted."""
+
+    request: Request
+    known: int
+    drafts: int
+    accepted: int
+
+    def row(self, place: int) -> list[float]:
+        """Create the state of its ``place``-th token."""
+        is_certain = place < self.known + self.accepted
+        return [float(self.request.number), float(self.request.computed + place + 1)] if is_certain else [-1.0, -1.0]
+
+
+class Runner:
+    """Base of both runners. ``max_drafts``: per step."""
+
+    is_pooling_model = False
+    device = torch.device("cpu")
+    announces_again: bool
+    """Whether a preempted request comes back as if it were new."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
+        self.vllm_config = SimpleNamespace(num_speculative_tokens=max_drafts)
+        self.execute_model_state: Any = None
+        self.parts: Sequence[Part] = ()
+
+    def execute_model(self, scheduled: Any, *_: Any, dummy_run: bool = False) -> None:
+        if self.parts and not dummy_run:
+            self._forward(scheduled)
+
+    def _forward(self, scheduled: Any) -> None:
+        raise NotImplementedError
+
+
+class FirstRunner(Runner):
+    announces_again = False
+
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.input_batch = SimpleNamespace()
+
+    def _forward(self, scheduled: Any) -> None:
+        ids = [part.request.request_id for part in self.parts]
+        self.input_batch.req_ids = ids
+        self.input_batch.req_id_to_index = {request_id: place for place, request_id in enumerate(ids)}
+        self.input_batch.num_computed_tokens_cpu = np.array([p.request.computed for p in self.parts], dtype=np.int32)
+        rows = [p.row(place) for p in self.parts for place in range(p.known - 1, p.known + p.drafts)]
+        self.execute_model_state = SimpleNamespace(
+            scheduler_output=scheduled, sample_hidden_states=torch.tensor(rows, dtype=torch.bfloat16)
+        )
+
+
+class SecondRunner(Runner):
+    announces_again = True
+
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.num_speculative_steps = max_drafts
+        self.req_states = self.pcp_manager = None
+        self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
+
+    def _forward(self, scheduled: Any) -> None:
+        hidden, indices, first = list[list[float]](), list[int](), [0]
+        for p in self.parts:
+            indices += range(len(hidden) + p.known - 1, len(hidden) + p.known + p.drafts)
+            hidden += [p.row(place) for place in range(p.known + p.drafts)]
+            first.append(len(indices))
+        estimated = [p.request.computed + p.request.overestimated for p in self.parts]
+        batch = SimpleNamespace(
+            req_ids=[p.request.request_id for p in self.parts],
+            num_computed_tokens_np=np.array(estimated, dtype=np.int32),
+            cu_num_logits=torch.tensor(first, dtype=torch.int32),
+            logits_indices=torch.tensor(indices, dtype=torch.int64),
+            seq_lens=torch.tensor([p.request.computed + p.known + p.drafts for p in self.parts], dtype=torch.int32),
+        )
+        self.execute_model_state = SimpleNamespace(
+            input_batch=batch, hidden_states=torch.tensor([*hidden, [-1.0, -1.0]], dtype=torch.float32)
+        )
+
+
+class FakeScheduler:
+    """A scheduler over one of the runners, with the probe installed. ``sent``: tokens and states by request number."""
+
+    def __init__(self, runner: Runner, rng: Random, requests: Sequence[Request]) -> None:
+        self.sent: dict[int, list[tuple[int, list[float]]]] = {}
+        self.faults: list[bytes] = []
+        self._runner = runner
+        self._rng = rng
+        self._max_drafts = int(runner.vllm_config.num_speculative_tokens)
+        self._waiting = list(requests)
+        self._running: list[Request] = []
+        self._finished: set[str] = set()
+        self._queue: list[CapturedRows | Sequence[bytes]] = []
+        self.capture = Capture(runner, self._queue.append)
+        self.capture.start()
+
+    def run(self) -> None:
+        """Run until all requests have ended, and one step more."""
+        while self._waiting or self._running:
+            self._step()
+        self._step()
+        self._deliver(len(self._queue))
+
+    def _step(self) -> None:
+        rng = self._rng
+        for request in [r for r in self._running if r.done or rng.random() < 0.01]:  # or aborted
+            self._running.remove(request)
+            self._finished.add(request.request_id)
+        names = {r.request_id for r in self._running}
+        while self._waiting and self._waiting[0].request_id not in names and rng.random() < 0.7:
+            names.add(self._waiting[0].request_id)
+            self._running.append(self._waiting.pop(0))
+        for request in self._running:
+            if request.announced and rng.random() < 0.1:  # preempted
+                request.computed = request.overestimated = 0
+                request.announced = not self._runner.announces_again
+        chosen = [r for r in self._running if rng.random() < 0.8]
+        rng.shuffle(chosen)
+        new, parts = [], []
+        for request in chosen:
+            if not request.announced:
+                request.announced = True
+                if rng.random() < 0.3:  # a prefix is in the cache
+                    request.computed = rng.randrange(request.known)
+                new.append(self._new(request))
+            missing = request.known - request.computed
+            known = rng.randint(1, missing) if rng.random() < 0.5 else missing
+            drafts = rng.randint(0, self._max_drafts) if known == missing else 0
+            parts.append(Part(request, known, drafts, rng.randint(0, drafts)))
+        self._runner.parts = parts
+        self._runner.execute_model_state = None
+        self._runner.execute_model(
+            SimpleNamespace(
+                scheduled_new_reqs=new,
+                finished_req_ids=self._finished,
+                num_scheduled_tokens={p.request.request_id: p.known + p.drafts for p in parts},
+                scheduled_spec_decode_tokens={p.request.request_id: [0] * p.drafts for p in parts if p.drafts},
+            ),
+            None,
+        )
+        self._finished = set()
+        for part in parts:
+            request = part.request
+            request.computed += part.known
+            request.certain.append(request.computed - request.prompt)
+            if request.computed == request.known:
+                request.computed += part.accepted
+                request.generated += part.accepted + 1
+                request.overestimated = part.drafts - part.accepted
+        self._deliver(rng.randrange(len(self._queue) + 1))
+
+    def _deliver(self, count: int) -> None:
+        for _ in range(count):
+            taken = self._queue.pop(0)
+            frames = create_message(taken) if isinstance(taken, CapturedRows) else taken
+            if frames is None:
+                continue
+            kind, *rest = frames
+            if kind == FAULT:
+                self.faults += rest
+            elif kind == STATES:
+                for number, tokens, state in unpack_states(*rest):
+                    self.sent.setdefault(number, []).append((tokens, state.tolist()))
+
+    @staticmethod
+    def _new(request: Request) -> Any:
+        extra = {"other": 1, ARGUMENT: [request.number, *request.points]} if request.points else None
+        return SimpleNamespace(
+            req_id=request.request_id,
+            prompt_token_ids=[0] * request.prompt,
+            prompt_embeds=None,
+            sampling_params=SimpleNamespace(extra_args=extra),
+        )
+
+
+# --- states ---
+
 
 RUNNERS: list[type[Runner]] = [FirstRunner, SecondRunner]
 points = st.sets(st.integers(1, 25), max_size=3).map(lambda some: tuple(sorted(some)))
@@ -59,7 +272,7 @@ def test_every_passed_point_is_sent_once_in_order_and_with_its_own_state(
         assert all(state == [request.number, request.prompt + tokens] for tokens, state in sent)
         if not max_drafts:
             assert [tokens for tokens, _ in sent] == [p for p in request.points if p <= max(request.certain, default=0)]
-    assert scheduler.tracked == 0
+    assert not scheduler.capture.requests
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -71,7 +284,7 @@ def test_no_step_is_read_if_no_request_has_a_probe(runner: type[Runner], monkeyp
     scheduler = FakeScheduler(runner(0), Random(1), [Request(i, str(i), 4, 20, ()) for i in range(4)])
     scheduler.run()
     assert scheduler.faults == []
-    assert scheduler.tracked == 0
+    assert not scheduler.capture.requests
 
 
 def test_a_fault_disables_the_probe_and_not_the_engine() -> None:
@@ -98,12 +311,10 @@ def test_states_of_another_width_than_the_models_are_a_fault() -> None:
     assert scheduler.sent == {}
 
 
-def test_a_step_without_a_forward_pass_or_without_the_last_layer_has_no_states() -> None:
-    for runner in (FirstRunner(0), SecondRunner(0)):
-        assert read_step(runner, None) is None
-    second = SecondRunner(0)
-    second.execute_model_state = SimpleNamespace(hidden_states=None)
-    assert read_step(second, None) is None
+def test_a_step_without_the_last_layer_has_no_states() -> None:
+    runner = SecondRunner(0)
+    runner.execute_model_state = SimpleNamespace(hidden_states=None)
+    assert read_step(runner, None) is None
 
 
 @pytest.mark.parametrize(
@@ -127,29 +338,22 @@ def test_a_runner_that_cannot_be_read_is_refused(changes: dict[str, Any], why: s
 # --- sending ---
 
 
-def create_request(number: int, *points: int) -> ProbedRequest:
-    return ProbedRequest(f"name-{number}", number, 10, points)
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are too deep for a socket's name
-        yield f"ipc://{Path(folder) / 'states'}"
-
-
-def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault() -> None:
+    request = ProbedRequest("name", 7, 10, ())
+    rows = torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16)
+    failures = list[bool]()
+    with (
+        tempfile.TemporaryDirectory() as folder,  # pytest's own folders are too deep for a socket's name
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as socket,
+    ):
+        address = f"ipc://{Path(folder) / 'states'}"
         socket.bind(address)
-        failures = list[bool]()
         sender = Sender(address, lambda: failures.append(True))
         sender.start()
         sender.queue.put([READY, b"2"])
-        sender.queue.put(
-            CapturedRows([create_request(7)], torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16), [4], None, None)
-        )
-        sender.queue.put(
-            CapturedRows([create_request(8)], torch.tensor([[1.0, 2.0]]), None, torch.tensor([1, 2]), None)
-        )
+        sender.queue.put(CapturedRows([request], rows, [4], None, None))
+        sender.queue.put(CapturedRows([request], rows, None, torch.tensor([1, 2]), None))
         assert socket.poll(10_000)
         assert socket.recv_multipart() == [READY, b"2"]
         kind, *rest = socket.recv_multipart()
@@ -161,17 +365,6 @@ def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault(address: str) -
         assert kind == FAULT
         assert b"ValueError" in why
         assert failures == [True]
-
-
-def test_counts_from_the_device_decide_if_the_host_has_none() -> None:
-    early, reached, done = create_request(1, 5), create_request(2, 5, 6), create_request(3)
-    rows = torch.tensor([[1.0], [2.0], [3.0]])
-    taken = CapturedRows([early, reached, done], rows, None, torch.tensor([14, 17, 15]), None)
-    frames = create_message(taken)
-    assert frames is not None
-    assert [(number, tokens, state.tolist()) for number, tokens, state in unpack_states(*frames[1:])] == [(2, 7, [2.0])]
-    assert (early.points, reached.points) == ((5,), ())
-    assert create_message(taken) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -20,16 +20,12 @@ def states(*pairs: tuple[int, int]) -> list[bytes]:
     return pack_states([number for number, _ in pairs], [tokens for _, tokens in pairs], rows)
 
 
-async def turn() -> None:
-    await asyncio.sleep(0)
-
-
 async def test_each_probe_gets_its_states_and_is_removed_after_its_last_point() -> None:
     probes, one, other = ProbeReceiver(), list[HiddenState](), list[HiddenState]()
     first, second = probes.register(Probe((4, 9), one.append)), probes.register(Probe((4,), other.append))
     probes.receive(states((first, 4), (second, 4)))
     probes.receive(states((first, 11), (second, 11), (77, 3)))
-    await turn()
+    await asyncio.sleep(0)
     assert [p.tokens for p in one] == [4, 11]
     assert [p.tokens for p in other] == [4]
     assert [p.vector.tolist() for p in one] == [[first] * 3] * 2
@@ -46,7 +42,7 @@ async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
     probes, received = ProbeReceiver(), list[HiddenState]()
     numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), received.append))]
     probes.receive(states(*((number, 1) for number in numbers)))
-    await turn()
+    await asyncio.sleep(0)
     assert len(received) == 1
     assert [str(fault) for fault in faults] == ["no"]
 
@@ -57,31 +53,28 @@ async def test_states_are_passed_on_for_some_time_after_the_end(monkeypatch: pyt
     number = probes.register(Probe((4, 9), received.append))
     probes.unregister(number)
     probes.receive(states((number, 4)))
-    await turn()
+    await asyncio.sleep(0)
     assert [p.tokens for p in received] == [4]
     async with asyncio.timeout(10):
         while probes._probes:
             await asyncio.sleep(0.01)
     probes.receive(states((number, 9)))
-    await turn()
+    await asyncio.sleep(0)
     assert len(received) == 1
 
 
-async def test_there_is_a_width_once_every_engine_is_ready_until_one_reports_a_fault(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_there_is_a_width_once_every_engine_is_ready_until_one_reports_a_fault() -> None:
     probes = ProbeReceiver()
     assert probes.fault == "no probe was installed"
     waiting = asyncio.create_task(probes.wait_ready(2))
     probes.receive([READY, b"64"])
-    await turn()
+    await asyncio.sleep(0)
     assert probes.width is None
     probes.receive([READY, b"64"])
     await waiting
     assert probes.width == 64
     probes.receive([FAULT, b"RuntimeError: out of memory"])
     assert probes.fault == "RuntimeError: out of memory"
-    assert "out of memory" in caplog.text
 
 
 async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
