@@ -31,7 +31,7 @@ MARGIN, EXTRA_SECONDS = 1.2, 0.5
 """Time of a rollout beyond the prediction, which ignores growing contexts and prefill: a factor, and seconds."""
 TIMEOUT_FACTOR = 3.0
 """A rollout that takes this many times its estimate is stopped, so that others have a chance."""
-MIN_TIMEOUT_SECONDS = 10.0
+MIN_TIMEOUT_SECONDS = 30.0
 """The timeout of very short rollouts, whose time is mostly other load on the machine."""
 MIN_PROMPTS = 64
 """A smaller batch says little about large ones, so it is not halved further."""
