@@ -20,7 +20,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tests.integration.fork_server import FORKS, ForkServer
 
 FORK_SERVER = pytest.StashKey[ForkServer]()
-FLEET = re.compile("engines-[2-9]|test_losses")
+FLEET = re.compile("engines-[2-9]")
 
 SLOW_MACHINES = [HealthCheck.too_slow]
 settings.register_profile("push", max_examples=25, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
@@ -59,7 +59,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out nightly tests unless ``--all`` is given, and put what takes long first: fleets, then other engines.
 
-    What is nightly with one engine does not run with several at all.
+    What is nightly with one engine does not run with several at all. Losses of engines come last, when little else
+    runs: each that comes back imports vLLM anew.
     """
 
     def is_left_out(item: pytest.Item) -> bool:
@@ -68,7 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
-    items.sort(key=lambda item: (not FLEET.search(item.nodeid), item.get_closest_marker("engine") is None))
+
+    def place(item: pytest.Item) -> tuple[bool, ...]:
+        return (
+            "test_losses" in item.nodeid,
+            not FLEET.search(item.nodeid),
+            item.get_closest_marker("engine") is None,
+        )
+
+    items.sort(key=place)
 
 
 class ByServer(LoadScopeScheduling):  # type: ignore[misc]  # it has no types

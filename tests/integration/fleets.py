@@ -18,7 +18,7 @@ FORKED_HOSTS = {"PYTHONPATH": f"{Path(__file__).parent / 'forked_hosts'}:{ROOT}"
 """Environment of a server whose hosts of engines start fast."""
 START_SECONDS = 900.0
 """Each engine imports vLLM by itself: half a minute of a core, beside whatever other tests do."""
-BACK_SECONDS = 240.0
+BACK_SECONDS = 480.0
 
 
 @contextmanager
