@@ -4,9 +4,8 @@
 
 The tiny task on a server of its own. Some batches under `off` teach it: its state has the time of a decode step by
 running sequences, what a candidate costs when it starts, the mean length of each prompt and the distribution of lengths
-around it. The state is saved, and
-from it alone the model of a rollout, by which `auto` chooses, predicts the mean time of a batch under each policy. Then
-batches under all policies take turns, each of them from the same state.
+around it. The state is saved, and from it alone the model of a rollout, by which `auto` chooses, predicts the mean time
+of a batch under each policy. Then batches under all policies take turns, each of them from the same state.
 
 What is predicted is compared with the mean over the rounds. Another column says how long the model takes the tokens to
 last that were really generated: what differs there is not due to lengths. The last column corrects the prediction by
@@ -136,18 +135,9 @@ class Row:
     def replay_error(self) -> float:
         return fmean(self.replayed) / fmean(self.measured) - 1
 
-    def decoding_error(self, start_seconds: float) -> float:
-        """Return the same without what starts take."""
-        return (fmean(self.replayed) - start_seconds * fmean(self.candidates)) / fmean(self.measured) - 1
-
     def corrected(self, factor: float) -> float:
         """Return the error of the prediction times a factor."""
         return factor * (1 + self.error) - 1
-
-    @property
-    def unexplained(self) -> float:
-        """Seconds beyond what the model computes of the tokens, for each candidate."""
-        return (fmean(self.measured) - fmean(self.replayed)) / fmean(self.candidates)
 
 
 def shaping_of(policy: str) -> Shaping | None:
@@ -199,7 +189,7 @@ def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> t
 def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
     """Format the table, and the errors last."""
     head = ["prompts", "policy", "candidates", "measured, s", "predicted", "error", "of what was generated", "error"]
-    head += ["ms a candidate beyond that", "predicted, corrected"]
+    head += ["predicted, corrected"]
     cells = [
         [
             str(row.prompts),
@@ -210,7 +200,6 @@ def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
             f"{row.error:+.0%}",
             f"{fmean(row.replayed):.3f}",
             f"{row.replay_error:+.0%}",
-            f"{1000 * row.unexplained:.2f}",
             f"{row.corrected(factor):+.0%}",
         ]
         for row in rows
@@ -221,7 +210,6 @@ def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
             "",
             str(learned),
             f"Of what was generated: {errors([row.replay_error for row in rows])}.",
-            f"The same by decode steps alone: {errors([row.decoding_error(learned.start_seconds) for row in rows])}.",
             f"Predicted, times {factor:.3f}, by which off took longer before: "
             f"{errors([row.corrected(factor) for row in rows])}.",
             f"Predicted: {errors([row.error for row in rows])}. Wanted: {MEDIAN:.0%}, {LARGEST:.0%}.",
