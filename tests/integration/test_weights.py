@@ -288,6 +288,7 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
     groups = run(prompts=again, carry="resume")["groups"]
     assert len(groups) == 4
     assert all(group["mixed_versions"] for group in groups)
+    differ = []
     for group in groups:
         [trajectory] = group["trajectories"]
         [[first_version, before], [last_version, rest_length]] = trajectory["version_spans"]
@@ -304,7 +305,8 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
         [rest] = fresh["trajectories"]
         assert rest["token_ids"] == tokens[before:]
         assert rest["logprobs"] == pytest.approx(logprobs[before:], abs=1e-4)
-        assert logprobs[before:] != pytest.approx(earlier["logprobs"][before:length], abs=1e-3)
+        differ.append(logprobs[before:] != pytest.approx(earlier["logprobs"][before:length], abs=1e-3))
+    assert any(differ), "of one that has only its end left, both weights may be certain"
     put(server, ORIGINAL)
 
 
