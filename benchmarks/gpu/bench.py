@@ -61,6 +61,7 @@ class Sizes:
     rounds: int
     aborts: int  # to time
     updates: int  # the most weight updates by each path
+    patience: float  # seconds before which no rollout is stopped: other load on the machine may be most of its time
     flags: tuple[str, ...]  # more vLLM flags
 
 
@@ -77,6 +78,7 @@ GPU = Sizes(
     rounds=3,
     aborts=10,
     updates=3,
+    patience=10.0,
     flags=("--dtype", "bfloat16"),
 )
 DRY = Sizes(
@@ -92,6 +94,7 @@ DRY = Sizes(
     rounds=2,
     aborts=3,
     updates=2,
+    patience=300.0,
     flags=("--dtype", "float32", "--enforce-eager"),
 )
 

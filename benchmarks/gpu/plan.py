@@ -31,8 +31,6 @@ MARGIN, EXTRA_SECONDS = 1.2, 0.5
 """Time of a rollout beyond the prediction, which ignores growing contexts and prefill: a factor, and seconds."""
 TIMEOUT_FACTOR = 3.0
 """A rollout that takes this many times its estimate is stopped, so that others have a chance."""
-MIN_TIMEOUT_SECONDS = 30.0
-"""The timeout of very short rollouts, whose time is mostly other load on the machine."""
 MIN_PROMPTS = 64
 """A smaller batch says little about large ones, so it is not halved further."""
 
@@ -121,9 +119,9 @@ class Plan:
         """Return the seconds that it may take, with a margin."""
         return MARGIN * self.predicted[policy] + EXTRA_SECONDS
 
-    def limit(self, policy: str, remaining: float) -> float:
-        """Return the seconds after which it is stopped."""
-        return min(max(TIMEOUT_FACTOR * self.estimate(policy), MIN_TIMEOUT_SECONDS), remaining)
+    def limit(self, policy: str, least: float, remaining: float) -> float:
+        """Return the seconds after which it is stopped, at least ``least`` where so many remain."""
+        return min(max(TIMEOUT_FACTOR * self.estimate(policy), least), remaining)
 
 
 def order_policies(policies: Sequence[str]) -> tuple[list[str], list[str]]:

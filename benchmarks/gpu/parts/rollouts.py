@@ -92,7 +92,7 @@ async def measure(
         if not budget.fits(needs):
             result.note(f"`{policy}` was left out: it needs about {needs:.0f} s, and {remaining:.0f} s remain.")
             continue
-        limit = plan.limit(policy, remaining)
+        limit = plan.limit(policy, bench.sizes.patience, remaining)
         try:
             outcome = await run_rollout(bench, policy, small, limit)
         except TimeoutError:
