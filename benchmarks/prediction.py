@@ -189,7 +189,7 @@ def measure(client: Client, sizes: Sequence[int], rounds: int, state: Path) -> t
 def report(learned: Learned, rows: Sequence[Row], factor: float) -> str:
     """Format the table, and the errors last."""
     head = ["prompts", "policy", "candidates", "measured, s", "predicted", "error", "of what was generated", "error"]
-    head += ["predicted, corrected"]
+    head.append("predicted, corrected")
     cells = [
         [
             str(row.prompts),
