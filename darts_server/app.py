@@ -224,7 +224,7 @@ def make_rooms(
         control.new_planner,
         retention,
         carry_limits=carry_limits,
-        saved=None if store.carried is None else SavedPrompts(store.carried, engine.fingerprint),
+        saved=None if settings.state_dir is None else SavedPrompts(store, engine.fingerprint),
         has_initial_weights=lambda: updates.loaded.are_initial,
         may_call=access.may_call,
     )

@@ -19,7 +19,6 @@ from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, Sa
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
-from darts_server.store.carried import CarriedFile
 from darts_server.types import PromptSpec
 from darts_server.weights.staging import Staging
 
@@ -46,16 +45,17 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
-def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -> tuple[app.Rooms, CarriedFile]:
-    """Connect all rooms to an engine that runs nothing; also return what is carried over below the folder."""
+def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -> tuple[app.Rooms, Store]:
+    """Connect all rooms to an engine that runs nothing; also return the store in the folder."""
     llm, port = SimpleNamespace(gate=Gate()), ScriptedEngine(lambda *_: Script(1))
     engine: Any = SimpleNamespace(
         llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
     )
     store, staging = closing.enter_context(Store(folder)), closing.enter_context(Staging())
-    rooms = app.make_rooms(settings.load({}, None), engine, access or Access(), store, staging, closing)
-    assert store.carried is not None
-    return rooms, store.carried
+    rooms = app.make_rooms(
+        settings.load({"state_dir": str(folder)}, None), engine, access or Access(), store, staging, closing
+    )
+    return rooms, store
 
 
 PROMPT = CarriedPrompt(PromptSpec(text="a"), ("a", "a"))
@@ -64,19 +64,19 @@ PROMPT = CarriedPrompt(PromptSpec(text="a"), ("a", "a"))
 async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_next_one(
     closing: ExitStack, tmp_path: Path
 ) -> None:
-    rooms, carried_file = make_rooms(closing, tmp_path)
-    SavedPrompts(carried_file, "of m").save([(None, PROMPT)])
+    rooms, store = make_rooms(closing, tmp_path)
+    SavedPrompts(store, "of m").save([(None, PROMPT)])
     await rooms.batches.close()
     assert rooms.batches._carried.count(None) == 0
     rooms.batches.restore()
     assert rooms.batches._carried.count(None) == 1
-    assert SavedPrompts(carried_file, "of m").take(0) == []
+    assert SavedPrompts(store, "of m").take(0) == []
 
 
 async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
     closing: ExitStack, tmp_path: Path
 ) -> None:
-    rooms, carried_file = make_rooms(closing, tmp_path)
+    rooms, store = make_rooms(closing, tmp_path)
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
     rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
     has_group = []
@@ -84,7 +84,7 @@ async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
         if is_updated:
             rooms.updates.loaded.record(None)
         await rooms.batches.close()
-        [(_, saved)] = SavedPrompts(carried_file, "of m").take(0)
+        [(_, saved)] = SavedPrompts(store, "of m").take(0)
         has_group.append(saved.group is not None)
     assert has_group == [True, False]
 

@@ -14,21 +14,9 @@ the lengths that it may have reached; then mean and sample std are taken as usua
 
 Nothing is assumed where nothing was censored: then these are the plain mean and the sample std (n - 1).
 
-Bias of the std with M = 8, against the std of the same sample if nothing had been stopped; in brackets that of the
-finished ones alone. "Drawn": one candidate outside the 7 shortest runs to its end. Modes and log-normals as in
-`tests/policy/test_lengths.py`, which checks these figures:
-
-========================  =====================  =====================  ======================  ======================
-lengths                   8 shortest of 12       8 shortest of 16       7 and a drawn one, 12   7 and a drawn one, 16
-========================  =====================  =====================  ======================  ======================
-log-normal, sigma 0.3     -1 % (-45 %)           -1 % (-57 %)           -3 % (-27 %)            -3 % (-34 %)
-log-normal, sigma 0.5     -11 % (-55 %)          -15 % (-67 %)          -8 % (-33 %)            -12 % (-41 %)
-log-normal, sigma 0.8     -24 % (-68 %)          -33 % (-79 %)          -17 % (-42 %)           -24 % (-52 %)
-geometric                 -2 % (-64 %)           -8 % (-77 %)           -6 % (-37 %)            -10 % (-48 %)
-two modes, 50 : 50        +23 % (-50 %)          -8 % (-74 %)           +5 % (-29 %)            -6 % (-41 %)
-two modes, 30 : 70        +51 % (-33 %)          +77 % (-48 %)          +19 % (-19 %)           +30 % (-27 %)
-two modes, 70 : 30        -32 % (-69 %)          -55 % (-82 %)          -17 % (-40 %)           -26 % (-50 %)
-========================  =====================  =====================  ======================  ======================
+With 8 of 12 or 16 returned, the std of geometric lengths is up to 10 % too small, that of log-normal ones up to 15 %
+with sigma .5 and up to 33 % with .8; the std of the finished ones alone is 19 to 82 % too small. With two modes it is
+between 55 % too small and 77 % too large. `tests/policy/test_lengths.py` has the table.
 
 So it is good for one mode and low for very heavy tails. With two modes it is too wide if only the short end of the
 upper one shows, and low if that mode lies beyond the K-th shortest, where it leaves no trace that any estimator could

@@ -1,4 +1,4 @@
-"""SQLite files of one server, which are checked before anything may change them."""
+"""The SQLite file of a server, which is checked before anything may change it."""
 
 import os
 import secrets
@@ -11,6 +11,7 @@ from pathlib import Path
 from darts_server.exceptions import StateDamaged, StateError, StateFull, StateTooNew
 
 VERSION = 1
+APPLICATION_ID = 0x44415254  # "DART"
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process's transaction: the previous server may still be ending."""
 _LOG_BYTES = 64 * 1024 * 1024
@@ -21,8 +22,8 @@ _TRANSIENT = {
 """SQLite's primary result codes for errors of the disk or of other processes, not of the file's content."""
 
 
-def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Connection:
-    """Open a file, which is created with ``tables`` if missing, in autocommit mode, for one thread at a time.
+def open_database(path: Path, tables: str) -> sqlite3.Connection:
+    """Open the file, which is created with ``tables`` if missing, in autocommit mode, for one thread at a time.
 
     Raises:
         StateDamaged, StateTooNew: the file is damaged, another program's or newer; it was not touched.
@@ -37,10 +38,10 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
         if not path.exists():
             if log.exists() and not path.exists():  # in this order: SQLite creates the log after the file
                 raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
-            _create(path, application_id, tables)
+            _create(path, tables)
         # Without a log no other process uses the file. Then SQLite creates no files beside one that may not be ours.
         with closing(_connect(path, "ro" if log.exists() else "ro&immutable=1")) as connection:
-            if _pragma(connection, "application_id") != application_id:
+            if _pragma(connection, "application_id") != APPLICATION_ID:
                 raise damaged(path, "it is another program's file")
             _refuse_newer(path, connection)
             if (found := _pragma(connection, "quick_check(1)")) != "ok":
@@ -58,8 +59,8 @@ def open_database(path: Path, application_id: int, tables: str) -> sqlite3.Conne
         return connection
 
 
-def _create(path: Path, application_id: int, tables: str) -> None:
-    """Create a file, unless another process is first.
+def _create(path: Path, tables: str) -> None:
+    """Create the file, unless another process is first.
 
     Under another name, so that it appears complete or not at all, and touched, so that it gets the umask's rights:
     SQLite would let only the owner write.
@@ -69,7 +70,7 @@ def _create(path: Path, application_id: int, tables: str) -> None:
         new.touch()
         with closing(_connect(new, "rw")) as connection:
             connection.executescript(
-                f"PRAGMA journal_mode = MEMORY; BEGIN; {tables}; PRAGMA application_id = {application_id}; "
+                f"PRAGMA journal_mode = MEMORY; BEGIN; {tables}; PRAGMA application_id = {APPLICATION_ID}; "
                 f"PRAGMA user_version = {VERSION}; COMMIT"
             )
         with suppress(FileExistsError):

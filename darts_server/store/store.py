@@ -6,20 +6,18 @@ import math
 import sqlite3
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
 from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
-from darts_server.store.carried import CarriedFile
 from darts_server.store.database import checksum, damaged, open_database, transaction, translate_errors
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "state.db"
-APPLICATION_ID = 0x44415254  # "DART"
 FLUSH_SECONDS = 0.5
 """Between two writes, so that one takes many documents. With the write itself it stays below the second that a killed
 process may lose."""
@@ -29,6 +27,8 @@ _TABLES = (
     "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
 )
+_CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
+"""Which files of earlier versions do not have."""
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
@@ -68,8 +68,6 @@ class Store(AbstractContextManager["Store"]):
     ) -> None:
         self.fault: str | None = None
         """Why nothing can be written at present; None if the last write succeeded."""
-        self.carried: CarriedFile | None = None
-        """What is carried over to the next server; None without a folder."""
         self._check = check
         self._limit = max_in_memory if folder is None else math.inf
         self._lock = threading.Lock()  # of what is in memory; nobody holds it while waiting for the disk
@@ -83,12 +81,13 @@ class Store(AbstractContextManager["Store"]):
         self._thread = threading.Thread(target=self._flush_until_stopped, name="darts-store", daemon=True)
         if folder is not None:
             self._path = folder / FILE_NAME
-            self._connection = open_database(self._path, APPLICATION_ID, _TABLES)
+            self._connection = open_database(self._path, _TABLES)
             self._version: object = None
             try:
                 self._inode = self._path.stat().st_ino
                 self._read(self._connection)
-                self.carried = CarriedFile(folder)
+                with self._transaction() as connection:
+                    connection.execute(_CARRIED)
             except BaseException:
                 self._connection.close()
                 raise
@@ -146,7 +145,7 @@ class Store(AbstractContextManager["Store"]):
             try:
                 if self._connection is not None:
                     if rows:
-                        self._write(self._connection, rows)
+                        self._write(rows)
                     with self._lock:
                         for kind, key, text in rows:
                             if self._unwritten.get((kind, key)) is text:  # otherwise there is a newer one by now
@@ -193,12 +192,40 @@ class Store(AbstractContextManager["Store"]):
             if self._connection is not None:
                 rows = ((kind, key, text) for kind, texts in restored.items() for key, text in texts.items())
                 try:
-                    self._write(self._connection, rows, replace=True)
+                    self._write(rows, replace=True)
                 except StateDamaged as error:  # of the state file: ``data`` was checked above
                     raise StateError(str(error)) from error
             with self._lock:
                 self._texts, self._unwritten = restored, {}
                 self._restores += 1
+
+    def add_carried(self, values: Iterable[bytes]) -> None:
+        """Keep values for the next server, in their order. All are on the disk when this returns.
+
+        Raises:
+            StateError: nothing was changed; there is no folder, for example.
+        """
+        with self._write_lock, self._transaction() as connection:
+            rows = ((value, checksum("carried", "", value)) for value in values)
+            connection.executemany("INSERT INTO carried (value, crc) VALUES (?, ?)", rows)
+
+    def take_carried(self) -> list[bytes | StateDamaged]:
+        """Remove what was kept and return it in its order, with an error in place of each damaged value.
+
+        A server that starts takes it when it is about to serve; one that still ends may add more meanwhile.
+
+        Raises:
+            StateError: nothing was removed.
+        """
+        with self._write_lock, self._transaction() as connection:
+            taken: list[bytes | StateDamaged] = [
+                value
+                if isinstance(value, bytes) and checksum("carried", "", value) == crc
+                else StateDamaged(f"the checksum of number {number} that is carried over in {self._path} is wrong")
+                for number, value, crc in connection.execute("SELECT * FROM carried ORDER BY number")
+            ]
+            connection.execute("DELETE FROM carried")
+        return taken
 
     def close(self) -> None:
         """Write what is pending and close. Raises ``StateError`` if that cannot be written; it is lost then."""
@@ -214,8 +241,6 @@ class Store(AbstractContextManager["Store"]):
                 self._is_closed = True
                 if self._connection is not None:
                     self._connection.close()
-                if self.carried is not None:
-                    self.carried.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -235,11 +260,20 @@ class Store(AbstractContextManager["Store"]):
             with suppress(Exception):  # it is kept in ``fault``
                 self.flush()
 
-    def _write(self, connection: sqlite3.Connection, rows: Iterable[Row], *, replace: bool = False) -> None:
-        """Add or overwrite rows, or ``replace`` everything by them, all at once; then they are on the disk."""
-        with transaction(self._path, connection):
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit at the end of the block, or change nothing; then it is on the disk."""
+        self._refuse_closed()
+        if self._connection is None:
+            raise StateError("nothing is kept on a disk without --state-dir")
+        with transaction(self._path, self._connection):
             if self._path.stat().st_ino != self._inode:
                 raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
+            yield self._connection
+
+    def _write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
+        """Add or overwrite rows, or ``replace`` everything by them, all at once."""
+        with self._transaction() as connection:
             if replace:
                 connection.execute("DELETE FROM documents")
             connection.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))

@@ -61,20 +61,6 @@ def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
     assert summarise("partial", steps, 4)["stale_share"] > 0
 
 
-def test_baselines_are_named_and_the_bound_is_the_fastest_for_whole_trajectories() -> None:
-    drawn = candidates()
-    names = ("off", "uniform", "darts", "uniform,tail=longest", "uniform,longest=0")
-    runs = {text: run_policy(parse_policy(text, 4), drawn) for text in names}
-    off = summarise("off", runs["off"], 4)
-    found = {summary["policy"]: relative_to(off, summary) for summary in baselines(runs["off"], drawn)}
-    assert {name.split()[0].rstrip(",") for name in found} == {"hindsight", "bound"}
-    bound = found["bound, best 4 of 8"]
-    for text, steps in runs.items():
-        assert relative_to(off, summarise(text, steps, 4))["step_speedup"] <= bound["step_speedup"]
-    assert bound["tokens_generated"] < 1
-    assert bound["length_bias"] < 0
-
-
 def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
     drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)

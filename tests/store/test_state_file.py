@@ -14,8 +14,6 @@ from darts_server.store import Store
 from darts_server.store.database import _create, checksum
 from darts_server.store.store import FILE_NAME
 
-FILES = {FILE_NAME, "queue.db"}
-
 
 @pytest.mark.parametrize("journal", ["delete", "wal"])
 def test_the_database_of_another_program_is_refused_and_no_file_is_created_beside_it(
@@ -54,10 +52,10 @@ def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) ->
     with Store(tmp_path) as store:
         store.put("prompt", "a", {"n": 1})
         store.flush()
-        _create(tmp_path / FILE_NAME, 0, "SELECT 1")
+        _create(tmp_path / FILE_NAME, "SELECT 1")
     with Store(tmp_path) as store:
         assert store.get("prompt", "a") == {"n": 1}
-    assert {*os.listdir(tmp_path)} == FILES
+    assert {*os.listdir(tmp_path)} == {FILE_NAME}
 
 
 def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
@@ -73,11 +71,11 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "file" / "deeper")
 
 
-def test_only_the_databases_stay_in_the_folder(tmp_path: Path) -> None:
+def test_only_the_database_stays_in_the_folder(tmp_path: Path) -> None:
     for _ in range(2):
         with Store(tmp_path / "a ?#%20ü") as store:
             store.put("prompt", "a", {"n": 1})
-        assert set(os.listdir(tmp_path / "a ?#%20ü")) == FILES
+        assert set(os.listdir(tmp_path / "a ?#%20ü")) == {FILE_NAME}
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])
@@ -90,7 +88,7 @@ def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> 
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     finally:
         os.umask(before)
-    assert modes.keys() >= {*FILES, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+    assert modes.keys() >= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
     assert set(modes.values()) == {0o666 & ~mask}
 
 

@@ -15,7 +15,7 @@ import msgspec
 from darts_server.engine.port import OutputT, PromptRenderer
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
-from darts_server.store.carried import CarriedFile
+from darts_server.store import Store
 from darts_server.types import PromptSpec
 
 logger = logging.getLogger(__name__)
@@ -200,12 +200,12 @@ class SavedPrompts:
     """Prompts that a server which ended has kept.
 
     Args:
-        file: where they are.
+        store: where they are.
         model: fingerprint of what is served. What another one has generated is not used.
     """
 
-    def __init__(self, file: CarriedFile, model: str) -> None:
-        self._file = file
+    def __init__(self, store: Store, model: str) -> None:
+        self._store = store
         self._model = model
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
@@ -223,9 +223,9 @@ class SavedPrompts:
                 documents.append(_ENCODER.encode(fields))
                 size += len(documents[-1])
                 if size >= WRITE_BYTES:
-                    self._file.add(documents)
+                    self._store.add_carried(documents)
                     saved, documents, size = saved + len(documents), [], 0
-            self._file.add(documents)
+            self._store.add_carried(documents)
             saved += len(documents)
         except StateError as error:
             logger.error("prompts that were carried over cannot be saved: %s", error)
@@ -270,7 +270,7 @@ class SavedPrompts:
         lost: list[Exception] = []
         restarted: list[Exception] = []
         try:
-            documents = self._file.take()
+            documents = self._store.take_carried()
         except StateError as error:
             logger.error("prompts that were carried over are not used, as they cannot be read or removed: %s", error)
             return []

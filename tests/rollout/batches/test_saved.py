@@ -4,7 +4,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -33,7 +33,7 @@ from darts_server.rollout.batches.events import BatchDone, GroupResult
 from darts_server.rollout.batches.registry import kept_bytes
 from darts_server.rollout.candidates import CarriedCandidate, SavedEnd
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.store.carried import CarriedFile
+from darts_server.store import Store
 from darts_server.types import DiscardReason, FinishReason, Outcome, PromptSpec, RequestOptions, Sample
 from tests.rollout.batches.streams import (
     GROUPS,
@@ -58,20 +58,20 @@ from tests.rollout.helpers import Texts
 pytestmark = pytest.mark.anyio
 
 
-class InMemory(CarriedFile):
-    """Keeps values in memory. ``fault``: raised by `take`. ``room``: how often `add` may be called."""
+class InMemory(Store):
+    """Keeps values in memory. ``fault``: raised by `take_carried`. ``room``: how often `add_carried` may be called."""
 
     def __init__(self, fault: Exception | None = None, room: float = math.inf) -> None:
         self.values: list[bytes | StateDamaged] = []
         self.fault, self.room = fault, room
 
-    def add(self, values: Iterable[bytes]) -> None:
+    def add_carried(self, values: Iterable[bytes]) -> None:
         if self.room <= 0:
             raise StateError("the disk is full")
         self.values.extend(values)
         self.room -= 1
 
-    def take(self) -> list[bytes | StateDamaged]:
+    def take_carried(self) -> list[bytes | StateDamaged]:
         if self.fault is not None:
             raise self.fault
         taken, self.values = self.values, []
@@ -112,9 +112,9 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     prompts.append((None, carried_prompt("y", with_logprobs=False)))
     prompts += [(None, CarriedPrompt(PromptSpec(text="a" * WRITE_BYTES), (str(number), ""))) for number in range(2)]
-    with closing(CarriedFile(tmp_path)) as file:
+    with Store(tmp_path) as file:
         assert SavedPrompts(file, "model").save(prompts) == len(prompts)
-    with closing(CarriedFile(tmp_path)) as file:
+    with Store(tmp_path) as file:
         taken = SavedPrompts(file, "model").take(0)
         assert plain(taken) == plain(prompts)
         assert SavedPrompts(file, "model").take(0) == [], "also if this server is killed"
