@@ -31,8 +31,6 @@ RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
 """Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
 FEW = ("off", "cap", "limit", "recent_cap")
 """Policies that start no more candidates than they return."""
-WHOLE = ("off", "longest", "none", "uniform", "darts")
-"""Policies that return trajectories whole."""
 
 
 @dataclass
