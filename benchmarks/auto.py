@@ -2,14 +2,17 @@
 
 Usage: ``python -m benchmarks.auto [--changed] [PRESET | PRESET=TRACE ...]``, a trace on the machine of a preset. Prints
 a table: step speed-up against ``off``, and of the later batches by how much returned trajectories are shorter and which
-share of them is cut. All rules are allowed; ``--allow uniform,darts`` are those of ``--auto-allow`` by default. Each
-prompt has an earlier group that is known; with ``--new-prompts`` none has. ``--changed`` runs each with changed
-lengths, too. A line takes about a minute.
+share of them is cut. All rules are allowed; ``--allow uniform,darts`` allows some. Each prompt has an earlier group
+that is known; with ``--new-prompts`` none has. ``--changed`` runs each with changed lengths, too. A line takes about a
+minute.
+
+With ``--carry`` it is `auto` as it is by default: prompts go on in the next step from what they have, and it says how
+many run ahead. The best option is then a number that is the same for all steps, and the share of stale tokens is shown.
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +22,9 @@ from darts_server.policy.auto.options import RULES, Auto, AutoLimits, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.forecast import limit_of
-from darts_server.simulation.policies import Policy
+from darts_server.simulation.policies import Policy, parse_policy
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import LEARNING, AutoRun, Candidates, Step, run_step
+from darts_server.simulation.training import LEARNING, WARM_UP, AutoRun, Candidates, Step, run_policy, run_step
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
@@ -31,9 +34,11 @@ AGO = 8
 RARE, LONGER = 12, 10.0
 """One prompt of so many needs so many times as many tokens, in a changed workload."""
 
+MOST_STALE = AutoLimits().most_stale
+AHEAD = ("off", "off,order=long", *(f"off,start={start},carry=resume,order=long" for start in (1.1, 1.25, 1.5)))
+"""What changes no distribution, and starts as many prompts in all steps."""
+
 Ints = NDArray[np.int64]
-
-
 Floats = NDArray[np.float64]
 
 
@@ -91,11 +96,13 @@ def main() -> None:
     parser.add_argument("--changed", action="store_true", help="with changed lengths, too")
     parser.add_argument("--allow", default=",".join(RULES), metavar="RULES", help="besides off (default: %(default)s)")
     parser.add_argument("--new-prompts", action="store_true", help="no prompt was seen before")
+    parser.add_argument("--carry", action="store_true", help="auto as it is by default, with prompts carried over")
     parser.add_argument("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of traces")
     options = parser.parse_args()
     allowed = tuple(rule for rule in options.allow.split(",") if rule)
     auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(allow=allowed))
-    print(f"{'lengths':<42} first 20  later  best  share  shorter   cut  best option")
+    columns = "auto  best  share  shorter stale" if options.carry else "first 20  later  best  share  shorter   cut"
+    print(f"{'lengths':<42} {columns}  best option")
     shares = []
     for text in options.workloads:
         for change in (None, *(CHANGES if options.changed else ())):
@@ -117,8 +124,10 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     if change is not None:
         workload = Changed(workload, CHANGES[change], prompts)
     numbers, seen = range(LEARNING + options.steps), (not options.new_prompts, options.seed)
-    most = auto.max_candidates(SIZE)
-    candidates = Candidates(workload, preset.machine, SIZE, prompts, len(numbers), most, *seen)
+    most, steps = auto.max_candidates(SIZE), options.steps if options.carry else len(numbers)
+    candidates = Candidates(workload, preset.machine, SIZE, prompts, steps, most, *seen)
+    if options.carry:
+        return measure_carried(candidates)
     run = AutoRun(auto, candidates)
     chosen = [run.run(candidates.step_prompts(number))[1] for number in numbers]
     off = [run_step(Policy("off"), candidates.step_prompts(number), None, candidates) for number in numbers]
@@ -138,6 +147,26 @@ def measure(text: str, change: str | None, auto: Auto, options: argparse.Namespa
     shorter, cut = 1 - mean_length(chosen[LEARNING:]) / usual, cut_share(chosen[LEARNING:])
     share = float(now / found[best])
     return f"{first:8.2f}  {now:5.2f}  {found[best]:4.2f}  {share:5.2f}  {shorter:7.0%}  {cut:4.0%}  {best}", share
+
+
+def measure_carried(candidates: Candidates) -> tuple[str, float]:
+    """Return the line and the share of `auto` by default, where prompts are carried over, in the same steps as all.
+
+    The best option is one with as few stale tokens as `auto` may have.
+    """
+    longer = replace(candidates, steps=LEARNING - WARM_UP + candidates.steps)
+    runs = {text: run_policy(parse_policy(text, SIZE), longer)[-candidates.steps :] for text in AHEAD}
+    auto = run_policy(parse_policy("auto", SIZE), candidates)
+    off = seconds(runs["off"]).mean()
+    speeds = {text: off / seconds(steps).mean() for text, steps in runs.items() if stale(steps) <= MOST_STALE}
+    best, now = max(speeds, key=lambda text: speeds[text]), off / seconds(auto).mean()
+    shorter, share = 1 - mean_length(auto) / mean_length(runs["off"]), float(now / speeds[best])
+    return f"{now:4.2f}  {speeds[best]:4.2f}  {share:5.2f}  {shorter:7.0%}  {stale(auto):4.0%}  {best}", share
+
+
+def stale(steps: list[Step]) -> float:
+    """Share of returned tokens that an earlier step has generated."""
+    return sum(step.stale_tokens for step in steps) / sum(float(step.rollout.returned.sum()) for step in steps)
 
 
 def seconds(steps: list[Step]) -> np.ndarray:

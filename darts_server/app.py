@@ -39,8 +39,7 @@ from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
-from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.saved_state import check_document
+from darts_server.rollout.rollouts import Intervals, Rollouts, check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Admission, Bounds
 from darts_server.serving.lifecycle import Lifecycle
@@ -56,8 +55,6 @@ from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, han
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
-
-ADMIN_KEY_VARIABLE = f"{ENV_PREFIX}ADMIN_API_KEY"
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -91,7 +88,7 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
 
 def _access(settings: Settings, args: Namespace) -> Access:
     admin_keys = [] if settings.admin_api_key is None else [settings.admin_api_key.get_secret_value()]
-    for name in [name for name in os.environ if name.upper() == ADMIN_KEY_VARIABLE]:
+    for name in [name for name in os.environ if name.upper() == f"{ENV_PREFIX}ADMIN_API_KEY"]:
         del os.environ[name]  # the engine's processes must not inherit it
     hosts = ["*"] if getattr(args, "uds", None) else [args.host, *filter(None, settings.allowed_hosts.split(","))]
     access = Access(

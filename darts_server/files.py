@@ -74,7 +74,7 @@ def read_file(path: Path, max_bytes: int, root: Path | None = None) -> bytes:
     return content
 
 
-def list_folder(path: Path, root: Path | None = None) -> list[str] | None:
+def list_folder(path: Path, root: Path | None) -> list[str] | None:
     """Return the names in a folder, in any order; ``None`` for a regular file. ``root``: see `open_file`.
 
     Raises:

@@ -21,13 +21,8 @@ logger = logging.getLogger(__name__)
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 """vLLM reads these when it is imported, in each of its processes."""
-DEFAULT_LEVEL = "INFO"
 OURS = "darts_server"
-STREAM = "ext://sys.stdout"
 CONSOLE = "(darts-server pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
-CONSOLE_TIME = "%m-%d %H:%M:%S"
-FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s %(process)d"
-NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}
 
 
 def set_up(form: str, level: str | None) -> None:
@@ -36,7 +31,7 @@ def set_up(form: str, level: str | None) -> None:
     Raises:
         InvalidSetting: JSON, and vLLM has a logging configuration of its own.
     """
-    level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or DEFAULT_LEVEL
+    level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or "INFO"
     os.environ[LEVEL_VARIABLE] = level
     config = config_for(form, level)
     if form == "json":
@@ -51,13 +46,13 @@ def set_up(form: str, level: str | None) -> None:
 
 def config_for(form: str, level: str) -> dict[str, Any]:
     """Return a logging configuration: one JSON object per line, our values as fields; or our lines in vLLM's format."""
-    formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": CONSOLE_TIME}
+    formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": "%m-%d %H:%M:%S"}
     levels = {OURS: level}
     if form == "json":
         formatter = {
             "()": "pythonjsonlogger.json.JsonFormatter",
-            "fmt": FIELDS,
-            "rename_fields": NAMES,
+            "fmt": "%(asctime)s %(levelname)s %(name)s %(message)s %(process)d",
+            "rename_fields": {"asctime": "time", "levelname": "level", "name": "logger"},
             "datefmt": "%Y-%m-%dT%H:%M:%S%z",
         }
         at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
@@ -73,7 +68,7 @@ def config_for(form: str, level: str) -> dict[str, Any]:
                 "formatter": OURS,
                 "filters": [OURS],
                 "level": level,
-                "stream": STREAM,
+                "stream": "ext://sys.stdout",
             }
         },
         "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in levels.items()},

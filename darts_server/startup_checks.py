@@ -19,7 +19,7 @@ from pathlib import Path
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http.security.access import Access, check_listening
 from darts_server.settings import Settings
-from darts_server.store import Store
+from darts_server.store.store import FILE_NAME, Store
 from darts_server.vllm.compat import version_warning, vllm_version
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -27,7 +27,6 @@ MIN_SHARED_BYTES = 1 << 30
 """An engine takes some hundred megabytes, and more with tensor parallelism."""
 MIN_FILES = 4096
 """Each connection takes a file descriptor, and trainers open one connection per prompt."""
-STATE_FILE = "state.db"
 MIN_STATE_BYTES = 100 * 1024 * 1024
 """A kilobyte for each of a hundred thousand prompts."""
 STAGED_MODELS = 2
@@ -124,7 +123,7 @@ def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Findin
     if folder is None:
         return ok("state", "kept in memory and lost when the server stops; --state-dir keeps it")
     try:
-        if (folder / STATE_FILE).exists():
+        if (folder / FILE_NAME).exists():
             Store(folder).close()
     except StateError as error:
         return fail("state", str(error))
@@ -139,12 +138,10 @@ def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Findin
 def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
     """Check the folders for new weights. ``model_bytes``: size of the model, ``None`` if unknown."""
     if root is not None:
-        readable = os.access(root, os.R_OK | os.X_OK)
-        yield (
-            ok("weights", f"may be loaded from {root}")
-            if readable
-            else fail("weights", f"--weights-root {root} is not readable; change its owner or permissions")
-        )
+        if os.access(root, os.R_OK | os.X_OK):
+            yield ok("weights", f"may be loaded from {root}")
+        else:
+            yield fail("weights", f"--weights-root {root} is not readable; change its owner or permissions")
     folder = staging or Path(tempfile.gettempdir())
     if not os.access(folder, os.W_OK | os.X_OK):
         yield fail("staging", f"{folder} is not writable; choose another --weights-staging")

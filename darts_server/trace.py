@@ -97,11 +97,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--cap", type=int, metavar="N", help="longest that a trajectory may become (default: as auto has learned it)")
     add("--seed", type=int, default=0, metavar="N", help="of the drawn lengths (default: %(default)s)")
     options = parser.parse_args(argv)
-    for flag in ("samples", "prompt_tokens", "cap"):
-        if getattr(options, flag) is not None and getattr(options, flag) < 1:
-            export.error(f"--{flag.replace('_', '-')} must be at least 1")
-    if options.seed < 0:
-        export.error("--seed must be at least 0")
+    for flag, least in {"samples": 1, "prompt_tokens": 1, "cap": 1, "seed": 0}.items():
+        if getattr(options, flag) is not None and getattr(options, flag) < least:
+            export.error(f"--{flag.replace('_', '-')} must be at least {least}")
     return options
 
 
@@ -109,10 +107,9 @@ def _read_state(options: argparse.Namespace) -> bytes:
     """Return a saved state, from its file or from a server."""
     if options.state is not None:
         try:
-            content: bytes = options.state.read_bytes()
+            return Path(options.state).read_bytes()
         except OSError as error:
             raise InvalidSetting(f"--state: {options.state} cannot be read: {error}") from error
-        return content
     url, key = options.url, os.environ.get(API_KEY)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:

@@ -43,7 +43,6 @@ CAPS = (64,)  # of the fixed limits tried on this task, the best or next to it
 PROMPT_SEED = 8
 WARM_UP_PROMPTS = 4  # the engine's first requests take seconds, which no run should pay for
 NO_VLLM = 'vLLM is not installed: pip install "darts-server[cpu]", or "darts-server[gpu]" with an NVIDIA GPU'
-NO_MATPLOTLIB = "matplotlib is not installed, so there will be no picture; for one: pip install matplotlib"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         if find_spec("vllm") is None:
             raise RuntimeError(NO_VLLM)
         if not can_draw:
-            print(NO_MATPLOTLIB)
+            print("matplotlib is not installed, so there will be no picture; for one: pip install matplotlib")
         print(f"Starting a server; importing vLLM takes about half a minute. Log: {log}", flush=True)
         with serving(DARTS, log, port=options.port, env=UNCOMPILED) as server:
             raw, *shaped = measure(server.url, options)

@@ -19,7 +19,6 @@ from darts_server.exceptions import EngineDead
 
 logger = logging.getLogger(__name__)
 
-Part = bytes | bytearray | memoryview
 LENGTH = struct.Struct("<I")
 HIDDEN_STATES = b"hidden states"
 """First part of a host's messages that are not its engine's, but of the probes in its workers."""
@@ -51,7 +50,6 @@ class Receiver(Protocol):
 
     def lost(self, reason: str) -> None:
         """The connection has ended. Called once."""
-        ...
 
 
 class Malformed(Exception):
@@ -118,7 +116,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.receiver.lost(str(error) if error is not None else self._reason)
 
-    def send(self, parts: Sequence[Part]) -> None:
+    def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """Send a message; it is lost if the connection has ended."""
         if self._transport is not None and not self._transport.is_closing():
             lengths = [memoryview(part).nbytes for part in parts]

@@ -190,8 +190,7 @@ def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT
             `MAX_UNQUOTED_AT_ONCE` in one object of the list, beside it, or in a body whose list has something else
             in it.
     """
-    split = None if items is None or len(body) <= INLINE_BYTES else split_objects(body, items)
-    if items is None or split is None:
+    if items is None or len(body) <= INLINE_BYTES or (split := split_objects(body, items)) is None:
         _check_at_once(body)
         return _validated(model.model_validate_json, body)
     head, objects = split
@@ -312,12 +311,7 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
 
 
 async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:
-    """Read a whole body. Never more than ``max_bytes`` and one chunk are held in memory.
-
-    Raises:
-        TooLarge: the body, or its announced length, exceeds ``max_bytes``.
-        IncompleteBody: the sender disconnected, or was silent for ``stall_seconds``.
-    """
+    """Read a whole body, and raise as `chunks_of`. Never more than ``max_bytes`` and one chunk are held in memory."""
     body = BytesIO()
     async for chunk in chunks_of(request, max_bytes, stall_seconds):
         body.write(chunk)

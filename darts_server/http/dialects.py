@@ -182,8 +182,6 @@ class PrimeWeightsIn(Body):
 
 
 def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
-    done = {"status": "ok"}
-
     @api.post(UPDATE, openapi_extra=json_body(PrimeWeightsIn))
     async def update_from_folder(request: Request) -> Any:
         """Replace the weights by those in a folder, or change nothing. Running groups go on with the new weights.
@@ -198,14 +196,14 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
             what = 'is null, as for weights by NCCL, which is not served; set weight_broadcast.type = "filesystem"'
             raise InvalidRequest(WEIGHT_DIR, what)
         await controls.load(WEIGHT_DIR, body.weight_dir)
-        return done
+        return {"status": "ok"}
 
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora_adapter(request: Request) -> dict[str, str]:
         """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
-        return done
+        return {"status": "ok"}
 
 
 # --- SkyRL 0.3.0: inference_servers/remote_inference_client.py sends ---

@@ -8,15 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from darts_server import exceptions
-from darts_server.exceptions import (
-    DartsError,
-    EngineBusy,
-    EngineRefused,
-    InvalidRequest,
-    Overloaded,
-    ServerStopping,
-    Unauthorized,
-)
+from darts_server.exceptions import DartsError, EngineRefused, InvalidRequest, Unauthorized
 from darts_server.removed import route_remedy
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
@@ -27,12 +19,12 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     exceptions.NotAcceptable: HTTPStatus.NOT_ACCEPTABLE,
     Unauthorized: HTTPStatus.UNAUTHORIZED,
     exceptions.Forbidden: HTTPStatus.FORBIDDEN,
-    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
+    exceptions.Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     exceptions.GroupAborted: HTTPStatus.SERVICE_UNAVAILABLE,
-    EngineBusy: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.EngineBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     exceptions.EngineDead: HTTPStatus.SERVICE_UNAVAILABLE,
     EngineRefused: HTTPStatus.BAD_REQUEST,
-    ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
+    exceptions.ServerStopping: HTTPStatus.SERVICE_UNAVAILABLE,
     exceptions.StateError: HTTPStatus.SERVICE_UNAVAILABLE,
     exceptions.StateFull: HTTPStatus.INSUFFICIENT_STORAGE,
     exceptions.UpdateError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -41,7 +33,6 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     exceptions.DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
-
 
 # The names that vLLM uses for these statuses, or OpenAI's clients where vLLM has none.
 TYPES = {

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 MEDIA_TYPE = "text/event-stream"
 PING_SECONDS = 15.0
 """Proxies close connections that are silent for a minute, some for half of that."""
-NEWLINE = "\n"
 
 # sse-starlette would cut every stream at SIGTERM, but ours end with their content: batches finish during a drain. This
 # switch holds for the whole process, in which nothing else streams through sse-starlette.
@@ -37,9 +36,9 @@ class EventStream(EventSourceResponse):
         ping_seconds: float = PING_SECONDS,
         send_timeout: float | None = None,
     ) -> None:
-        ping = ServerSentEvent(comment="ping", sep=NEWLINE)
+        ping = ServerSentEvent(comment="ping", sep="\n")
         super().__init__(
-            content, ping=ping_seconds, ping_message_factory=lambda: ping, sep=NEWLINE, send_timeout=send_timeout
+            content, ping=ping_seconds, ping_message_factory=lambda: ping, sep="\n", send_timeout=send_timeout
         )
         self._reader = reader
 

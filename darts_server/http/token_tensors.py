@@ -13,7 +13,6 @@ MEDIA_TYPE = "application/vnd.safetensors"
 CHUNK_BYTES = 256 * 1024
 CHUNK_ROWS = 1024
 """Sent at a time, at most: converting them takes no more than some milliseconds, whatever they are made of."""
-ALIGNMENT = 8
 I64, I32, F32 = (np.dtype(name) for name in ("<i8", "<i4", "<f4"))
 
 
@@ -75,7 +74,7 @@ class TokenTensors:
             begin, end = end, end + size * count
             fields[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}
         text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
+        text += b" " * (-len(text) % 8)  # so that the values are aligned
         return len(text).to_bytes(8, "little") + text, end
 
 

@@ -16,6 +16,7 @@ from darts_server.types import UpdateOutcome
 
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25)
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+BOOLEANS = ("true", "false")
 REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
 Reads = Mapping[str, Callable[..., float | None]]
@@ -47,31 +48,21 @@ class Collectors:
         for name, (text, labels) in gauges.items():
             gauge = self._gauge(name, text, *labels)
             for values in product(*labels.values()):
-                gauge.labels(self._model, *map(str, values)).set_function(or_nan(partial(reads[name], *values)))
+                self._read(gauge, partial(reads[name], *values), *map(str, values))
+
+    def _read(self, gauge: Gauge, value: Callable[[], float | None], *labels: str) -> None:
+        """Let a gauge read its value at each scrape; it is NaN while that is unknown."""
+        gauge.labels(self._model, *labels).set_function(lambda: nan if (now := value()) is None else now)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
-
-
-def or_nan(value: Callable[[], float | None]) -> Callable[[], float]:
-    """Return a function for a gauge that reports NaN while the value is unknown."""
-
-    def read() -> float:
-        current = value()
-        return nan if current is None else current
-
-    return read
 
 
 class ServingMetrics(Collectors):
     """Measure the event loop, and count engines: those that are ``up``, and those ``lost`` so far."""
 
     def __init__(
-        self,
-        model_name: str,
-        up: Callable[[], int] = lambda: 1,
-        lost: Callable[[], int] = lambda: 0,
-        registry: CollectorRegistry = REGISTRY,
+        self, model_name: str, up: Callable[[], int], lost: Callable[[], int], registry: CollectorRegistry = REGISTRY
     ) -> None:
         super().__init__(model_name, registry)
         what = "Engines that were lost since the start; their candidates were started again elsewhere."

@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, Gauges, Reads
+from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, Reads
 from darts_server.observers import PruningObserver
 from darts_server.types import PruningStatus
 
@@ -29,13 +29,12 @@ class QualityMetrics(Collectors, PruningObserver):
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._last_totals = (0, 0.0, 0)
-        booleans = ("true", "false")
         what = "Scores of running trajectories, by whether their inputs were finite numbers."
-        self._scores = self._counter("darts_quality_scores", what, "usable", booleans)
+        self._scores = self._counter("darts_quality_scores", what, "usable", BOOLEANS)
         what = "Decisions on scored trajectories that could be pruned, by outcome."
         self._decisions = self._counter("darts_pruning_decisions", what, "outcome", ("kept", "pruned"))
         what = "Hidden states expected of trajectories past a detection point, by whether the engine sent them."
-        self._states = self._counter("darts_probe_states", what, "received", booleans)
+        self._states = self._counter("darts_probe_states", what, "received", BOOLEANS)
         self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
         what = "Scored trajectories dropped from memory before their reward came, because memory for them was full."
         self._dropped = self._counter("darts_quality_labels_dropped", what)

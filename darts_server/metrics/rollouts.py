@@ -4,7 +4,7 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, Gauges, Reads, or_nan
+from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, Reads
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -16,10 +16,8 @@ STEP_SIZES = (1, 4, 16, 64, 256, 1024)
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
-BOOLEANS = ("true", "false")
 RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
 """What `auto` chooses from."""
-END_REASONS = ("selected", *DiscardReason)
 
 GAUGES: Gauges = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
@@ -79,7 +77,7 @@ class RolloutMetrics(Collectors):
         self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
         self._started = self._counter("darts_candidates_started", "Started candidates.")
         what = "Ended candidates by reason: 'selected', or why they were discarded."
-        self._ended = self._counter("darts_candidates_ended", what, "reason", END_REASONS)
+        self._ended = self._counter("darts_candidates_ended", what, "reason", ("selected", *DiscardReason))
         self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
         what = "Tokens of all candidates (generated), of returned ones and of the others (wasted)."
         self._tokens = self._counter("darts_tokens", what, "kind", (*KINDS, "wasted"))
@@ -149,7 +147,7 @@ class RolloutMetrics(Collectors):
         if record.max_lost is not None and self._reads is not None:  # its policy's deadlines are read from now on
             for name, gauge in self._deadline_gauges.items():
                 value = partial(self._reads[name], record.applied_policy, record.max_lost)
-                gauge.labels(self._model, record.applied_policy).set_function(or_nan(value))
+                self._read(gauge, value, record.applied_policy)
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()

@@ -24,13 +24,10 @@ CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
 # were on their way when it was discarded still arrive, and change nothing. So do scores and progress of a finished one.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
-    (State.REQUESTED, Failed): State.DISCARDED,
-    (State.REQUESTED, Lost): State.DISCARDED,
     (State.RUNNING, Progress): State.RUNNING,
     (State.RUNNING, Scored): State.RUNNING,
     (State.RUNNING, Finished): State.FINISHED,
-    (State.RUNNING, Failed): State.DISCARDED,
-    (State.RUNNING, Lost): State.DISCARDED,
+    **{(state, end): State.DISCARDED for state in (State.REQUESTED, State.RUNNING) for end in (Failed, Lost)},
     **{(state, late): state for state in (State.FINISHED, State.SELECTED) for late in (Progress, Scored)},
     **{(State.DISCARDED, late): State.DISCARDED for late in (Started, Progress, Scored, Finished, Failed, Lost)},
 }

@@ -10,27 +10,18 @@ MIN_MEAN = 0.5
 
 
 def check_number(name: str, value: object, low: float = 0.0, high: float = LARGEST) -> None:
-    """
-    Raises:
-        ValueError: ``value`` is not a number in [``low``, ``high``].
-    """
+    """Raise ``ValueError`` if ``value`` is not a number in [``low``, ``high``]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
 
 
 def check_count(name: str, value: object, low: int = 0) -> None:
-    """
-    Raises:
-        ValueError: ``value`` is not a whole number in [``low``, `LARGEST`].
-    """
+    """Raise ``ValueError`` if ``value`` is not a whole number in [``low``, `LARGEST`]."""
     if type(value) is not int or not low <= value <= LARGEST:
         raise ValueError(f"{name} must be a whole number in [{low}, {LARGEST}], got {reprlib.repr(value)}")
 
 
 def check_length(name: str, values: Sized, most: int) -> None:
-    """
-    Raises:
-        ValueError: there are more than ``most`` values.
-    """
+    """Raise ``ValueError`` if there are more than ``most`` values."""
     if len(values) > most:
         raise ValueError(f"{name} must have at most {most} values, got {len(values)}")

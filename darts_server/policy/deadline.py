@@ -194,10 +194,7 @@ class RecentCompletionLengths:
     """
 
     def __init__(self, lengths: Iterable[int] = ()) -> None:
-        """
-        Raises:
-            ValueError: a length is no whole number of at least 0.
-        """
+        """Raise ``ValueError`` if a length is no whole number of at least 0."""
         self._lengths: deque[int] = deque(lengths, maxlen=WINDOW)
         for tokens in self._lengths:
             check_count("lengths", tokens)

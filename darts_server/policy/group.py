@@ -156,12 +156,11 @@ class Group:
         self._allocated = candidates
         self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
         self._losses_left = (MAX_LOSSES - 1) * rule.size if self._max_replacements is None else 0
+        self._begin()  # by the rule, which no candidate was followed by so far
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
-            self._begin()  # by the rule, which no candidate was followed by so far
             return []
         missing = candidates - len(self.standings)
-        self._begin()
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
     def handle(self, *events: Event) -> list[Decision]:

@@ -19,12 +19,9 @@ from itertools import accumulate
 from statistics import fmean, linear_regression, median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
-from darts_server.policy.isotonic import fit_isotonic
-
-Floats = NDArray[np.float64]
+from darts_server.policy.isotonic import Floats, fit_isotonic
 
 BINS_PER_OCTAVE = 4
 """Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
@@ -41,7 +38,6 @@ SPREAD = 2.0
 """Factor between the smallest and the largest known batch size below which the slope is mostly noise."""
 HALF_LIFE = 256
 """Steps after which a bin that was not seen again counts for half where it contradicts others."""
-MIN_WEIGHT = 1e-12
 SECONDS = (1e-9, 1e6)
 """Range of a step's seconds, so that neither sums nor logarithms of them leave the range of floats."""
 DIGITS = 5
@@ -153,10 +149,8 @@ class LatencyModel:
     """PTL(b) from the engine's decode steps, in any order, and from other steps what a sequence costs that starts.
 
     A stall hardly moves it, and an engine that has become slower or faster is believed after some forty steps of a
-    batch size. Batch sizes that were not seen since are overruled where they would make the curve fall.
-
-    Args:
-        state: state to continue from.
+    batch size. Batch sizes that were not seen since are overruled where they would make the curve fall. It continues
+    from a ``state``.
     """
 
     def __init__(self, state: LatencyState | None = None) -> None:
@@ -240,7 +234,7 @@ class LatencyModel:
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
             usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
             weight = len(steps) * math.exp2((self._last_step[index] - self._steps) / HALF_LIFE)
-            points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, MIN_WEIGHT)))
+            points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, 1e-12)))
         points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:
             return None

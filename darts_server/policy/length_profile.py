@@ -81,11 +81,7 @@ class ProfileState:
 
 
 class LengthProfile:
-    """The pooled distribution of length / mean length of the prompt.
-
-    Args:
-        state: state to continue from.
-    """
+    """The pooled distribution of length / mean length of the prompt, continued from a ``state``."""
 
     def __init__(self, state: ProfileState | None = None) -> None:
         state = state or ProfileState()
@@ -93,8 +89,7 @@ class LengthProfile:
 
     @property
     def state(self) -> ProfileState:
-        finished, censored = self._counts.tolist()
-        return ProfileState(tuple(finished), tuple(censored))
+        return ProfileState(*self._counts.tolist())
 
     def observe(self, ratios: Sequence[tuple[float, bool]]) -> None:
         """Record candidates: length over mean length of the prompt, and whether it is censored.

@@ -166,10 +166,9 @@ class CutTailSelector(SampledTailSelector):
             return {index: own for tokens, index in self.running if tokens <= own}
         # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
         checks = {**self.threshold_checks(self._stop_place), **super().check_at()}
-        bound = None if self.deadline is None else self.bound
-        if bound is None:
+        if self.bound is None:
             return checks
-        return {index: min(bound, checks.get(index, bound)) for _, index in self.running}
+        return {index: min(self.bound, checks.get(index, self.bound)) for _, index in self.running}
 
 
 # --- the rules ----------------------------------------------------------------

@@ -20,8 +20,6 @@ from darts_server.types import DiscardReason, SelectedAs
 
 Key = tuple[int, int]
 """`Candidate.sort_key`: (length, index), the order that all rules share."""
-BEFORE_ALL: Key = (0, -1)
-"""A key that comes before those of all candidates."""
 
 
 # --- what every rule has ----------------------------------------------------
@@ -98,7 +96,7 @@ class Selector:
         """
         if len(self.valid) < places:
             return None
-        return self.valid[places - 1] if places else BEFORE_ALL
+        return self.valid[places - 1] if places else (0, -1)  # before all
 
     def num_below_threshold(self, places: int) -> int:
         """Return how many running candidates can still be among the shortest: they come first in ``running``."""
@@ -163,10 +161,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class SelectionRule:
-    """How the group is selected: ``num_shortest`` (K) places for the shortest, and ``num_longest`` (L) for the tail.
-
-    The defaults are what holds for most rules.
-    """
+    """How the group is selected: ``num_shortest`` (K) places for the shortest, and ``num_longest`` (L) for the tail."""
 
     num_shortest: int
     num_longest: int = 0
@@ -323,7 +318,7 @@ class DualEnd(SelectionRule):
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         if candidate.valid and not self.num_longest:
             return DiscardReason.LONGER_THAN_NEEDED
-        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+        return super().discard_reason(candidate)
 
 
 # --- survivors of pruning, whatever their lengths ---------------------------

@@ -125,9 +125,8 @@ class Shaping:
         if self.completion_share is not None:
             place = ceil(self.completion_share * size - ROUNDING)
             return CutTail(place, size - place, place)
-        shortest, longest = self.num_shortest, self.num_longest
-        if shortest is None:
-            shortest = size - longest
+        longest = self.num_longest
+        shortest = size - longest if self.num_shortest is None else self.num_shortest
         if shortest + longest != size:
             raise InvalidRequest(
                 "n",
@@ -140,14 +139,12 @@ class Shaping:
                 f"the tail alone takes num_longest = {longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
-        if longest == 0:
+        # The tail of a saturated prompt is so long that only the shortest are returned (DARTS, variance-guided tail
+        # pruning). With a deadline this is not needed, since the wait for any tail is bounded.
+        if longest == 0 or (saturated and self.deadline is None):
             return DualEnd(size)
         if self.deadline is not None:
             return CutTail(shortest, longest)
-        if saturated:
-            # Its tail is so long that only the shortest are returned (DARTS, variance-guided tail pruning).
-            # With a deadline this is not needed, since the wait for any tail is bounded.
-            return DualEnd(size)
         return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, longest)
 
 

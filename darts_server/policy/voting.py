@@ -41,7 +41,6 @@ PATTERN_BYTES = 1 << 17
 """Memory that a compiled expression may take. The largest takes RE2 up to 40 µs for each byte of a text."""
 CHOICES = 100
 CHOICE_CHARS = 200
-BOXED = "boxed"
 BOX = re.compile(r"\\boxed\s*\{")
 
 Extractor = Callable[[str], Iterator[str | None]]
@@ -55,7 +54,7 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
     Raises:
         InvalidRequest: the pattern cannot be used.
     """
-    if pattern == BOXED:
+    if pattern == "boxed":
         return _find_boxes
     if not isinstance(pattern, str):
         if not 1 <= len(pattern) <= CHOICES:
@@ -98,18 +97,13 @@ def _find_boxes(text: str) -> Iterator[str | None]:
     starts = {box.end() for box in BOX.finditer(text)}
     start = end = 0
     opened: list[int] = []
-    escaped = False
-    for at, char in enumerate(text):
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif char == "{":
-            opened.append(at + 1)
-        elif char == "}" and opened:
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):  # braces, and what is escaped
+        if found[0] == "{":
+            opened.append(found.end())
+        elif found[0] == "}" and opened:
             begin = opened.pop()
             if begin in starts and begin > start:
-                start, end = begin, at
+                start, end = begin, found.start()
     yield _normalise(text[start:end])
 
 

@@ -1,11 +1,5 @@
 """The quality head (ARRoL): predicts whether a partial trajectory will be correct, trained on-line from rewards.
 
-Usage::
-
-    head = Head(width=4096)
-    head.learn(hidden, position=512, target=1.0, survival=0.7)
-    head.train(steps=50, seconds=1.0)
-
 `remote.RemoteHead` runs it in a process of its own, and scores by its report and state.
 """
 
@@ -37,7 +31,6 @@ class Head:
 
     Args:
         width: of the model's hidden states.
-        settings: see `HeadSettings`.
         clock: seconds; bounds the duration of a training.
         device: torch's name of the device to train on.
     """
@@ -45,11 +38,11 @@ class Head:
     def __init__(
         self,
         width: int,
-        settings: HeadSettings | None = None,
+        settings: HeadSettings,
         clock: Callable[[], float] = time.monotonic,
         device: str = "cpu",
     ) -> None:
-        self.settings = settings = settings or HeadSettings()
+        self.settings = settings
         self.width = width
         self._clock = clock
         self._replay = ReplayBuffer(width + 1, settings)

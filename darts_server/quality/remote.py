@@ -39,7 +39,7 @@ class RemoteHead:
 
     Args:
         width: of the model's hidden states.
-        settings, device: see `head.Head`.
+        device: see `head.Head`.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
     """
 

@@ -24,17 +24,12 @@ from darts_server.exceptions import InvalidSetting
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-HERE = "local"  # Ray's name for a cluster that it starts
-HOST = "darts_server.vllm.engine_host"
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before an engine is started again; twice as many after each that did not last."""
 LASTED_SECONDS = 120.0
 MAX_FAILURES = 3  # of engines of one rank: then a server that has not started yet gives up
 STOP_SECONDS = 15.0
 END_SECONDS = 2.0  # within which an actor ends its host, and notices it
-
-
 HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Beginnings of the names of environment variables that engines get from this process."""
 
@@ -48,7 +43,7 @@ class HostActor:
     def run(self, start: bytes, environment: dict[str, str]) -> int:
         """Return the exit code of the host."""
         self._child = subprocess.Popen(
-            [sys.executable, "-m", HOST, str(os.getpid())],
+            [sys.executable, "-m", "darts_server.vllm.engine_host", str(os.getpid())],
             stdin=subprocess.PIPE,
             env=os.environ | environment,
             start_new_session=True,  # a group of its own, with its engine
@@ -139,7 +134,7 @@ class Cluster:
     @property
     def host(self) -> str:
         """The address at which engines reach this process."""
-        return LOOPBACK if self.address is None else str(ray.util.get_node_ip_address())
+        return "127.0.0.1" if self.address is None else str(ray.util.get_node_ip_address())
 
     @asynccontextmanager
     async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[Placed]:
@@ -149,7 +144,7 @@ class Cluster:
             InvalidSetting: there is no cluster, or it has not what they need.
         """
         try:
-            ray.init(address=self.address or HERE, include_dashboard=False if self.address is None else None)
+            ray.init(address=self.address or "local", include_dashboard=False if self.address is None else None)
         except Exception as error:  # it raises exceptions of no common class
             where = "cannot be started here" if self.address is None else f"at {self.address} was not reached"
             raise InvalidSetting(f"a Ray cluster {where}: {error}") from error

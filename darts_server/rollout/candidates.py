@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from darts_server.engine.port import (
-    NOTHING,
-    CandidateResult,
-    OutputT,
-    RequestT,
-    RunningCandidate,
-    TokenSlice,
-)
+from darts_server.engine.port import NOTHING, CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineError
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
@@ -108,36 +101,12 @@ class CandidateRun(Generic[RequestT, OutputT]):
     def mark_started(self, now: float, weight_version: int, spans: VersionSpans) -> None:
         """``spans``: of what it goes on from. Not ``carried``, which a restart while it started has emptied."""
         self.started_at, self.version_start, self.earlier_spans = now, spans[0][0] if spans else weight_version, spans
-        for _, tokens in spans:
-            self.resumed += tokens
+        self.resumed = sum(tokens for _, tokens in spans)
 
     def version_spans(self, tokens: int) -> VersionSpans:
         """Return which weights sampled its first ``tokens`` tokens; none before it has started."""
         version = self.version_start if self.version_end is None else self.version_end
         return () if version is None else extend_spans(self.earlier_spans, version, tokens)
-
-    def record(self, tokens: int | None = None, weight: float | None = None) -> CandidateRecord:
-        """Its present state. ``tokens``: of one that runs; ``None``: as far as recorded, constant after its end."""
-        state = self.state
-        if tokens is None:
-            tokens = max(state.tokens, self.stopped_tokens)
-        return CandidateRecord(
-            index=state.index,
-            tokens=tokens,
-            finish_reason=state.finish_reason,
-            selected_as=state.selected_as,
-            reason=state.reason,
-            cut=state.cut,
-            started_at=self.started_at,
-            ended_at=self.ended_at,
-            weight_version_start=self.version_start,
-            weight_version_end=self.version_end,
-            quality=state.quality,
-            survival=state.survival,
-            weight=weight,
-            version_spans=self.version_spans(tokens),
-            resumed=self.resumed,
-        )
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
@@ -241,6 +210,27 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running = self.running.get(index) if candidate.state.running else None
         tokens = None if running is None else running.tokens()
         return max(candidate.state.tokens, candidate.stopped_tokens) if tokens is None else tokens
+
+    def record(self, index: int, weight: float | None = None) -> CandidateRecord:
+        """Return the present state of a candidate. ``weight``: see `CandidateRecord`."""
+        candidate, state, tokens = self.candidates[index], self.candidates[index].state, self.count_tokens(index)
+        return CandidateRecord(
+            index=index,
+            tokens=tokens,
+            finish_reason=state.finish_reason,
+            selected_as=state.selected_as,
+            reason=state.reason,
+            cut=state.cut,
+            started_at=candidate.started_at,
+            ended_at=candidate.ended_at,
+            weight_version_start=candidate.version_start,
+            weight_version_end=candidate.version_end,
+            quality=state.quality,
+            survival=state.survival,
+            weight=weight,
+            version_spans=candidate.version_spans(tokens),
+            resumed=candidate.resumed,
+        )
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
         """Return the tokens of a candidate from ``start`` on; ``None`` while none are certain. Never blocks."""
@@ -386,8 +376,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            if candidate.aborting:  # it failed, or was stopped before it reached the engine
-                self._answer_aborting(candidate)
+            self._answer_aborting(candidate)  # it failed, or was stopped before it reached the engine
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
@@ -446,8 +435,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        if candidate.aborting:
-            self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
+        self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""

@@ -173,9 +173,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         """Report a group that takes no more requests, and log once when many are sealed with fewer than planned."""
         self._observer.group_sealed(full)
         self._sealed_short.append(not full)
-        if self._short_is_logged or len(self._sealed_short) < WINDOW:
-            return
-        if (count := sum(self._sealed_short)) >= OFTEN * WINDOW:
+        count = sum(self._sealed_short)
+        if not self._short_is_logged and len(self._sealed_short) == WINDOW and count >= OFTEN * WINDOW:
             self._short_is_logged = True
             logger.warning(
                 "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "

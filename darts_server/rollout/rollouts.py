@@ -2,22 +2,26 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from darts_server.engine.port import Engine, OutputT, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupEvents
 from darts_server.policy.allocation import Brownout, reduce_candidates
 from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.rollout.allocation import allocator, auto, deadlines
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.joining import GroupJoiner
+from darts_server.rollout.learned import statistics as learned
+from darts_server.rollout.learned.documents import Document, Kind, blob_kinds
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Plan, Planner
 from darts_server.rollout.pruning.pruner import Pruner
+from darts_server.rollout.pruning.scoring import QUALITY_BLOBS, VOTE_BLOBS
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
@@ -26,7 +30,10 @@ from darts_server.serving.admission import Admission, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
-NO_OPTIONS = RequestOptions()
+_BLOBS = (*blob_kinds(QUALITY_BLOBS), *blob_kinds(VOTE_BLOBS))
+_ALL: Sequence[Kind[Any]] = (allocator.PRICE, auto.STATE, *deadlines.KINDS, *learned.KINDS, *_BLOBS)
+KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
+"""Of documents that are used here; of other kinds, by nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,6 @@ class Rollouts(Generic[RequestT, OutputT]):
             self.collect, self.allocator, self.observers, intervals.join, intervals.join_named
         )
         self.engine = engine
-        self._scorer = scorer
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
         self.poll_seconds = intervals.poll
@@ -108,7 +114,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     # --- planning -----------------------------------------------------------
 
-    def plan(self, n: int, options: RequestOptions = NO_OPTIONS, turn: Turn | None = None) -> Plan | None:
+    def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
         """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
 
         ``turn``: what shows whether a request for one trajectory opens it; ``None`` for one that does.
@@ -120,8 +126,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
-        if plan.shaping.pruning is not None:
-            self.check_scorable(plan)
+        self.check_scorable(plan)
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
@@ -137,14 +142,14 @@ class Rollouts(Generic[RequestT, OutputT]):
         if plan.shaping.prunes and not self.can_score:
             why = "hidden states, which this engine does not report; use another policy, or start the server with "
             why += "--quality logprob"
-            if self._scorer is None:
+            if self._context.scorer is None:
                 why = "quality, which this server cannot score; use another policy"
             raise InvalidRequest("policy", f"{plan.policy!r} prunes by {why}")
 
     @property
     def can_score(self) -> bool:
         """Whether anything can score candidates."""
-        scorer = self._scorer
+        scorer = self._context.scorer
         return scorer is not None and (not scorer.uses_hidden_states or self.engine.probe_width is not None)
 
     def usual_candidates(self, plan: Plan) -> int:
@@ -284,3 +289,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._suspended = False
         for run in list(self.runs):
             run.resume()
+
+
+def check_document(kind: str, document: Document) -> None:
+    """Check whether a document of a saved state can be used, before it replaces what was learned here.
+
+    Raises:
+        ValueError: it cannot be used; the message names the field.
+    """
+    if (found := KINDS.get(kind)) is not None:
+        found.parse(document)

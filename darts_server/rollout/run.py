@@ -13,18 +13,7 @@ from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import place_of_need
-from darts_server.policy.events import (
-    Complete,
-    Cut,
-    DeadlineSet,
-    Decision,
-    Deliver,
-    Event,
-    GiveUp,
-    Keep,
-    Start,
-    Stop,
-)
+from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
 from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
 from darts_server.policy.selection import SelectionRule
 from darts_server.records import GroupRecord, TrajectoryRecord
@@ -168,8 +157,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            if self._reported_limit is not None:
-                self._withdraw_minimum()
+            self._withdraw_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -332,8 +320,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.deliveries.put_nowait(index)
 
     def _withdraw_minimum(self) -> None:
-        """Withdraw the minimum that was reported to the cohort: new candidates may be short."""
-        if self._cohort is not None and self._tokens_needed is None:
+        """Withdraw the minimum that was reported to the cohort, if any: new candidates may be short."""
+        if self._reported_limit is not None and self._cohort is not None and self._tokens_needed is None:
             self._reported_limit = None
             self._cohort.report_minimum(self, 0)
 
@@ -348,8 +336,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    if self._reported_limit is not None:
-                        self._withdraw_minimum()
+                    self._withdraw_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -390,7 +377,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 size=group.size if group.is_open else len(group.candidates),
                 outcome=group.outcome,
                 # What happens to stopped candidates from now on does not change their records.
-                candidates=tuple([c.record(weight=weights.get(c.state.index)) for c in self.runner.candidates]),
+                candidates=tuple([self.runner.record(i, weights.get(i)) for i in range(len(self.runner.candidates))]),
                 started_at=self.started_at,
                 ended_at=now,
                 tail_wait=tail_wait,

@@ -34,20 +34,17 @@ class StartQueue:
 
     async def candidate(self, carried_tokens: int = 0) -> None:
         """Wait until a candidate may start. ``carried_tokens``: those that it goes on from."""
-        cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
-        if not self._candidates and self._spend(cost):
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._candidates.append((turn, cost))
-        await turn
+        await self._wait_in(self._candidates, CANDIDATE_COST + carried_tokens // CARRIED_TOKENS)
 
     async def group(self, candidates: int) -> None:
         """Wait until a group with so many candidates may start."""
-        if not self._candidates and not self._groups and self._spend(candidates):
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._groups.append((turn, candidates))
-        await turn
+        await self._wait_in(self._groups, candidates)
+
+    async def _wait_in(self, waiting: deque[tuple[asyncio.Future[None], int]], cost: int) -> None:
+        if self._candidates or waiting or not self._spend(cost):
+            turn = asyncio.get_running_loop().create_future()
+            waiting.append((turn, cost))
+            await turn
 
     def _spend(self, cost: int) -> bool:
         """Spend it in this turn, if anything is left of it."""

@@ -35,7 +35,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT
 from darts_server.rollout.plan import UNSHAPED, Plan
-from darts_server.rollout.pruning.scoring import DetectionPoint, ScoreKind, logprob_score
+from darts_server.rollout.pruning.scoring import VOTE_BLOBS, DetectionPoint, ScoreKind, logprob_score
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
@@ -43,7 +43,6 @@ from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, S
 
 logger = logging.getLogger(__name__)
 
-BLOB_KIND = "vote"
 KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """Votes are for test time, where the trainer makes no steps."""
@@ -73,7 +72,7 @@ class Confidence:
         self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
     ) -> None:
         self._kept = kept
-        blobs = BlobStore(documents, BLOB_KIND)
+        blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }

@@ -1,8 +1,6 @@
 """Whether a server accepts work, and how long its shutdown may take."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from darts_server.exceptions import DartsError
 
@@ -35,12 +33,3 @@ class Lifecycle:
         await self._stopped.wait()
         assert self.stop_reason is not None
         return self.stop_reason
-
-    @contextmanager
-    def track_request(self) -> Iterator[None]:
-        """Count a request for work while it is handled."""
-        self.requests += 1
-        try:
-            yield
-        finally:
-            self.requests -= 1

@@ -20,8 +20,6 @@ NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|restart|resume)")
 """What the policy auto may choose, separated by commas."""
 
-LogFormat = Literal["console", "json"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 if TYPE_CHECKING:
     Policy = str
 else:
@@ -40,9 +38,6 @@ def _names(value: object) -> object:
     return tuple(dict.fromkeys(filter(None, stripped)))
 
 
-Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_names)]
-
-
 def _detection_points(value: Any) -> object:
     """Parse ascending whole numbers from ``128,512`` or from a list."""
     try:
@@ -54,9 +49,6 @@ def _detection_points(value: Any) -> object:
     return tuple(sorted(set(points)))
 
 
-DetectAt = Annotated[tuple[int, ...], BeforeValidator(_detection_points)]
-
-
 def _group_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
@@ -65,9 +57,6 @@ def _group_pattern(text: str) -> str:
     if text and groups != 1:
         raise ValueError(f"must have one pair of parentheses, for the group's name, got {groups}")
     return text
-
-
-GroupPattern = Annotated[str, AfterValidator(_group_pattern)]
 
 
 class Settings(BaseModel):
@@ -140,7 +129,7 @@ class Settings(BaseModel):
     group_name_wait: float = Field(60.0, ge=0, le=600)
     """The same for a group that has a name, at least --group-wait. Requests of it may come late: when others of a pool
     of trajectories have ended, or have left their environments."""
-    group_pattern: GroupPattern = ""
+    group_pattern: Annotated[str, AfterValidator(_group_pattern)] = ""
     """Regular expression for sessions whose name contains that of their group: what its parentheses match, so
     (.+)_[0-9]+ for SkyRL's. Default: sessions name no groups."""
     max_group_size: Runtime[int] = Field(1024, ge=1, le=16384)
@@ -182,7 +171,7 @@ class Settings(BaseModel):
     weights_timeout: float = Field(300.0, ge=0.001, le=86400)
     """Timeout in seconds of each other step of an update."""
 
-    dialect: Dialects = ()
+    dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_names)] = ()
     """Trainers whose own routes are served too, as aliases of ours: areal, nemo-rl, prime-rl, skyrl, separated by
     commas, such as areal,skyrl. Default: none."""
     api_key_file: Path | None = None
@@ -212,7 +201,7 @@ class Settings(BaseModel):
     """Share of --max-queued-candidates from which redundancy is reduced, down to none when the queue is full. 1
     disables it."""
 
-    detect_at: DetectAt = (512,)
+    detect_at: Annotated[tuple[int, ...], BeforeValidator(_detection_points)] = (512,)
     """arrol: numbers of generated tokens at which candidates are scored, such as 128,512."""
     keep_ratio: Runtime[float] = Field(0.5, ge=0.05, le=1)
     """arrol: share of the scored candidates that is kept at each of these points."""
@@ -261,9 +250,9 @@ class Settings(BaseModel):
     """GPUs that Ray reserves for an engine. Default: as many as the model is divided over."""
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for an engine."""
-    log_format: LogFormat = "console"
+    log_format: Literal["console", "json"] = "console"
     """Format of all log lines, including vLLM's."""
-    log_level: LogLevel | None = None
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = None
     """Log level, also of vLLM. DEBUG logs each group, INFO each cohort. Default: VLLM_LOGGING_LEVEL, or INFO."""
 
     @model_validator(mode="after")

@@ -45,7 +45,6 @@ examples:
   darts-server simulate --preset dapo-32b
   darts-server simulate --trace lengths.jsonl --preset deepcoder-14b-16k --replicas 4 --policies off uniform darts_cut
 """
-DEFAULT_MACHINE = "dapo-32b"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         InvalidSetting: a flag or a trace is invalid.
     """
     options = parse_arguments(argv)
-    name = options.preset or DEFAULT_MACHINE
+    name = options.preset or "dapo-32b"
     preset = PRESETS[name]
     machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
     size, steps, prompts = options.group_size, options.steps, options.prompts or preset.prompts

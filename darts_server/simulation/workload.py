@@ -1,7 +1,4 @@
-"""The lengths of a training run's rollouts: from a trace, with resampled candidates, or from a fitted preset.
-
-A trace has the lengths of the samples of each prompt, one JSON object a line.
-"""
+"""The lengths of a training run's rollouts: from a trace, with resampled candidates, or from a fitted preset."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,5 @@
 """State that survives a restart: flat JSON documents by kind and key, and what is carried over to the next server."""
 
-from darts_server.store.archive import Document, Scalar
 from darts_server.store.store import Store
 
-__all__ = ["Document", "Scalar", "Store"]
+__all__ = ["Store"]

@@ -43,7 +43,7 @@ def open_database(path: Path, tables: str) -> sqlite3.Connection:
         with closing(_connect(path, "ro" if log.exists() else "ro&immutable=1")) as connection:
             if _pragma(connection, "application_id") != APPLICATION_ID:
                 raise damaged(path, "it is another program's file")
-            _refuse_newer(path, connection)
+            refuse_newer(path, connection)
             if (found := _pragma(connection, "quick_check(1)")) != "ok":
                 raise damaged(path, str(found).splitlines()[-1])
         connection = _connect(path, "rw")
@@ -79,7 +79,7 @@ def _create(path: Path, tables: str) -> None:
         new.unlink(missing_ok=True)
 
 
-def _refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
+def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
     version = _pragma(connection, "user_version")
     if isinstance(version, int) and version > VERSION:
         raise StateTooNew(
@@ -112,15 +112,6 @@ def damaged(path: Path, what: str) -> StateDamaged:
         f"{path} is damaged: {what}; it was not touched. Put a saved copy in its place, or move it "
         f"({path.name}, {path.name}-wal, {path.name}-shm) away to start without what it holds"
     )
-
-
-@contextmanager
-def transaction(path: Path, connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit at the end of the block, or change nothing and raise ``StateError`` as `translate_errors` does."""
-    with translate_errors(path), connection:
-        connection.execute("BEGIN IMMEDIATE")
-        _refuse_newer(path, connection)  # the next server may have migrated it
-        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
 from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
-from darts_server.store.database import checksum, damaged, open_database, transaction, translate_errors
+from darts_server.store.database import checksum, damaged, open_database, refuse_newer, translate_errors
 
 logger = logging.getLogger(__name__)
 
@@ -262,14 +262,16 @@ class Store(AbstractContextManager["Store"]):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit at the end of the block, or change nothing; then it is on the disk."""
+        """Commit at the end of the block, or change nothing; then it is on the disk. Errors: see `translate_errors`."""
         self._refuse_closed()
         if self._connection is None:
             raise StateError("nothing is kept on a disk without --state-dir")
-        with transaction(self._path, self._connection):
+        with translate_errors(self._path), self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            refuse_newer(self._path, connection)  # the next server may have migrated it
             if self._path.stat().st_ino != self._inode:
                 raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
-            yield self._connection
+            yield connection
 
     def _write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
         """Add or overwrite rows, or ``replace`` everything by them, all at once."""

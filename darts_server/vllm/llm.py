@@ -166,12 +166,10 @@ class ShapingLLM(ControlledLLM):
             if generation.answers_at_stop:
                 self._answered_at_stop.remove(request.request_id)
         # Lengths are learned of all trajectories that the request has, or of none.
-        if plan is None and rollouts is not None and generation.prompt_key and len(ends) == request.params.n:
-            lengths = [(length, reason) for _, (length, reason) in sorted(ends.items())]
-            if all(reason in set(FinishReason) for _, reason in lengths):
-                rollouts.learn_unshaped(
-                    generation.prompt_key, [(length, FinishReason(reason)) for length, reason in lengths]
-                )
+        is_whole = len(ends) == request.params.n and {reason for _, reason in ends.values()} <= set(FinishReason)
+        if plan is None and rollouts is not None and generation.prompt_key and is_whole:
+            lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
+            rollouts.learn_unshaped(generation.prompt_key, lengths)
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does, a later turn on the engine that has its prefix."""

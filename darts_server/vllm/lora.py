@@ -102,6 +102,5 @@ class VllmLoras:
             NotFound: it was removed meanwhile.
         """
         if request.lora_int_id in self._removed_ids:
-            name = request.lora_name
-            raise NotFound("model", f"the LoRA adapter {name!r} was removed while the request waited")
+            raise NotFound("model", f"the LoRA adapter {request.lora_name!r} was removed while the request waited")
         return self.pushed.get(request.lora_name.removesuffix(RAW_SUFFIX), request)

@@ -261,11 +261,9 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
         changes["routed_experts"] = experts[: len(experts) - max(0, len(whole.token_ids) - tokens)]
     if (spans := getattr(whole, "weight_versions", None)) is not None:  # since 0.32
         changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
-    has_logprobs = sampled_logprobs(whole) is not None
+    later = [TEXT] if sampled_logprobs(whole) is None else [TEXT, *LOGPROBS]
     copied = copy(output)
-    copied.outputs = [
-        DeferredCompletion.of(whole, whole.deferred, [TEXT, *LOGPROBS] if has_logprobs else [TEXT], changes)
-    ]
+    copied.outputs = [DeferredCompletion.of(whole, whole.deferred, later, changes)]
     return copied
 
 

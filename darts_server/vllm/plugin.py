@@ -24,19 +24,17 @@ RECHECK_MS = 10
 BUSY_SECONDS = 1.0  # how long vLLM spins after a message; it relies on notifications only after that
 SERVER_PID = "DARTS_SERVER_PID"
 """Environment variable with the process id of the server, for the processes of its engine."""
-ENGINE = "vllm.v1.engine.core"
-SOCKET_THREADS = ("process_input_sockets", "process_output_sockets")
-"""What the threads run that receive the engine's requests and send its outputs."""
 
 
 def prepare_process() -> None:
     """Prepare a process of the engine. vLLM calls this in the server's process too."""
     share_cores()
     end_with_server()
-    if (engine := sys.modules.get(ENGINE)) is not None:  # not a worker's process
+    if (engine := sys.modules.get("vllm.v1.engine.core")) is not None:  # not a worker's process
         from darts_server.vllm.held import hold_outputs
 
-        for name in SOCKET_THREADS:
+        # What the threads run that receive the engine's requests and send its outputs.
+        for name in ("process_input_sockets", "process_output_sockets"):
             setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
         hold_outputs(engine.EngineCoreProc)
 

@@ -165,12 +165,8 @@ def check_resumable(params: SamplingParams) -> None:
 def depends_on_prompt_end(params: SamplingParams) -> str | None:
     """Return the name of the first parameter that depends on where the prompt ends, if there is one."""
     neutral = SamplingParams()
-    for name in params.__struct_fields__:
-        if name.startswith("_") or name in RESUMABLE:
-            continue
-        if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
-            return name
-    return None
+    names = (name for name in params.__struct_fields__ if not name.startswith("_") and name not in RESUMABLE)
+    return next((name for name in names if getattr(params, name) not in (getattr(neutral, name), None, [], 0)), None)
 
 
 # --- the trajectory that a request belongs to ---------------------------------------

@@ -47,7 +47,6 @@ class Ranks:
         if not self._candidates[group]:
             del self._candidates[group]
             self._ended[group] = self._rank_of.pop(group)
-            self._ended.move_to_end(group)
             if len(self._ended) > KEPT_GROUPS:
                 self._ended.popitem(last=False)
 

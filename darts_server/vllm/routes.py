@@ -56,7 +56,6 @@ class Extension(Protocol):
 
     def before(self, request: Any) -> None:
         """Raises ``InvalidRequest``."""
-        ...
 
     def after(self, request: Any, answer: Any) -> None: ...
 
@@ -396,17 +395,12 @@ async def with_all_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
     """Add the missing ones of ``choices`` choices to the first output, empty and unfinished."""
-    is_first = True
+    missing = set(range(choices))
     async with aclosing(outputs):
         async for output in outputs:
-            if is_first:
-                is_first = False
-                present = {choice.index for choice in output.outputs}
-                missing = [
-                    CompletionOutput(index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
-                    for index in range(choices)
-                    if index not in present
-                ]
+            if missing := missing - {choice.index for choice in output.outputs}:
+                empty = [CompletionOutput(index, "", [], None, None) for index in sorted(missing)]
                 output = copy(output)
-                output.outputs = [*output.outputs, *missing]
+                output.outputs = [*output.outputs, *empty]
+                missing = set()
             yield output

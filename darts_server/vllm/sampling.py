@@ -92,6 +92,7 @@ class SamplingReader:
                 distribution that is sampled from.
         """
         params = self.read(sampling, 1)
+        values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
         if self._logprobs_mode != PROCESSED_LOGPROBS and params.logprobs is not None:
             if self._logprobs_mode != RAW_LOGPROBS:
                 raise InvalidRequest(
@@ -99,10 +100,9 @@ class SamplingReader:
                     f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server "
                     f"with --logprobs-mode {PROCESSED_LOGPROBS}",
                 )
-            names = [name for name in self._allowed if name not in NO_EFFECT_ON_DISTRIBUTION and hasattr(params, name)]
-            # 0 and -1 are both for all tokens.
-            values = {name: getattr(params, name) for name in names} | {"top_k": max(params.top_k, 0)}
-            changing = [name for name, value in values.items() if value != getattr(self._neutral, name)]
+            shaping = {name: value for name, value in values.items() if name not in NO_EFFECT_ON_DISTRIBUTION}
+            shaping["top_k"] = max(params.top_k, 0)  # 0 and -1 are both for all tokens
+            changing = [name for name, value in shaping.items() if value != getattr(self._neutral, name)]
             if changing:
                 raise InvalidRequest(
                     f"sampling.{LOGPROBS}",
@@ -110,7 +110,6 @@ class SamplingReader:
                     "they are not those of the distribution that is sampled from; start the server with "
                     f"--logprobs-mode {PROCESSED_LOGPROBS}, or leave out one or the other",
                 )
-        values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
         return {
             name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value not in (None, [])
         }
@@ -125,8 +124,7 @@ def json_type(hint: Any) -> Any:
 def split_place(error: msgspec.ValidationError) -> tuple[str, str]:
     """Split msgspec's message into the path of the wrong value, such as ``stop[1]``, and what is wrong with it."""
     text = str(error)
-    found = AT.search(text)
-    if found is None:
+    if (found := AT.search(text)) is None:
         return "", text
     return found["path"].removesuffix("[...]"), f"has the wrong type: {text[: found.start()]}"
 

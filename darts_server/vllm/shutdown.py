@@ -161,9 +161,7 @@ class Shutdown:
 
     async def _is_busy_after(self, remaining: float) -> bool:
         """Wait until no caller waits for running work, but so many seconds at most; return whether any still does."""
-        while is_busy := self._llm.admission.requests > 0 or self._lifecycle.requests > 0:
-            if remaining <= 0:
-                break
+        while (is_busy := self._llm.admission.requests > 0 or self._lifecycle.requests > 0) and remaining > 0:
             await asyncio.sleep(POLL_SECONDS)
             remaining -= POLL_SECONDS
         return is_busy

@@ -6,7 +6,6 @@ the engine. What the engine keeps for each candidate is limited in size.
 """
 
 from copy import copy
-from functools import cache
 
 import msgspec
 from vllm import SamplingParams
@@ -26,6 +25,7 @@ PROMPT = "prompt"  # the field that errors name for a prompt: our own routes rep
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CANDIDATES = 2**32  # more than any group starts, restarts included. Candidate i is generated with ``seed`` + i
 PARAMS = "sampling_params"
+ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
 
 
 def check_request(config: VllmConfig, request: PromptRequest) -> None:
@@ -61,9 +61,8 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     for name in message.__struct_fields__:
         if name in request.options:
             setattr(message, name, request.options[name])
-    encoder, decoder = _codec()
     try:
-        decoder.decode(encoder.encode(message))
+        DECODER.decode(ENCODER.encode(message))
     except msgspec.ValidationError as error:
         # The message is an array: ``[3].seed`` is the seed of the sampling parameters.
         field, text = split_place(error)
@@ -74,7 +73,7 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
 
     def size_of(value: object) -> int:
-        return sum(map(len, encoder.encode(value)))
+        return sum(map(len, ENCODER.encode(value)))
 
     if (whole := size_of(params)) > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
@@ -126,11 +125,6 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
             "seed",
             f"must be {MIN_SEED} to {highest}, got {params.seed}: candidate i is generated with seed + i, in 64 bits",
         )
-
-
-@cache
-def _codec() -> tuple[MsgpackEncoder, MsgpackDecoder]:
-    return MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
 
 
 def _unsendable(message: EngineCoreRequest) -> str:

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # tensors of old checkpoints that no model loads
-SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 
 
 class VllmModel:
@@ -131,10 +130,8 @@ class VllmModel:
         ):
             if setting is not None:
                 raise UpdateUnsupported(f"weights of a model with {name} cannot be replaced here")
-        if config.load_config.load_format not in SAFETENSORS_FORMATS:
-            raise UpdateUnsupported(
-                f"weights of a model with --load-format {config.load_config.load_format} are unknown"
-            )
+        if (load_format := config.load_config.load_format) not in ("auto", "hf", "safetensors"):
+            raise UpdateUnsupported(f"weights of a model with --load-format {load_format} are unknown")
         # Where the config ties the head and the checkpoint has one, vLLM compares the two tensors when it starts, and
         # ties the layers or not. It cannot change that for later weights.
         if getattr(self._llm.model_config, "word_embeddings_untied_by_checkpoint", False):

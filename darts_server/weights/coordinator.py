@@ -17,7 +17,7 @@ from darts_server.observers import UpdateEvents
 from darts_server.records import UpdateRecord
 from darts_server.serving.gate import Gate
 from darts_server.types import UpdateOutcome
-from darts_server.weights.port import Groups, Model, NoGroups, Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, Rule, Update, UpdateSettings
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +54,10 @@ class Coordinator:
     """Tracks the served version and the update in progress, and who has paused the engine.
 
     Whatever an update in progress forbids raises `UpdateRunning`, and all raise `WeightsLost` after weights were lost.
-
-    Args:
-        gate: admits all work to the engine.
-        observers: notified of every update.
-        groups: the running groups; ``None`` for an engine without groups.
     """
 
     def __init__(
-        self,
-        model: Model,
-        gate: Gate,
-        settings: UpdateSettings,
-        observers: UpdateEvents | None = None,
-        groups: Groups | None = None,
+        self, model: Model, gate: Gate, settings: UpdateSettings, observers: UpdateEvents, groups: Groups
     ) -> None:
         self.settings = settings
         self.state = State.SERVING
@@ -81,8 +71,8 @@ class Coordinator:
         """Pauses by the trainer that the engine has not carried out yet."""
         self._model = model
         self._gate = gate
-        self._groups = groups or NoGroups()
-        self._observers = observers or UpdateEvents()
+        self._groups = groups
+        self._observers = observers
         self._source: str | None = None  # of the update in progress
         self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False

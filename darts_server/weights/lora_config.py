@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, Tensor, TensorSet
+from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorSet
 
 MAX_CONFIG_BYTES = 1 << 16
 """PEFT's own configurations have about a thousand."""
@@ -101,9 +101,20 @@ def check_lora(layers: LoraLayers, config: LoraConfig, tensors: TensorSet, field
     if not tensors:
         raise InvalidRequest(field, "has no tensor; send at least those of one layer")
     for name, file in tensors.items():
-        _check_tensor(layers, config.rank, name, file.tensors[name], field)
-        other = name.removesuffix(LORA_A) + LORA_B if name.endswith(LORA_A) else name.removesuffix(LORA_B) + LORA_A
-        if other not in tensors:
+        suffix, other_suffix = (LORA_A, LORA_B) if name.endswith(LORA_A) else (LORA_B, LORA_A)
+        layer, tensor = name.removesuffix(suffix).removeprefix(PREFIX), file.tensors[name]
+        if name != f"{PREFIX}{layer}{suffix}":
+            problem = f"tensor {name} is not one of a LoRA adapter's, {PREFIX}LAYER{LORA_A} or …{LORA_B}"
+            raise InvalidRequest(field, problem)
+        if layer not in layers.shapes:
+            problem = f"tensor {name} is of no layer that takes LoRA adapters; leave it out, or correct its name"
+            raise InvalidRequest(field, problem)
+        outputs, inputs = layers.shapes[layer]
+        shape = (config.rank, inputs) if suffix == LORA_A else (outputs, config.rank)
+        if tensor.shape != shape or tensor.dtype not in FLOAT_DTYPES:
+            must = f"must have floats and the shape {list(shape)} with r = {config.rank}"
+            raise InvalidRequest(field, f"tensor {name} is {tensor}, and {must}")
+        if (other := f"{PREFIX}{layer}{other_suffix}") not in tensors:
             raise InvalidRequest(field, f"tensor {other} is missing, and {name} is there; send both")
 
 
@@ -120,19 +131,3 @@ def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
             "bias": "none",
         }
     )
-
-
-def _check_tensor(layers: LoraLayers, rank: int, name: str, tensor: Tensor, field: str) -> None:
-    layer = name.removesuffix(LORA_A if name.endswith(LORA_A) else LORA_B).removeprefix(PREFIX)
-    if name not in (f"{PREFIX}{layer}{LORA_A}", f"{PREFIX}{layer}{LORA_B}"):
-        raise InvalidRequest(field, f"tensor {name} is not one of a LoRA adapter's, {PREFIX}LAYER{LORA_A} or …{LORA_B}")
-    if layer not in layers.shapes:
-        raise InvalidRequest(
-            field, f"tensor {name} is of no layer that takes LoRA adapters; leave it out, or correct its name"
-        )
-    outputs, inputs = layers.shapes[layer]
-    expected = (rank, inputs) if name.endswith(LORA_A) else (outputs, rank)
-    if tensor.shape != expected or tensor.dtype not in FLOAT_DTYPES:
-        raise InvalidRequest(
-            field, f"tensor {name} is {tensor}, and must have floats and the shape {list(expected)} with r = {rank}"
-        )

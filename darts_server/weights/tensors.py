@@ -162,7 +162,7 @@ def changed_files(tensors: TensorSet) -> list[Path]:
         except OSError:
             return True
 
-    return [file.path for file in {file.path: file for file in tensors.values()}.values() if is_changed(file)]
+    return [file.path for file, _ in names_by_file(tensors) if is_changed(file)]
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:

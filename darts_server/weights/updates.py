@@ -16,7 +16,7 @@ from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
-from darts_server.weights.port import Groups, Model, Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, NoGroups, Rule, Update, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import (
     TensorSet,
@@ -43,7 +43,7 @@ class Updates:
         model: Model,
         gate: Gate,
         staging: Staging,
-        root: Path | None = None,
+        root: Path | None,
         settings: UpdateSettings | None = None,
         observers: UpdateEvents | None = None,
         groups: Groups | None = None,
@@ -52,7 +52,9 @@ class Updates:
         self.staging = staging
         self._root = root
         self.loaded = LoadedWeights(model)
-        self.coordinator = Coordinator(model, gate, settings or UpdateSettings(), observers, groups)
+        self.coordinator = Coordinator(
+            model, gate, settings or UpdateSettings(), observers or UpdateEvents(), groups or NoGroups()
+        )
         self.external = ExternalUpdates(self.coordinator, self.loaded, model)
         """Updates through vLLM's own routes."""
         self.loras = Loras(self.coordinator, model.loras, staging, root)

@@ -16,7 +16,7 @@ from darts_server.http.routes import router
 from darts_server.http.security.access import Access
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.records import TrajectoryRecord
-from darts_server.rollout.learned.statistics import Statistics
+from darts_server.rollout.learned.statistics import Statistics, observations
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
@@ -51,13 +51,15 @@ def client(updates: Updates | None = None) -> Iterator[TestClient]:
         statistics, provenance = Statistics(store), Provenance()
         prompts, rewards = statistics.prompts, statistics.rewards
         reward_matcher = RewardMatcher(rewards, Mock(), Mock())
-        for observe in (prompts.learn, provenance.group_ended, reward_matcher.group_ended):
-            observe(replace(record(*FINISHED), group_id="cmpl-a-0"))
-            observe(replace(record(*FINISHED), group_id="cmpl-a-1"))
+        for group_id in ("cmpl-a-0", "cmpl-a-1"):
+            ended = replace(record(*FINISHED), group_id=group_id)
+            prompts.learn("p", observations(ended), 4)
+            provenance.group_ended(ended)
+            reward_matcher.group_ended(ended)
         for number, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = list(range(FINISHED[index].tokens))
             reward_matcher.trajectory_returned(TrajectoryRecord(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
-        prompts.learn(replace(record(*FINISHED), prompt_key="gsm8k/7"))
+        prompts.learn("gsm8k/7", observations(record(*FINISHED)), 4)
         app = FastAPI()
         errors.install(app)
         updates = updates or Mock(spec=Updates)

@@ -24,6 +24,7 @@ from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.types import FinishReason, Outcome
 from darts_server.vllm.engine import VllmEngine
+from darts_server.vllm.outputs import CachingTokenizer
 from darts_server.vllm.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.vllm.tokenizers import multi_byte_tokenizer
@@ -152,7 +153,9 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text and log-probs of candidates are made from what was collected. tests/vllm/test_outputs.py has all cases."""
-    monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
+    tokenizer = multi_byte_tokenizer()
+    monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
+    monkeypatch.setattr(engine.port, "_tokenizer", CachingTokenizer(tokenizer))
 
     async def one(number: int) -> None:
         params: dict[str, Any] = {"seed": number, "logprobs": [None, 0, 3][number % 3], "max_tokens": 60}

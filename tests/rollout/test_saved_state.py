@@ -19,8 +19,7 @@ from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Plan, Planner
-from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.saved_state import KINDS, check_document
+from darts_server.rollout.rollouts import KINDS, Intervals, Rollouts, check_document
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import AUTO, RequestOptions
 from tests.rollout.helpers import Documents, Recorder, collect

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from darts_server.exceptions import StateDamaged, StateError
-from darts_server.store import Scalar, Store
+from darts_server.store import Store
+from darts_server.store.archive import Scalar
 from tests.store.reading import saved_documents
 
 KEYS = ["", "a", "A", "ä", "a\u0308", "😀", "नमस्ते", "line\nbreak", "nul\0in it", "'; DROP TABLE x; --", "x" * 65536]

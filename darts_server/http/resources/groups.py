@@ -51,14 +51,13 @@ class CandidateAnswer(BaseModel):
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
-        began = group.started_at
         reward, correct = rewards.by_index.get(record.index, (None, None))
         others = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,
             "rank": rank,
-            "start": None if record.started_at is None else record.started_at - began,
-            "stop": None if record.ended_at is None else record.ended_at - began,
+            "start": None if record.started_at is None else record.started_at - group.started_at,
+            "stop": None if record.ended_at is None else record.ended_at - group.started_at,
             "reward": reward,
             "correct": correct,
         }

@@ -21,18 +21,15 @@ class PolicyControl(Protocol):
     """
 
     def current(self) -> dict[str, object]: ...
-
-    def schema(self) -> dict[str, object]: ...
-
+    def schema(self) -> dict[str, Any]: ...
     def change(self, patch: Mapping[str, object]) -> dict[str, object]: ...
 
 
 def add_routes(api: APIRouter, control: PolicyControl) -> None:
     schema = control.schema()
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
     names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
-    answer = {**schema, "properties": {**properties, "policies": names}, "required": [*properties, "policies"]}
+    properties = {**schema["properties"], "policies": names}
+    answer = {**schema, "properties": properties, "required": list(properties)}
     in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer}}}}
 
     @api.get("/policy", response_model=None, responses=in_force)

@@ -39,9 +39,8 @@ class RewardIn(Body):
     @property
     def reward_report(self) -> Reward:
         correct = self.reward > 0 if self.correct is None else self.correct
-        if self.trajectory_id is not None:
-            return Reward(self.reward, correct, self.trajectory_id)
-        return Reward(self.reward, correct, None, self.prompt_token_ids or (), self.completion_token_ids or ())
+        tokens = self.prompt_token_ids or (), self.completion_token_ids or ()
+        return Reward(self.reward, correct, self.trajectory_id, *tokens)
 
 
 class RewardsIn(Body):

@@ -96,10 +96,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
     @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
-    async def rollouts(
-        request: Request,
-        idempotency_key: Annotated[str | None, KEY] = None,
-    ) -> Response:
+    async def rollouts(request: Request, idempotency_key: Annotated[str | None, KEY] = None) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
         key = None
@@ -115,11 +112,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         return await _respond(request, batch, 0, media_type)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
-    async def attach(
-        batch_id: str,
-        request: Request,
-        last_event_id: Annotated[str | None, LAST] = None,
-    ) -> Response:
+    async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
         """Reconnect to a batch that was sent with an Idempotency-Key, while it runs or is kept."""
         text = "0" if last_event_id is None else last_event_id
         if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
@@ -252,8 +245,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
         case BatchDone():
             usage = usage_of(event).model_dump(mode="json")
             left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]
-            name = "done"
-            data = {"id": event.batch_id, "usage": usage, "unfinished": left, "carried": event.carried}
+            name, data = "done", {"id": event.batch_id, "usage": usage, "unfinished": left, "carried": event.carried}
         case BatchFailed(error):
             name, data = "error", {"error": error_object(error)}
     return encode(name, data, number)

@@ -33,6 +33,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
+    shared_fields,
     trajectory_fields,
 )
 from darts_server.identifiers import Name
@@ -65,6 +66,7 @@ Metadata = Annotated[
     PlainSerializer(_dump_metadata),
     WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
 ]
+TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
 
@@ -72,7 +74,7 @@ Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_l
 class PromptIn(Body):
     """A prompt, as exactly one of token ids, messages and text."""
 
-    token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
+    token_ids: TokenIds | None = Field(None, min_length=1)
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
     text: str | None = Field(None, min_length=1)
     key: Name | None = Field(None, description="Name under which its statistics are kept; its tokens by default.")
@@ -232,14 +234,11 @@ class UnfinishedOut(BaseModel):
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        return cls(
-            number=unfinished.number,
-            prompt_key=unfinished.prompt_key,
-            metadata=unfinished.metadata,
-            carry=unfinished.carry,
-            error=None if unfinished.error is None else error_object(unfinished.error),
-            aborted=None if unfinished.group is None else _all_aborted(unfinished.group),
-        )
+        others = {
+            "error": None if unfinished.error is None else error_object(unfinished.error),
+            "aborted": None if unfinished.group is None else _all_aborted(unfinished.group),
+        }
+        return cls(**shared_fields(cls, unfinished) | others)
 
 
 class RolloutsOut(BaseModel):

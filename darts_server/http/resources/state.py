@@ -7,11 +7,10 @@ from pydantic import BaseModel, Field
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
 from darts_server.http.body import read_body
-from darts_server.http.openapi import binary_body
+from darts_server.http.openapi import BYTES, binary_body
 from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.store import Store
 
-FILE_NAME = "darts-state"
 MAX_FILE_BYTES = 1024**3
 """The store's own limit for decompressed files, so no valid file is larger."""
 
@@ -23,7 +22,6 @@ class StateAnswer(BaseModel):
 
 
 def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> None:
-    """``max_bytes``: of a file."""
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
 
     def replace(data: bytes) -> int:
@@ -33,11 +31,7 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
             raise InvalidRequest("body", str(error)) from error
         return store.count(KIND)
 
-    @api.get(
-        "/state",
-        response_class=Response,
-        responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
-    )
+    @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})
     async def save() -> Response:
         """Return learned state as one file."""
         async with exporting:
@@ -46,7 +40,7 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
         return Response(
             data,
             media_type="application/octet-stream",
-            headers={"Content-Disposition": f'attachment; filename="{FILE_NAME}"'},
+            headers={"Content-Disposition": 'attachment; filename="darts-state"'},
         )
 
     @api.put("/state", openapi_extra=binary_body("A saved file."))

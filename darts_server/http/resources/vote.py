@@ -3,13 +3,13 @@
 from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Discriminator, Field, StrictInt, Tag, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
 from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.http.requests import while_connected
-from darts_server.http.resources.rollouts_models import Messages
+from darts_server.http.resources.rollouts_models import Messages, TokenIds
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
@@ -28,8 +28,6 @@ EXAMPLES = (
     },
 )
 
-TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
-
 
 class ChoicesIn(Body):
     """The possible answers. The one that occurs last in a text is its answer."""
@@ -46,14 +44,8 @@ def _text_or(kind: type) -> Discriminator:
     )
 
 
-Prompt = Annotated[
-    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")],
-    _text_or(list),
-]
-PatternIn = Annotated[
-    Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")],
-    _text_or(dict),
-]
+Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")], _text_or(list)]
+PatternIn = Annotated[Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")], _text_or(dict)]
 
 
 class VoteIn(Body):
@@ -129,15 +121,12 @@ class VoteOut(BaseModel):
 
     @classmethod
     def of(cls, result: VoteResult) -> Self:
-        tally, ballots = result.tally, {ballot.index: ballot for ballot in result.ballots}
+        tally, vote_id = result.tally, result.vote_id
+        ballots = {ballot.index: ballot for ballot in result.ballots}
         candidates = {candidate.index: candidate for candidate in result.record.candidates}
         returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
-
-        def name(index: int) -> str:
-            return f"{result.vote_id}:{index}"
-
         return cls(
-            id=result.vote_id,
+            id=vote_id,
             sampling=dict(result.sampling),
             answer=tally.winner,
             weights=dict(tally.weights),
@@ -146,14 +135,14 @@ class VoteOut(BaseModel):
             calibration=result.calibration,
             trajectories=[
                 VoterOut(
-                    **trajectory_fields(VoterOut, name(index), ballot.sample, candidates[index])
+                    **trajectory_fields(VoterOut, f"{vote_id}:{index}", ballot.sample, candidates[index])
                     | ({} if result.request.wants_logprobs else {"logprobs": None})
                     | {"answer": ballot.answer, "score": ballot.score, "weight": tally.vote_weights.get(index)}
                 )
                 for index, ballot in ballots.items()
             ],
             discarded=[
-                DiscardedOut(trajectory_id=name(index), length=candidate.tokens, reason=candidate.reason)
+                DiscardedOut(trajectory_id=f"{vote_id}:{index}", length=candidate.tokens, reason=candidate.reason)
                 for index, candidate in candidates.items()
                 if index not in ballots and candidate.reason is not None
             ],

@@ -19,7 +19,6 @@ RULE = "What happens to running groups; --weights-rule by default. `resume` is a
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
-MAX_CONFIG_CHARS = 4096
 
 
 class LoraIn(Body):
@@ -104,10 +103,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         name: LoraName,
         request: Request,
         config: Annotated[
-            str,
-            Query(
-                max_length=MAX_CONFIG_CHARS, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough."
-            ),
+            str, Query(max_length=4096, description="PEFT's adapter_config.json; `r` and `lora_alpha` are enough.")
         ],
         rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,

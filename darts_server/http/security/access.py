@@ -22,12 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 1024 * 1024
 """Enough for ten thousand keys."""
-COMMENT = b"#"
 SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this server"
 LOCAL_NAME = "localhost"
 ANY = "*"
-WILDCARD = "*."
-"""Prefix of a pattern for all names below a domain."""
 LONGEST_SHOWN = 100
 """Characters of a header in a message."""
 
@@ -85,7 +82,7 @@ class Keys:
                 lines = [line.strip() for line in read_file(self.file, MAX_KEY_FILE_BYTES).splitlines()]
             except OSError as error:
                 raise InvalidSetting(f"key file {self.file} cannot be read: {error.strerror}") from error
-            if not (keys := [line for line in lines if line and not line.startswith(COMMENT)]):
+            if not (keys := [line for line in lines if line and not line.startswith(b"#")]):
                 rule = "must have keys, one per line; lines that begin with # are comments"
                 raise InvalidSetting(f"key file {self.file} {rule}")
         return [*self._fixed, *map(_digest, keys)]
@@ -134,7 +131,7 @@ class Sites:
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
         machine = socket.gethostname().lower()
         self._hosts = {LOCAL_NAME, machine, machine.partition(".")[0], *(host.lower() for host in hosts)}
-        self._domains = tuple(host.removeprefix(ANY) for host in self._hosts if host.startswith(WILDCARD))
+        self._domains = tuple(host.removeprefix(ANY) for host in self._hosts if host.startswith("*."))
         self._origins = set(origins)
 
     def check(self, host: str | None, origin: str | None) -> None:

@@ -1,7 +1,6 @@
 """Check every request, on vLLM's routes and ours: API keys, body limits, shutdown, and the form of errors."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -9,6 +8,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.routing import Match
+from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.exceptions import (
@@ -29,16 +29,12 @@ from darts_server.identifiers import NAME_CHARS, header_value, without_controls
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
 
-MIN_ERROR_STATUS = 400
 SAFE = ("GET", "HEAD", "DELETE")
 """Methods that start no work."""
-REQUEST_ID = b"x-request-id"
 HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """What the names of headers begin with that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
-POLICY_VIOLATION = 1008
-"""Close code of a websocket."""
 GROUP_ID = "X-Darts-Group-Id"
 STATE_KEY = "darts_group_id"
 """Attribute of a request's state that holds the id of its groups, if it was shaped."""
@@ -95,7 +91,7 @@ class SecurityMiddleware:
             nonlocal replaced
             if message["type"] == "http.response.start":
                 status, error = message["status"], None
-                if who.refused is not None and status >= MIN_ERROR_STATUS:
+                if who.refused is not None and status >= HTTPStatus.BAD_REQUEST:
                     error = who.refused
                 elif status == HTTPStatus.INTERNAL_SERVER_ERROR:
                     error = lifecycle.stop_reason
@@ -111,10 +107,11 @@ class SecurityMiddleware:
                 await send(message)
 
         token = caller.set(who)
+        lifecycle.requests += starts_work
         try:
-            with lifecycle.track_request() if starts_work else nullcontext():
-                await self.app(scope, receive_checked if is_limited else receive, send_replaced)
+            await self.app(scope, receive_checked if is_limited else receive, send_replaced)
         finally:
+            lifecycle.requests -= starts_work
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
             who.refused = who.answered = None
@@ -136,14 +133,14 @@ class SecurityMiddleware:
             any(name.startswith(FORWARDED) for name in headers),
         )
         who = self.access.check(access, f"{method} {path}", key or None, sender)
-        if (request_id := headers.get(REQUEST_ID)) is not None:
+        if (request_id := headers.get(b"x-request-id")) is not None:
             who.request_id = without_controls(request_id.decode("latin-1")[:NAME_CHARS])
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
         self.on_refusal(_reason(error))
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)[:100]})
+            await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:100]})
             return
         headers = headers_of(error)
         if isinstance(error, TooLarge | IncompleteBody):

@@ -76,6 +76,7 @@ ADMIN = {
     "/inference/v1/abort_requests": "POST",  # by ids, which may be others'
     "/server_info": "GET",  # shows all flags and the environment
     "/adapters/{adapter_name}": "DELETE",
+    # Some load a LoRA adapter from a path given by the caller. From /load_lora_adapter on they are of --dialect.
     **_routes(
         "POST",
         """
@@ -83,12 +84,6 @@ ADMIN = {
         /init_weight_transfer_engine /shutdown_weight_transfer_engine
         /start_weight_update /start_draft_weight_update /update_weights /finish_weight_update /update_weight_version
         /reset_prefix_cache /reset_mm_cache /reset_encoder_cache
-        """,
-    ),
-    # These load a LoRA adapter from a path given by the caller; the last two are of --dialect, as those below.
-    **_routes(
-        "POST",
-        """
         /v1/load_lora_adapter /v1/unload_lora_adapter /adapters /load_lora_adapter /skyrl/v1/load_lora_adapter
         /areal_pause_generation /areal_continue_generation /areal_update_weights /areal_update_weights_lora
         /areal_init_weights_update_group /areal_set_update_weight_meta /areal_update_weights_xccl
@@ -110,7 +105,6 @@ OWN_LIMITS = {
     ("PUT", "/darts/v1/state"),
 }
 """Routes that limit their large bodies themselves, by the size of the model or of the state."""
-
 
 # Compiled as the router does it, so that no spelling of a path matches here and another route there.
 _ROUTES = [

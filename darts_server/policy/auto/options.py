@@ -40,9 +40,6 @@ class AutoLimits:
     ``tokens_price``: how many per cent of a step's time one per cent of tokens is worth: those that are generated and
     not returned, of those that ``off`` generates. ``exploration``: largest share of batches that try
     another option than the one that is expected to be the fastest.
-
-    Raises:
-        ValueError: a rule is unknown, or a number is out of range.
     """
 
     allow: tuple[str, ...] = (RESUME,)
@@ -120,11 +117,11 @@ class Auto:
 
     def with_deadlines(self, rule: Callable[[Shaping, str], Deadline | None]) -> "Auto":
         """Return the same with other deadlines, by the ``rule`` for each shaping and its option's name."""
-        shapings = [
-            each.shaping and replace(each.shaping, deadline=rule(each.shaping, each.name)) for each in self.options
+        options = [
+            replace(each, shaping=each.shaping and replace(each.shaping, deadline=rule(each.shaping, each.name)))
+            for each in self.options
         ]
-        options = zip(self.options, shapings, strict=True)
-        return replace(self, options=tuple(replace(option, shaping=shaping) for option, shaping in options))
+        return replace(self, options=tuple(options))
 
     def max_candidates(self, size: int) -> int:
         """Return the most candidates that a group of ``size`` may get."""

@@ -28,11 +28,8 @@ from enum import StrEnum
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from darts_server.policy.isotonic import fit_isotonic
-
-Floats = NDArray[np.float64]
+from darts_server.policy.isotonic import Floats, fit_isotonic
 
 BINS = 128
 COLD_STEPS = 20
@@ -46,8 +43,6 @@ BUFFER = 4096
 """Labels of a few steps of a usual size, so that labels of old weights are soon forgotten."""
 MAX_WEIGHT = 10.0
 """1 / p_min of the paper: no weight is clipped unless p_min is set lower."""
-DEFAULT_PRIOR = 0.5
-"""Prior without labels."""
 
 
 class CalibrationStatus(StrEnum):
@@ -136,13 +131,10 @@ class Calibrator:
     @property
     def prior(self) -> float:
         """Share of right ones among the labels (pi); a half without any."""
-        return self._fit()[0] if self.labels else DEFAULT_PRIOR
+        return self._fit()[0] if self.labels else 0.5
 
     def probability(self, score: float) -> float:
-        """Return the probability q that a trajectory with this score ends correct.
-
-        It is the prior unless the status is ``READY``.
-        """
+        """Return the probability q that a trajectory with this score ends correct."""
         if self.status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins

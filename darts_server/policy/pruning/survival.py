@@ -22,9 +22,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-BISECTIONS = 64
-"""Halvings of an interval of a few units: the rest is below the precision of a float."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
@@ -56,7 +53,7 @@ class Pruning:
         """
         pull = self.keep_ratio - self.balance_strength * np.asarray(qualities, dtype=np.float64)
         low, high = self.min_survival - float(pull.max()), self.max_survival - float(pull.min())
-        for _ in range(BISECTIONS):
+        for _ in range(64):  # what is left of an interval of a few units is below the precision of a float
             middle = (low + high) / 2
             kept = np.clip(pull + middle, self.min_survival, self.max_survival)
             if float(kept.mean()) < self.keep_ratio:

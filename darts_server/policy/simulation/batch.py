@@ -63,11 +63,7 @@ class BatchPlan:
 
     @classmethod
     def of(
-        cls,
-        shaping: Shaping | None,
-        size: int,
-        stds: Sequence[float | None],
-        enough: int | None = None,
+        cls, shaping: Shaping | None, size: int, stds: Sequence[float | None], enough: int | None = None
     ) -> "BatchPlan":
         """Plan a batch by its prompts' length stds, as `rollout.allocation` does with the fixed budget."""
         if shaping is None:

@@ -77,16 +77,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """The deadline and the bound in tokens, and when they become known: by what a ``group`` reports at some seconds.
+    """The deadline and the bound in tokens, and the ``seconds`` at which they become known.
 
-    ``steps``: the steps that each group's candidates have run until then, shape (G, 1).
+    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). ``late``: the groups that hear
+    of it before they are complete, shape (G, 1).
     """
 
     tokens: int
     bound: int
     seconds: float
-    group: int
     steps: Floats
+    late: Bools
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +109,7 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     counts, saturated = np.asarray(plan.candidates), np.asarray(plan.saturated or [False] * len(plan.candidates))
     # A policy has one rule for saturated prompts and one for the others.
     parts = [Groups.of(batch, plan, rows) for rows in map(np.flatnonzero, (~saturated, saturated)) if rows.size]
-    ends = _end(parts, None, None)
+    ends = _end(parts, None)
     clocks = Clocks.of(batch, plan, machine, ends.run)
     known, rule, needs, reported = None, plan.deadline, np.full(batch.groups, inf), np.full(batch.groups, inf)
     if rule is not None:
@@ -116,12 +117,7 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
             needs[part.rows], reported[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
         known = _determine(rule, needs, reported, ends.completed, clocks)
     if known is not None:
-        # What is complete before the deadline is known stays as it is. In the step in which it becomes known, groups
-        # before the one that reports last have been looked at already.
-        steps = known.steps[:, 0]
-        is_later = np.arange(batch.groups) > known.group
-        late = (ends.completed > steps) | ((ends.completed == steps) & is_later)
-        ends = _end(parts, known, late)
+        ends = _end(parts, known)
         clocks = Clocks.of(batch, plan, machine, ends.run)
 
     completed_at, generated, returned, truncated = np.zeros(batch.groups), ends.run, ends.returned, ends.truncated
@@ -172,17 +168,16 @@ def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Float
             cohort.remove(group)
             ends[group] = inf
         passes[group] = inf
-    return Known(cohort.tokens, rule.bound_of(cohort.tokens), now, group, clocks.steps_at(now)[:, None])
+    # What is complete before the deadline is known stays as it is. In the step in which it becomes known, groups before
+    # the one that reports last have been looked at already.
+    run = clocks.steps_at(now)
+    late = (completed > run) | ((completed == run) & (np.arange(needs.size) > group))
+    return Known(cohort.tokens, rule.bound_of(cohort.tokens), now, run[:, None], late[:, None])
 
 
-def _end(parts: "list[Groups]", known: Known | None, late: Bools | None) -> Ends:
-    """Return how the candidates of all groups end. ``late``: see `Groups.ends`."""
-    found = [
-        part.ends(None, None)
-        if known is None or late is None
-        else part.ends(replace(known, steps=known.steps[part.rows]), late[part.rows])
-        for part in parts
-    ]
+def _end(parts: "list[Groups]", known: Known | None) -> Ends:
+    """Return how the candidates of all groups end."""
+    found = [part.ends(known) for part in parts]
     order = np.argsort(np.concatenate([part.rows for part in parts]))
     return Ends(*(np.concatenate([getattr(ends, each.name) for ends in found])[order] for each in fields(Ends)))
 
@@ -222,19 +217,16 @@ class Groups:
         left = np.where(self.valid & (self.lengths <= needs[:, None]), self.lengths - self.done, 0.0).max(axis=1)
         return needs, np.where(np.isfinite(needs), left, inf)
 
-    def ends(self, known: Known | None, late: Bools | None) -> Ends:
-        """Return how candidates end with a deadline, or without one.
-
-        ``late``: the groups that hear of it before they are complete, shape (G,).
-        """
-        lengths, end = self.lengths, np.full_like(self.lengths, inf)
-        if known is not None and late is not None:
-            late, known = late[:, None], replace(known, steps=known.steps + self.done)
+    def ends(self, known: Known | None) -> Ends:
+        """Return how candidates end with a deadline, which is ``known`` to the whole batch, or without one."""
+        lengths = self.lengths
+        if known is not None:
+            known = replace(known, steps=known.steps[self.rows] + self.done, late=known.late[self.rows])
             # With a deadline of earlier groups, candidates may have run beyond the bound before it is known.
-            end = np.where(late & np.isfinite(lengths), np.maximum(known.bound, known.steps), inf)
+            end = np.where(known.late & np.isfinite(lengths), np.maximum(known.bound, known.steps), inf)
             lengths = np.minimum(lengths, end)
         is_cut = lengths < self.lengths
-        ends = self._by_rule(lengths, self.valid & ~is_cut, known, late)
+        ends = self._by_rule(lengths, self.valid & ~is_cut, known)
         if known is not None:
             ends.returned = np.where(is_cut, np.minimum(ends.returned, known.bound), ends.returned)
             ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
@@ -243,11 +235,8 @@ class Groups:
             ends.completed = ends.run.max(axis=1)
         return ends
 
-    def _by_rule(self, lengths: Floats, valid: Bools, known: Known | None, late: Bools | None) -> Ends:
-        """Return how candidates of these ``lengths`` end, by all of their tokens.
-
-        ``known.steps``: shape (G, C). ``late``: shape (G, 1).
-        """
+    def _by_rule(self, lengths: Floats, valid: Bools, known: Known | None) -> Ends:
+        """Return how candidates of these ``lengths`` end, by all of their tokens. ``known.steps``: shape (G, C)."""
         # The order of selection: valid ones first, shorter ones first, then by index. Those that are not started have
         # an infinite length, and come last.
         order, started = np.lexsort((lengths, ~valid), axis=1), np.isfinite(lengths)
@@ -287,9 +276,9 @@ class Groups:
         needed = nth(rule.completion_place)
         tail_end = np.where(winners, lengths, 0.0).max(axis=1, keepdims=True)
         own, known_at, tokens = np.full_like(needed, inf), np.full_like(needed, inf), inf
-        if known is not None and late is not None:
+        if known is not None:
             known_at, tokens = known.steps, known.tokens
-            own = np.where(late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
+            own = np.where(known.late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
         # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
         # may turn out that the tail is to be cut.
         early = np.maximum(last_short, tail_end)

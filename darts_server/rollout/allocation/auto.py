@@ -23,7 +23,7 @@ from darts_server.policy.auto.chooser import (
     next_ahead,
 )
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.simulation.forecast import MAX_SAMPLES, RATIOS
+from darts_server.policy.simulation.forecast import MAX_SAMPLES
 from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import StoredValues, json_kind
@@ -114,16 +114,14 @@ class AutoCohorts:
             generation, state = self._generation, self.state(size)
             rng = np.random.default_rng([SEED, state.batches, 1])
             earlier, its_keys, its_tokens, its_enough, measured = ended
-            stats = [learned.prompts.load(key) for key in its_keys]
-            expectation = learned.expect(stats, its_tokens, state.means, RATIOS, rng, state.max_tokens)
+            expectation = learned.expect(its_keys, its_tokens, state.means, rng, state.max_tokens)
             known = (size, expectation, learned.latency.machine(), its_enough, rng)
             earlier = await run_sync(hindsight, earlier, *known, limiter=self._one_at_a_time)
             if self._forget_replaced() == generation:
                 self._save(size, learn(self.state(size), earlier, replace(measured, means=())))
         state, machine = self.state(size), learned.latency.machine()
         rng = np.random.default_rng([SEED, state.batches])
-        stats = [learned.prompts.load(key) for key in keys]
-        expectation = learned.expect(stats, tokens, state.means, RATIOS, rng, state.max_tokens)
+        expectation = learned.expect(keys, tokens, state.means, rng, state.max_tokens)
 
         def choose_in_time() -> Choice:
             """Choose with as many samples as there is time for, by how long these have taken."""

@@ -61,8 +61,7 @@ class Deadlines:
 
     def stretch(self, policy: str, max_lost: MaxLost) -> float:
         """Factor on the policy's deadlines, at least 1."""
-        by_groups = self.lost_groups(policy).stretch(max_lost.groups)
-        return max(self.losses(policy).stretch(max_lost.answers), by_groups)
+        return max(self.losses(policy).stretch(max_lost.answers), self.lost_groups(policy).stretch(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
         """The policy's deadline rule with the present stretch; ``None`` if the policy has no deadlines."""

@@ -20,9 +20,6 @@ from darts_server.types import OFF, PromptSpec, RequestOptions
 
 logger = logging.getLogger(__name__)
 
-FIELD = "prompts"
-"""Named where a batch has more candidates than are admitted."""
-NOTHING = Allocation(0)
 NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
 
@@ -72,7 +69,7 @@ class BatchGroup(Generic[RequestT, OutputT]):
     identity: Identity
     carried: CarriedPrompt | None = None
     resumed: CarriedGroup[OutputT] | None = None
-    allocation: Allocation = NOTHING
+    allocation: Allocation = field(default=Allocation(0))
     has_started: bool = False
     is_decided: bool = False
     """Whether its caller gets its outcome."""
@@ -126,7 +123,7 @@ async def prepare_batch(
     plan = check_terms(batch, rollouts, new_planner)
     sampling = renderer.effective_sampling(batch.sampling)
     usual = len(batch.prompts) * rollouts.usual_candidates(plan)
-    ticket = rollouts.admission.admit(batch.budget or usual, FIELD)
+    ticket = rollouts.admission.admit(batch.budget or usual, "prompts")
     groups: list[BatchGroup[RequestT, OutputT]] = []
     taken: list[CarriedPrompt] = []
 
@@ -185,10 +182,11 @@ async def prepare_batch(
         terms, version = terms_of(plan, sampling) if resumes else "", rollouts.engine.weight_version
         for group in groups:
             if resumes and group.carried is not None and (earlier := group.carried.group) is not None:
-                is_same = earlier.terms == terms and len(earlier.candidates) >= batch.group_size
                 # As rendered now: its server may have had another chat template.
-                if is_same and group.carried.identity == group.identity:
-                    group.resumed = earlier if earlier.staleness(version) <= kept.limits.staleness else None
+                is_same = earlier.terms == terms and group.carried.identity == group.identity
+                is_whole = len(earlier.candidates) >= batch.group_size
+                if is_same and is_whole and earlier.staleness(version) <= kept.limits.staleness:
+                    group.resumed = earlier
 
         # Their candidates.
         keys, tokens = [group.prompt_key for group in groups], [renderer.tokens(group.request) for group in groups]
@@ -202,7 +200,7 @@ async def prepare_batch(
             group.allocation = allocation
         ticket.resize(held)  # in the same turn of the loop, so there is still room
         try:
-            ticket.resize(sum(group.allocation.candidates for group in groups), FIELD)
+            ticket.resize(sum(group.allocation.candidates for group in groups), "prompts")
         except DartsError:  # there are more than usual, and these are not admitted
             for group in groups:
                 group.allocation.drop()

@@ -289,8 +289,7 @@ class SavedPrompts:
                 found = _GROUP_DECODER.decode(fields.group) if fields.model == self._model else None
                 if found is not None:
                     found = _checked(found)
-                    versions = {each for candidate in found.candidates for each, _ in candidate.version_spans}
-                    group = found if versions <= {version} else None  # unless other weights have generated it
+                    group = found if found.staleness(version) == 0 else None
             except MALFORMED as error:
                 restarted.append(error)
             taken.append((fields.owner, CarriedPrompt(prompt, fields.identity, group)))

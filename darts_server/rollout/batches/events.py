@@ -397,5 +397,4 @@ class EventFeed:
             if self._end is not None:
                 break
             yield None
-        if self._end is not None:
-            yield self._end
+        yield self._end

@@ -173,9 +173,8 @@ class BatchRun:
     # --- the batch ----------------------------------------------------------
 
     async def _run(self) -> None:
-        results: list[GroupResult] = []
         try:
-            await self._run_groups(results)
+            results = await self._run_groups()
         except Exception as error:  # a bug of ours: listeners get it
             logger.exception("batch %s failed", self.batch_id)
             self._finish(BatchFailed(error))
@@ -190,13 +189,14 @@ class BatchRun:
             # A batch that is kept must not keep its prompts, nor what was generated for those that are carried over.
             self._groups, self._terms = (), ""
 
-    async def _run_groups(self, results: list[GroupResult]) -> None:
-        """Run all groups until enough are complete, and add each to the results as it is decided.
+    async def _run_groups(self) -> list[GroupResult]:
+        """Run all groups until enough are complete; return the results in the order in which they were decided.
 
         A group that is aborted is decided, by an error, unless its prompt is carried over: then it is undecided. If
         groups can go on later, those that have ended when enough are complete are decided too: they were counted, and
         must not be complete a second time.
         """
+        results: list[GroupResult] = []
 
         def decide(group: BatchGroup[Any, Any], result: GroupResult) -> None:
             group.is_decided, group.run = True, None
@@ -257,6 +257,7 @@ class BatchRun:
             for group in self._groups:
                 if not group.has_started:
                     group.allocation.drop()
+        return results
 
     def _keep_undecided(self, results: list[GroupResult]) -> BatchDone:
         """Keep the prompts whose groups were not decided, as their caller wants it; return how the batch has ended."""
@@ -271,11 +272,8 @@ class BatchRun:
         carried = self._kept.count(self.owner)
         seconds = self._clock() - self._started_at
         unfinished = [
-            Unfinished(
-                *(group.number, group.prompt_key, group.prompt.metadata),
-                *(self._carry, group.interrupted, group.handed_back),
-            )
-            for group in undecided
+            Unfinished(one.number, one.prompt_key, one.prompt.metadata, self._carry, one.interrupted, one.handed_back)
+            for one in undecided
         ]
         return BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried)
 
@@ -374,9 +372,8 @@ class BatchRun:
             aborted: dict[int, AbortedSample] = {}
             for index, output in (await run.aborted_outputs()).items():
                 sample = samples.get(index) or await self._renderer.to_sample(output)
-                aborted[index] = AbortedSample(
-                    sample, run.runner.candidates[index].version_spans(len(sample.token_ids))
-                )
+                spans = run.runner.candidates[index].version_spans(len(sample.token_ids))
+                aborted[index] = AbortedSample(sample, spans)
             result = replace(result, aborted=aborted)
         if self._carry is Carry.DROP:
             return result

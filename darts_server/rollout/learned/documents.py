@@ -36,7 +36,6 @@ class DocumentStore(Protocol):
 
     def generation(self) -> int:
         """Count how often all documents were replaced by a saved state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from darts_server.policy.lengths import (
 )
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.simulation.engines import Machine, StepTime
-from darts_server.policy.simulation.forecast import Expectation
+from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome
@@ -85,27 +85,17 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
 
 class Prompts(StoredValues[PromptStats]):
-    """Keep length statistics by prompt key in ``documents``."""
-
-    def __init__(self, documents: DocumentStore) -> None:
-        super().__init__(documents, PROMPT)
+    """Length statistics by prompt key."""
 
     def mean(self, key: str) -> float | None:
         """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new."""
         stats = self.load(key)
         return None if stats is None else stats.mean_ema
 
-    def learn(self, record: GroupRecord) -> PromptStats | None:
-        """Learn the lengths of a completed group, those of stopped candidates as censored; the statistics before it.
-
-        Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
-        """
-        observed = observations(record)
-        if record.prompt_key is None or record.outcome is not Outcome.COMPLETED or not observed:
-            return None
-        earlier = self.load(record.prompt_key)
-        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        self.put(record.prompt_key, asdict(update_stats(earlier, observed, version)))
+    def learn(self, key: str, observed: Sequence[Observation], version: int) -> PromptStats | None:
+        """Learn the lengths of a completed group; return the statistics before it."""
+        earlier = self.load(key)
+        self.put(key, asdict(update_stats(earlier, observed, version)))
         return earlier
 
 
@@ -137,13 +127,9 @@ class Dataset:
         self.flush()
         return LengthProfile(self._profiles.load(KEY))
 
-    def learn(self, record: GroupRecord, earlier: PromptStats | None) -> None:
-        """Learn from a completed group. ``earlier``: statistics of its prompt before this group."""
-        observed = observations(record)
-        if record.outcome is not Outcome.COMPLETED or not observed:
-            return
+    def learn(self, observed: Sequence[Observation], version: int, earlier: PromptStats | None) -> None:
+        """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
         self._forget_replaced()
-        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
         self._groups.append((version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
         self._write_later.request()
 
@@ -302,36 +288,43 @@ class Statistics:
         self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
     ) -> None:
         self.documents = documents
-        self.prompts = Prompts(documents)
+        self.prompts = Prompts(documents, PROMPT)
         self.dataset = Dataset(documents)
         self.latency = Latency(documents, capacity, kv_tokens, engines)
         self.rewards = Rewards(documents)
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn the group's lengths."""
-        self.dataset.learn(record, self.prompts.learn(record))
+        """Learn the lengths of a completed group, those of stopped candidates as censored.
+
+        Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
+        """
+        observed = observations(record)
+        if record.outcome is not Outcome.COMPLETED or not observed:
+            return
+        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        key = record.prompt_key
+        self.dataset.learn(observed, version, None if key is None else self.prompts.learn(key, observed, version))
 
     def expect(
         self,
-        stats: Sequence[PromptStats | None],
+        keys: Sequence[str],
         tokens: Sequence[RequestTokens],
         recent: Sequence[float],
-        ratios: int,
         rng: np.random.Generator,
-        max_tokens: int | None = None,
+        max_tokens: int | None,
     ) -> Expectation | None:
         """Describe a cohort to the model of a rollout; ``None`` while too little was learned.
 
-        ``stats``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
+        ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
         the KV caches as what is generated does. ``recent``: mean lengths of which prompts that were never seen have
-        one. ``ratios``: quantiles that represent the distribution of lengths. ``max_tokens``: at which trajectories are
-        truncated where requests do not say.
+        one. ``max_tokens``: at which trajectories are truncated where requests do not say.
         """
+        stats = [self.prompts.load(key) for key in keys]
         limits = [one.most for one in tokens if one.most is not None]
         return Expectation.of(
             [None if one is None else one.mean_ema for one in stats],
             [None if one is None else one.std_ema for one in stats],
-            self.dataset.profile.quantiles(ratios),
+            self.dataset.profile.quantiles(RATIOS),
             recent,
             rng,
             max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1,

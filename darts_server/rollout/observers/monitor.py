@@ -48,7 +48,7 @@ class Monitor:
         """Number of candidates of running groups."""
         self.ended = 0
         """Number of groups that have ended so far."""
-        self._rollouts = rollouts
+        self.rollouts = rollouts
         self._max_candidates = max_candidates
         self._records: deque[GroupRecord] = deque()
         self._kept_candidates = 0
@@ -65,11 +65,6 @@ class Monitor:
         while len(self._records) > self.max_groups or self._kept_candidates > limit:
             self._kept_candidates -= _shown_candidates(self._records.popleft())
 
-    @property
-    def running(self) -> int:
-        """Number of running groups."""
-        return self._rollouts.running
-
     def ended_after(self, count: int) -> list[GroupRecord]:
         """The kept records of groups after the first ``count``, in the order in which they ended."""
         return list(islice(self._records, max(0, len(self._records) - (self.ended - count)), None))
@@ -77,7 +72,7 @@ class Monitor:
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
         room = self._max_candidates
-        visible = (run for run in reversed(self._rollouts.runs) if may_see(run.owner))
+        visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
         for place, run in enumerate(visible):
             room -= _shown_candidates(run)
             if place and (place >= self.max_groups or room < 0):
@@ -130,14 +125,11 @@ class Viewer:
             final = [c if "stop" in c and c["state"] in ("selected", "discarded") else None for c in old]
             final += [None] * (_shown_candidates(run) - len(final))
             now = self._running[group_id] = _group(run.spec, run)
-            now["candidates"] = [
-                c or _candidate(run.runner.candidates[index].record(run.runner.count_tokens(index)))
-                for index, c in enumerate(final)
-            ]
+            now["candidates"] = [c or _candidate(run.runner.record(index)) for index, c in enumerate(final)]
             changes.append(_changes(now, before))
         return {
             "now": monitor.clock(),
-            "running": monitor.running,
+            "running": monitor.rollouts.running,
             "candidates": monitor.candidates,
             "groups": [group for group in changes if len(group) > 2 or group["candidates"]],  # always has its id
             "left": list(previous),

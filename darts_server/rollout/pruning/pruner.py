@@ -22,6 +22,7 @@ from darts_server.records import GroupKey, GroupRecord
 from darts_server.rollout.learned.documents import BlobStore, Debounce, DocumentStore
 from darts_server.rollout.pruning.scoring import (
     LOGPROB_INPUTS,
+    QUALITY_BLOBS,
     DetectionPoint,
     HeadCheckpoint,
     ScoreKind,
@@ -33,7 +34,6 @@ from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
 
-BLOB_KIND = "quality"
 STEP_GROUPS = 256
 """Groups with rewards that count as one step while the weights never change: a usual number of prompts per step."""
 SAVE_SECONDS = 0.3
@@ -56,7 +56,6 @@ STATUS_REASONS = {
     PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
     PruningStatus.PROBE_LOST: "the engine no longer sends hidden states; restart the server",
 }
-
 
 CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
 """Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
@@ -125,7 +124,7 @@ class Pruner:
         self._settings = settings
         self._width = width
         self._create_head = create_head
-        self._blobs = BlobStore(documents, BLOB_KIND)
+        self._blobs = BlobStore(documents, QUALITY_BLOBS)
         self._checkpoint = HeadCheckpoint(self._blobs, clock)
         self._weight_version = weight_version
         self._observer = observer

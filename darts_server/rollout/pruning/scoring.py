@@ -3,7 +3,6 @@
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,8 @@ LOWEST_WINDOW = 64
 """In tokens: a few sentences. A detection point at some hundred tokens sees several windows."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
 """At a width of 4096 some 30,000 trajectories: the groups of several steps."""
+QUALITY_BLOBS, VOTE_BLOBS = "quality", "vote"
+"""Kinds of blobs: what scores candidates, and what calibrates votes."""
 HEAD_KEY = "head"
 HEAD_SAVE_SECONDS = 10.0
 """Between two writes of up to 13 MB. A killed process loses that much training of the head."""
@@ -191,7 +192,7 @@ class DetectionPoint:
 class HeadCheckpoint:
     """Saves the newest state of a head: `update` in the head's thread, `save` once that has ended, `reload` in any."""
 
-    def __init__(self, blobs: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, blobs: BlobStore, clock: Callable[[], float]) -> None:
         self._saved = SavedBlob(blobs, HEAD_KEY)
         self._clock = clock
         self._lock = threading.Lock()

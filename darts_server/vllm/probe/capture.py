@@ -57,8 +57,7 @@ class ProbedRequest:
     prompt_step: int | None = None  # the step that computed the last token of its prompt
 
     def reached(self, computed: int) -> int | None:
-        """Return the number of generated tokens at the ``computed``-th token, prompt included, if it is at or past a
-        point."""
+        """Return how many are generated at the ``computed``-th token, prompt included, if it is at or past a point."""
         points = self.points  # one read, because the sender's thread may replace them
         tokens = computed - self.prompt_tokens
         return tokens if points and tokens >= points[0] else None

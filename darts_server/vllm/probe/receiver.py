@@ -95,7 +95,7 @@ class ProbeReceiver:
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
     """Install the probe in this engine's workers. If that fails, the receiver's ``fault`` says why."""
-    probes, tasks = ProbeReceiver(), list[asyncio.Task[None]]()
+    probes = ProbeReceiver()
 
     async def receive_all() -> None:
         while True:
@@ -107,12 +107,12 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
         zmq.asyncio.Context() as context,
         context.socket(zmq.PULL) as socket,
     ):
+        receiving = asyncio.create_task(receive_all())
         try:
             try:
                 socket.setsockopt(zmq.RCVHWM, 0)
                 address = f"ipc://{folder}/states"
                 socket.bind(address)
-                tasks.append(asyncio.create_task(receive_all()))
                 if hasattr(llm.engine_core, "install_probes"):  # engines elsewhere, whose hosts hand hidden states on
                     answers = await llm.engine_core.install_probes(probes.receive)
                 else:
@@ -126,5 +126,4 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
                     await probes.wait_ready(len(llm.engine_core.core_engines))
             yield probes
         finally:
-            for task in tasks:
-                task.cancel()
+            receiving.cancel()

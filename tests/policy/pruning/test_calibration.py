@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from darts_server.policy.isotonic import fit_isotonic
 from darts_server.policy.pruning.calibration import (
-    DEFAULT_PRIOR,
     MAX_WEIGHT,
     Calibration,
     CalibrationStatus,
@@ -141,7 +140,7 @@ def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> 
 
 def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
-    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, DEFAULT_PRIOR)
+    assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, 0.5)
     calibrator.add(Label(0.9, 1.0))
     calibrator.add(Label(0.9, 1.0))
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.COLD, 1.0)

@@ -59,11 +59,11 @@ pytestmark = pytest.mark.anyio
 
 
 class InMemory(Store):
-    """Keeps values in memory. ``fault``: raised by `take_carried`. ``room``: how often `add_carried` may be called."""
+    """Keeps values in memory. ``error``: raised by `take_carried`. ``room``: how often `add_carried` may be called."""
 
-    def __init__(self, fault: Exception | None = None, room: float = math.inf) -> None:
+    def __init__(self, error: Exception | None = None, room: float = math.inf) -> None:
         self.values: list[bytes | StateDamaged] = []
-        self.fault, self.room = fault, room
+        self.error, self.room = error, room
 
     def add_carried(self, values: Iterable[bytes]) -> None:
         if self.room <= 0:
@@ -72,8 +72,8 @@ class InMemory(Store):
         self.room -= 1
 
     def take_carried(self) -> list[bytes | StateDamaged]:
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         taken, self.values = self.values, []
         return taken
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) ->
     saved.save([(None, carried_prompt("a"))])
     assert saved.take(0) == []
     assert "cannot be read or removed: it is read-only" in caplog.text
-    file.fault = None
+    file.error = None
     assert len(saved.take(0)) == 1
 
 

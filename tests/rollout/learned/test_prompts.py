@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.policy.lengths import Observation, PromptStats
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.statistics import Prompts, key_of, observations
+from darts_server.rollout.learned.statistics import Statistics, key_of, observations
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
@@ -18,10 +18,13 @@ def record(*candidates: CandidateRecord) -> GroupRecord:
     return GroupRecord("g", "p", "uniform", 2, Outcome.COMPLETED, candidates, 0.0, 1.0, 0.5)
 
 
+pytestmark = pytest.mark.anyio
+
+
 def learned(ended: GroupRecord) -> PromptStats:
-    prompts = Prompts(Documents())
-    assert prompts.learn(ended) is None, "it was new"
-    stats = prompts.load("p")
+    statistics = Statistics(Documents())
+    statistics.group_ended(ended)
+    stats = statistics.prompts.load("p")
     assert stats is not None
     return stats
 
@@ -33,7 +36,7 @@ FINISHED = (
 )
 
 
-def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() -> None:
+async def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_std() -> None:
     stats = learned(record(*FINISHED))
     assert (stats.mean_ema, stats.std_ema, stats.groups, stats.candidates) == (20, 10, 1, 3)
     assert stats.weight_version == 4
@@ -55,14 +58,21 @@ def test_lengths_are_censored_of_candidates_that_would_have_been_longer() -> Non
     [
         replace(record(*FINISHED), outcome=Outcome.CANCELLED),
         replace(record(*FINISHED), outcome=Outcome.FAILED),
-        replace(record(*FINISHED), prompt_key=None),
         record(candidate(0, 0, None)),
     ],
 )
 def test_nothing_is_learned_from_a_group_without_usable_lengths(useless: GroupRecord) -> None:
     documents = Documents()
-    Prompts(documents).learn(useless)
+    Statistics(documents).group_ended(useless)
     assert documents.kept == {}
+
+
+async def test_without_a_key_only_the_data_set_learns() -> None:
+    documents = Documents()
+    statistics = Statistics(documents)
+    statistics.group_ended(replace(record(*FINISHED), prompt_key=None))
+    statistics.flush()
+    assert {kind for kind, _ in documents.kept} == {"profile", "step"}
 
 
 def test_the_key_depends_on_tokens_and_other_inputs() -> None:

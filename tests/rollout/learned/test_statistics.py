@@ -2,25 +2,16 @@
 
 import pytest
 
-from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.policy.lengths import Observation
 from darts_server.rollout.learned.statistics import Dataset, Latency
-from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 pytestmark = pytest.mark.anyio
 
 
-def group(*lengths: int, version: int = 0) -> GroupRecord:
-    candidates = tuple(
-        CandidateRecord(k, n, FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, version, version)
-        for k, n in enumerate(lengths)
-    )
-    return GroupRecord("g", "p", "uniform", len(lengths), Outcome.COMPLETED, candidates, 0.0, 1.0, 0.5)
-
-
 def learned(dataset: Dataset, length: int, groups: int = 3) -> Dataset:
     for version in range(groups):
-        dataset.learn(group(length - 1, length + 1, version=version), None)
+        dataset.learn([Observation(length - 1), Observation(length + 1)], version, None)
     return dataset
 
 
@@ -49,9 +40,9 @@ async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
     together, apart = Dataset(at_once), Dataset(one_by_one)
     for version in range(6):
         for _ in range(8):
-            record = group(10, 20, 40, 80, version=version)
-            together.learn(record, None)
-            apart.learn(record, None)
+            observed = [Observation(tokens) for tokens in (10, 20, 40, 80)]
+            together.learn(observed, version, None)
+            apart.learn(observed, version, None)
             apart.flush()
     together.flush()
     assert at_once.kept == one_by_one.kept
