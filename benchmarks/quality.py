@@ -1,7 +1,6 @@
 """Measure quality scores on the tiny task: how well they predict right answers, and what pruning by them does.
 
     python -m benchmarks.quality
-    python -m benchmarks.quality --quick
 
 For each kind of score a server of its own learns from rewards while nothing is pruned; the policy's weights never
 change. On other problems it is then measured how well the scores separate right trajectories from wrong ones (AUC; 1/2
@@ -81,16 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
     add("--tested", type=int, default=12, help="batches to measure, for each kind (default: %(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="kinds of scores (default: all)")
-    add(
-        "--calibration",
-        choices=("monotone", "paper"),
-        default="monotone",
-        help="how scores are calibrated (default: %(default)s)",
-    )
-    add("--quick", action="store_true", help="6 and 3 batches: too few to conclude anything")
+    calibration_help = "how scores are calibrated (default: %(default)s)"
+    add("--calibration", choices=("monotone", "paper"), default="monotone", help=calibration_help)
     options = parser.parse_args(argv)
-    if options.quick:
-        options.learned, options.tested = 6, 3
     scored: dict[str, Scored] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:

@@ -1,7 +1,6 @@
 """Train the tiny task by GRPO under each policy and each control; compare what is learned and what it costs.
 
     python -m benchmarks.rl
-    python -m benchmarks.rl --quick
     python -m benchmarks.rl --frozen --policies off uniform darts auto
 
 For each start and seed all policies train in turns of a few steps, on the same prompts in the same order. Before its
@@ -55,13 +54,10 @@ from examples.tiny_rl.train_log import Entry, read_log
 
 # Answers have some 30 tokens and runs some 30 steps, so pruning begins earlier than for a large model.
 PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
-QUICK_POLICIES = (BASE, "off, cap 64", "uniform", "darts_cut")
-QUICK_STEPS, QUICK_SEEDS = 12, (0, 1)
 STARTED = Path(__file__).parent / "rl_starts"
 """Models of starts: runs of several sittings, and on several machines, begin with the same weights."""
 EVALUATED = 3  # steps from one evaluation to the next
 LAST_ALONE = 1_000_000  # in place of it: only the last step is evaluated
-QUICK = "Quick: one start, {seeds} seeds, {steps} steps of {policies}. Too few to conclude anything."
 
 
 @dataclass(frozen=True)
@@ -171,8 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             sys.exit("rl: interrupted; the same command continues")
     print(report(plan, options.out))
-    if options.quick:
-        print(QUICK.format(seeds=len(plan.seeds), policies="; ".join(plan.policies), steps=plan.recipe.steps))
     return 0
 
 
@@ -270,20 +264,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.rl", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    quick_help = f"one start, {len(QUICK_POLICIES)} policies, two seeds, {QUICK_STEPS} steps: under ten minutes"
-    add("--quick", action="store_true", help=quick_help)
-    add("--seeds", nargs="+", type=int, metavar="N", help="a run of each policy from each start (default: 0 1 2)")
-    add("--steps", type=int, metavar="N", help="steps of each run (default: 30)")
+    seeds_help = "a run of each policy from each start (default: %(default)s)"
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help=seeds_help)
+    add("--steps", type=int, default=30, metavar="N", help="steps of each run (default: %(default)s)")
     add("--starts", nargs="+", choices=list(STARTS), default=list(STARTS), help="starts (default: all)")
     default = [name for name in every_name() if name not in CARRY_OVER]
     names = f"policies, of: {'; '.join(every_name())} (default: all but the last {len(CARRY_OVER)})"
     add("--policies", nargs="+", choices=every_name(), default=default, metavar="NAME", help=names)
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="for logs and models (default: out/rl, out/rl-quick or out/rl-frozen)",
-    )
+    add("--out", type=Path, metavar="FOLDER", help="for logs and models (default: out/rl or out/rl-frozen)")
     turn_help = (
         "steps of a policy before the next one's turn; with 1 auto learns no training times (default: %(default)s)"
     )
@@ -295,22 +283,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--report", action="store_true", help="run nothing; print the tables of the logs in --out")
     options = parser.parse_args(argv)
-    quick, policies = options.quick, QUICK_POLICIES if options.quick else options.policies
-    if BASE not in policies:
+    if BASE not in options.policies:
         parser.error(f"--policies must include {BASE}, which the others are compared with")
     if options.turn < 1 or EVALUATED % options.turn:
         parser.error(f"--turn must be 1 or {EVALUATED}: evaluations lie between turns, not within")
-    options.out = options.out or Path("out/rl-frozen" if options.frozen else "out/rl-quick" if quick else "out/rl")
-    recipe = Recipe(steps=options.steps or (QUICK_STEPS if quick else 30), held_out_every=EVALUATED)
+    options.out = options.out or Path("out/rl-frozen" if options.frozen else "out/rl")
+    recipe = Recipe(steps=options.steps, held_out_every=EVALUATED)
     if options.frozen:
         recipe = replace(recipe, learning_rate=0.0, held_out_every=LAST_ALONE)
-    options.plan = Plan(
-        starts=("standard",) if quick else options.starts,
-        policies=policies,
-        seeds=options.seeds or (QUICK_SEEDS if quick else (0, 1, 2)),
-        recipe=recipe,
-        turn=options.turn,
-    )
+    options.plan = Plan(options.starts, options.policies, options.seeds, recipe, options.turn)
     return options
 
 
