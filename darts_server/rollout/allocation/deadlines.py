@@ -113,12 +113,12 @@ class Deadlines:
                 # Its length relative to what discards it without a stretch: the bound for an answer that its group
                 # would wait for, and 0 without a deadline. What was cut had become longer than its group would wait
                 # for, unless it was cut at the bound.
-                overrun = 0.0
+                relative_length = 0.0
                 if deadline is not None and bound is not None:  # these two are known together
                     needed = record.completion_length
                     is_needed = needed is None or (c.tokens <= needed and not c.cut)
-                    overrun = c.tokens * record.stretch / (bound if is_needed else deadline)
-                answers.append(Answer(overrun, correct.get(c.index, False), c.cut, c.weight or 1.0))
+                    relative_length = c.tokens * record.stretch / (bound if is_needed else deadline)
+                answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
             losses = losses.with_answers(answers, record.explored, max_lost.answers)
             # Of a group its shortest right answer counts or, without one, its longest once all rewards are there:
             # relative to the bound, which no candidate may exceed whatever its group waits for.
@@ -126,8 +126,8 @@ class Deadlines:
             is_known = record.selected and all(c.cut or c.index in correct for c in record.selected)
             if right or is_known:
                 tokens = min(right) if right else max(c.tokens for c in record.selected)
-                overrun = 0.0 if bound is None else tokens * record.stretch / bound
-                group = Answer(overrun, is_right=bool(right), cut=any(c.cut for c in record.selected))
+                relative_length = 0.0 if bound is None else tokens * record.stretch / bound
+                group = Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in record.selected))
                 self._lost_groups.save(policy, _values(self.lost_groups(policy).with_group(group)))
         if losses != before:
             self._losses.save(policy, _values(losses))
