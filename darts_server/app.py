@@ -143,7 +143,12 @@ async def _serve(
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
-            metrics = ServingMetrics(engine.model_name, lambda: engine.up, lambda: engine.lost)
+            reads: Reads = {
+                "darts_engines_up": lambda: engine.up,
+                "darts_engines_lost": lambda: engine.lost,
+                "darts_decode_steps": lambda: engine.llm.held.steps,
+            }
+            metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
             rooms.batches.restore()
             try:

@@ -24,6 +24,15 @@ Reads = Mapping[str, Callable[..., float | None]]
 Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
 """By name, the text and the labels of gauges, with all values of these."""
 
+ENGINE_GAUGES: Gauges = {
+    "darts_engines_up": ("Engines that take requests.", {}),
+    "darts_engines_lost": (
+        "Engines that were lost since the start; their candidates were started again elsewhere.",
+        {},
+    ),
+    "darts_decode_steps": ("Decode steps since the start; vllm:iteration_tokens_total has several as one.", {}),
+}
+
 
 class Collectors:
     """Create collectors with the label ``model_name``."""
@@ -59,15 +68,11 @@ class Collectors:
 
 
 class ServingMetrics(Collectors):
-    """Measure the event loop, and count engines: those that are ``up``, and those ``lost`` so far."""
+    """Measure the event loop, and read what engines do: ``reads`` has the value of each of `ENGINE_GAUGES`, by name."""
 
-    def __init__(
-        self, model_name: str, up: Callable[[], int], lost: Callable[[], int], registry: CollectorRegistry = REGISTRY
-    ) -> None:
+    def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        what = "Engines that were lost since the start; their candidates were started again elsewhere."
-        gauges: Gauges = {"darts_engines_up": ("Engines that take requests.", {}), "darts_engines_lost": (what, {})}
-        self._read_gauges(gauges, {"darts_engines_up": up, "darts_engines_lost": lost})
+        self._read_gauges(ENGINE_GAUGES, reads)
         lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",

@@ -337,7 +337,7 @@ class HeldRequests:
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self.messages = 0  # that engines have sent
+        self.messages = self.steps = 0  # that engines have sent, and decode steps that these told of
         self._core, self.states, self._names = engine_core, processor.request_states, processor.external_req_ids
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number
@@ -378,6 +378,7 @@ class HeldRequests:
     def _decode(self, frames: Any) -> Report:
         report: Report = self._decode_report(frames)
         self.messages += 1
+        self.steps += len(report.steps)
         self._kept[report.engine_index] += report.kept
         self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
         if self.on_step is not None:

@@ -41,7 +41,7 @@ def ours() -> list[Metric]:
     AccessMetrics("m", registry)
     QualityMetrics("m", defaultdict(lambda: _zero), registry)
     RolloutMetrics("m", defaultdict(lambda: _zero), registry)
-    ServingMetrics("m", _zero, _zero, registry)
+    ServingMetrics("m", defaultdict(lambda: _zero), registry)
     WeightMetrics("m", registry)
     return [metric for collector in registry._collector_to_names for metric in _described(collector)]
 

@@ -319,7 +319,7 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
     assert process.held.tokens(ID) == 5
     assert process.held.tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
-    assert process.held.messages == 2
+    assert (process.held.messages, process.held.steps) == (2, 2)
     await process.add(new_request("resumed"), before=[1, 2, 3])
     assert process.held.tokens("resumed") == 3 + 9
 
