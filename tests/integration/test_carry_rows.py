@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from safetensors.torch import save
 
@@ -129,3 +130,35 @@ async def test_no_prompt_of_a_row_of_batches_is_lost_or_returned_twice(
     log = server.log.read_text()
     for fault in ("never retrieved", "output_handler failed", "Traceback"):
         assert fault not in log, log[log.find(fault) - 3000 :][:9000]
+
+
+@pytest.mark.nightly
+async def test_what_goes_on_is_as_long_and_as_likely_as_what_was_never_stopped(server: Server) -> None:
+    """A group of each of a thousand prompts, with carry-over and without, compared prompt by prompt."""
+    rng, batches, most = Random(5), 20, 160
+    texts = [sample_problem(rng).prompt for _ in range(1000)]
+    prompts = [{"text": text, "key": f"samples/{i}"} for i, text in enumerate(texts)]
+    common = {"group_size": SIZE, "sampling": {"max_tokens": most, "logprobs": True}, "policy": {"name": "off"}}
+    found: list[dict[str, list[float]]] = [{}, {}]  # by key: mean length, its square, share truncated, log-prob
+    went_on = 0
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        for number in range(batches):
+            new = prompts[number::batches]
+            carry: dict[str, object] = {"carry": "resume", "carried": True}
+            if number < batches - 1:  # the last one returns all that are left
+                carry["num_groups"] = len(new) if number else len(new) // 2
+            for place, more in enumerate((dict[str, object](), carry)):
+                answer = await client.post("/darts/v1/rollouts", json={"prompts": new, **common, **more})
+                assert answer.status_code == 200, answer.text
+                sent = {prompt["key"] for prompt in new}
+                for group in answer.json()["groups"]:
+                    went_on += group["prompt_key"] not in sent
+                    lengths = np.array([each["length"] for each in group["trajectories"]])
+                    logprobs = [sum(each["logprobs"]) for each in group["trajectories"]]
+                    means = lengths.mean(), (lengths**2).mean(), (lengths == most).mean(), np.mean(logprobs)
+                    found[place][group["prompt_key"]] = [float(mean) for mean in means]
+    plain, resumed = (np.array([found[place][prompt["key"]] for prompt in prompts]) for place in range(2))
+    differences = resumed - plain
+    scores = differences.mean(axis=0) / (differences.std(axis=0, ddof=1) / np.sqrt(len(prompts)) + 1e-12)
+    assert went_on > 300, "of these half of the prompts were deferred"
+    assert np.abs(scores).max() < 4.5, scores

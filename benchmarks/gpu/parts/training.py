@@ -35,7 +35,7 @@ STALENESS = 4
 """Steps for which tokens are kept, as by default."""
 MARGIN = 1.15
 """Time of a step beyond the prediction."""
-FEWEST = 5
+FEWEST = 6
 """Methods that lengths are divided for; the others get the remaining time."""
 
 
@@ -50,6 +50,7 @@ class Method:
 
 METHODS = {
     "off": Method(),
+    "auto": Method(AUTO),
     "resume": Method(OFF, 1.5, Carry.RESUME),
     "auto, resume": Method(AUTO, 1.5, Carry.RESUME),
     "cap, resume": Method("cap", 1.5, Carry.RESUME),
