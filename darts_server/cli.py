@@ -128,7 +128,7 @@ def _version(_: list[str]) -> int:
 
 
 def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tuple[settings.Settings, list[str]] | None:
-    """Return our settings, and the remaining arguments for vLLM; ``None`` if the help was asked for and printed.
+    """Return our settings, and the remaining arguments for vLLM; ``None`` if the help was printed.
 
     Raises:
         InvalidSetting

@@ -170,7 +170,7 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
 
 
 def check_policy(settings: Settings) -> Finding:
-    """Check whether something is asked for that the default policy does not do."""
+    """Check whether a setting needs something that the default policy does not do."""
     rules = set(settings.auto_allow.split(",")) - {"resume", "restart"}
     if settings.policy == "auto" and not rules and settings.group_size is not None:
         return warn(

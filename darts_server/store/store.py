@@ -28,7 +28,7 @@ _TABLES = (
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
 )
 _CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
-"""Which files of earlier versions do not have."""
+"""Created at its first use, as files of earlier versions have none."""
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
@@ -70,7 +70,7 @@ class Store(AbstractContextManager["Store"]):
         """Why nothing can be written at present; None if the last write succeeded."""
         self._check = check
         self._limit = max_in_memory if folder is None else math.inf
-        self._lock = threading.Lock()  # of what is in memory; nobody holds it while waiting for the disk
+        self._lock = threading.Lock()  # of what is in memory; never held while waiting for the disk
         self._write_lock = threading.Lock()  # of the file, and of a restore; taken before the other lock
         self._texts = _Texts(OrderedDict)
         self._unwritten: dict[Name, str] = {}
@@ -86,8 +86,6 @@ class Store(AbstractContextManager["Store"]):
             try:
                 self._inode = self._path.stat().st_ino
                 self._read(self._connection)
-                with self._transaction() as connection:
-                    connection.execute(_CARRIED)
             except BaseException:
                 self._connection.close()
                 raise
@@ -206,6 +204,7 @@ class Store(AbstractContextManager["Store"]):
             StateError: nothing was changed; there is no folder, for example.
         """
         with self._write_lock, self._transaction() as connection:
+            connection.execute(_CARRIED)
             rows = ((value, checksum("carried", "", value)) for value in values)
             connection.executemany("INSERT INTO carried (value, crc) VALUES (?, ?)", rows)
 
@@ -218,6 +217,7 @@ class Store(AbstractContextManager["Store"]):
             StateError: nothing was removed.
         """
         with self._write_lock, self._transaction() as connection:
+            connection.execute(_CARRIED)
             taken: list[bytes | StateDamaged] = [
                 value
                 if isinstance(value, bytes) and checksum("carried", "", value) == crc

@@ -337,7 +337,7 @@ class HeldRequests:
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self.messages = self.steps = 0  # that engines have sent, and decode steps that these told of
+        self.messages = self.steps = 0  # that engines have sent, and the decode steps in them
         self._core, self.states, self._names = engine_core, processor.request_states, processor.external_req_ids
         self._numbers = count(1)
         self._counts: dict[int, int] = {}  # of running requests, by number

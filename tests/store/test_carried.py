@@ -53,13 +53,6 @@ def test_what_was_added_is_there_after_a_kill(tmp_path: Path) -> None:
         assert store.take_carried() == [b"x" * i for i in range(20)]
 
 
-def test_a_file_of_an_earlier_version_that_has_no_room_for_it_gets_some(store: Store, tmp_path: Path) -> None:
-    connection(store).execute("DROP TABLE carried")
-    with Store(tmp_path) as other:
-        other.add_carried([b"x"])
-        assert other.take_carried() == [b"x"]
-
-
 def test_without_a_folder_there_is_nowhere_to_keep_it() -> None:
     with Store() as store, pytest.raises(StateError, match="without --state-dir"):
         store.add_carried([b"x"])

@@ -138,7 +138,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             self._make_room(key.owner, key.body_bytes)
             durable = self._durable[key] = _DurableBatch(key, key.body_bytes)
             durable.opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, durable))
-            # Its failure is then known to asyncio, also if nobody waits for it any more.
+            # Its failure is then known to asyncio, also if no caller waits for it any more.
             durable.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif durable.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
