@@ -1,7 +1,7 @@
 """What observers get: records of candidates, groups, cohorts, returned trajectories and weight updates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
@@ -193,6 +193,8 @@ class CohortRecord:
     ``reduced``: whether a group gave up candidates because of the load. ``returned``, ``cut``: returned trajectories,
     and those of them that were cut at the deadline; ``truncated``: those that reached their token limit.
     ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: of any candidate.
+    ``resumed_tokens``: that its candidates went on from; ``new_tokens``: that they have generated then.
+    ``returned_lengths``: of the returned trajectories of each group that returned any.
     """
 
     policy: str
@@ -215,12 +217,17 @@ class CohortRecord:
     max_tokens: int | None = None
     longest: int = 0
     stale_tokens: int = 0
+    resumed_tokens: int = 0
+    new_tokens: int = 0
+    returned_lengths: list[list[int]] = field(default_factory=list)
 
     def add(self, group: GroupRecord) -> None:
         """Add a group that has ended."""
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.stale_tokens += group.stale_tokens
+        self.resumed_tokens += sum(c.resumed for c in group.candidates)
+        self.new_tokens += sum(c.tokens - c.resumed for c in group.candidates)
         given_up = sum(c.reason is DiscardReason.LOAD for c in group.candidates)
         self.candidates += len(group.candidates) - given_up
         self.reduced |= given_up > 0
@@ -233,6 +240,8 @@ class CohortRecord:
         if truncated:
             self.max_tokens = max(self.max_tokens or 0, *truncated)
         self.longest = max([self.longest, *(c.tokens for c in group.candidates)])
+        if group.selected:
+            self.returned_lengths.append([c.tokens for c in group.selected])
 
 
 @dataclass(frozen=True, slots=True)

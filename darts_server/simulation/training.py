@@ -8,7 +8,7 @@ import numpy as np
 
 from darts_server.policy.auto import chooser
 from darts_server.policy.auto.chooser import Choice
-from darts_server.policy.auto.options import Auto
+from darts_server.policy.auto.options import Auto, AutoLimits
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import RecentCompletionLengths
 from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
@@ -141,7 +141,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     if policy.start == 1:  # nothing is carried over
         first = warm_up = WARM_UP
     count = policy.cycle * ceil(candidates.steps / policy.cycle)
-    steps, waiting, fresh, ahead = [], list[Prompt](), first * needed, 1.0
+    steps, waiting, fresh, state = [], list[Prompt](), first * needed, AutoState()
     for number in range(first, warm_up + count):
         # Those that start again, those that go on waiting, and how many new ones start.
         again, waiting, more = waiting, [], round(policy.start * needed) - len(waiting)
@@ -154,8 +154,9 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         if policy.long_first:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
-            begun = chooser.begin_with(needed, len(batch), ahead)
-            batch, waiting = batch[:begun], [*batch[begun:], *waiting]
+            limits = AutoLimits(most_stale=policy.most_stale)
+            choice = chooser.choose_resuming(Auto(limits, ()), state, needed, len(batch))
+            batch, waiting = batch[: choice.begun], [*batch[choice.begun :], *waiting]
         enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)
         steps.append(step)
@@ -171,8 +172,17 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
             else:
                 waiting.append(Prompt(prompt.number, prompt.attempt + 1))
         if policy.most_stale is not None:
-            stale = step.stale_tokens / max(1.0, float(step.rollout.returned.sum()))
-            ahead = chooser.next_ahead(ahead, stale, policy.most_stale)
+            rows = np.flatnonzero(step.rollout.returned.any(axis=1))
+            lengths = step.rollout.returned[rows].astype(np.int64).tolist()
+            measured = chooser.MeasuredResuming(
+                lengths,
+                round(float(step.batch.prompt_tokens.mean())),
+                step.stale_tokens,
+                0 if step.batch.done is None else int(step.batch.done.sum()),
+                int(step.rollout.generated.sum()),
+                step.rollout.seconds,
+            )
+            state = chooser.learn_resuming(state, choice, policy.most_stale, measured, candidates.machine)
     return steps[-count:]
 
 

@@ -29,8 +29,8 @@ from darts_server.rollout.plan import Planner
 from darts_server.types import AUTO, OFF, FinishReason, PromptSpec
 from darts_server.vllm.prompt_request import PromptRequest
 
-STEPS, SETTLED = 8, 2
-"""Steps of each method, and those at its beginning that are not counted: no prompt has waited yet."""
+STEPS, SETTLED = 12, 6
+"""Steps of each method, and those at its beginning that are not counted: prompts wait first, and `auto` learns."""
 STALENESS = 4
 """Steps for which tokens are kept, as by default."""
 MARGIN = 1.15

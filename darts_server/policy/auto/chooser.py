@@ -20,6 +20,7 @@ from math import exp, inf, log, sqrt
 import numpy as np
 
 from darts_server.policy.auto.options import (
+    AHEAD,
     CUTTING,
     RESTART,
     RESUME,
@@ -33,13 +34,17 @@ from darts_server.policy.auto.options import (
 from darts_server.policy.auto.state import MEANS, MOST, TRAINED, AutoState, MeasuredErrors
 from darts_server.policy.checks import LARGEST
 from darts_server.policy.deadline import MIN_GROUPS
-from darts_server.policy.simulation.batch import BatchPlan
+from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.engines import Machine
-from darts_server.policy.simulation.forecast import MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
+from darts_server.policy.simulation.forecast import LONGEST, MAX_SAMPLES, Expectation, Forecast, forecast, limit_of
+from darts_server.policy.simulation.rollout import simulate
 from darts_server.types import OFF
 
 MIN_OFF = 1
 """Batches of ``off`` that are forecast and measured before anything else is chosen."""
+MIN_AHEAD = 3
+"""Batches that run more than they need and are measured before fewer may be chosen: one alone says little, and the
+first ones have not yet carried over as many long prompts as later ones."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent. Where something
 else was chosen last, exploration aside, it must only not be slower: near the edge one should not go back and forth."""
@@ -147,6 +152,22 @@ class Measured:
     truncated: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredResuming:
+    """What came of a batch whose prompts go on later. ``returned``: lengths of the trajectories of each returned group.
+
+    ``prompt_tokens``: of a prompt, on average. Tokens, ``stale``: of older weights among the returned ones;
+    ``resumed``: that candidates went on from; ``generated``: then. ``seconds``: 0 if they do not count.
+    """
+
+    returned: Sequence[Sequence[int]]
+    prompt_tokens: int
+    stale: int
+    resumed: int
+    generated: int
+    seconds: float
+
+
 def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
     """Choose what is done with a batch that needs no forecast, or is too small or large for one; else ``None``."""
     if not auto.forecasts:
@@ -162,30 +183,67 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> 
     """Choose how many of the ``offered`` prompts run, where those that are not ``needed`` go on in a later batch.
 
     Nothing that is generated is lost then, and the more run at once the fewer steps wait for a long one. What it costs
-    are tokens of older weights among those that are returned. See `next_ahead`.
+    are tokens of older weights among those that are returned, and larger batches with more to prefill, which brings
+    nothing where nearly all trajectories are of the same length. So the first batch runs what is needed, the next ones
+    more, and what is expected to be faster is chosen, see `learn_resuming`. ``state``: of batches of this kind alone.
     """
-    limits, begun = auto.limits, offered
+    limits, begun, explores, why = auto.limits, offered, False, ""
     if RESUME in limits.allow:
-        begun = begin_with(needed, offered, state.ahead if limits.most_stale else 0.0)
-    reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned"
-    return Choice(UNSHAPED, reason, num_groups=needed, begun=begun)
+        begun = min(offered, needed + round(state.ahead * max(0, offered - needed))) if limits.most_stale else needed
+    if RESUME in limits.allow and begun > needed:
+        if not state.batches:
+            best = OFF
+        elif not state.count(OFF) or state.count(AHEAD) < MIN_AHEAD:
+            best = AHEAD
+        else:
+            longer = state.expect("error", AHEAD) - state.expect("error", OFF)
+            best = AHEAD if longer < (-MARGIN if state.chosen == OFF else 0.0) else OFF
+            why = f"; more than are needed take {exp(longer):.2f} of the time"
+            # In the first batch after a change prompts are carried over from the other kind: only the second one tells.
+            other = OFF if best == AHEAD else AHEAD
+            if explores := bool(state.explored % 2) or (
+                state.explored + 2 <= limits.exploration * (state.batches + 1)
+                and (
+                    abs(longer) < UNSURE * state.uncertainty(AHEAD)
+                    or state.batches - state.last(other) >= LONGEST_WITHOUT_OFF
+                )
+            ):
+                best, why = other, f"{why}; explored"
+        begun = begun if best == AHEAD else needed
+    reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned{why}"
+    return Choice(UNSHAPED, reason, explores=explores, num_groups=needed, begun=begun)
 
 
-def begin_with(needed: int, offered: int, ahead: float) -> int:
-    """Return how many of the ``offered`` prompts are started for ``needed`` groups; ``ahead``: by `next_ahead`."""
-    return min(offered, needed + round(ahead * max(0, offered - needed)))
+def learn_resuming(
+    state: AutoState, choice: Choice, most_stale: float, measured: MeasuredResuming, machine: Machine | None
+) -> AutoState:
+    """Learn from a batch of `choose_resuming` that has ended.
 
+    ``ahead``, the share to start of what the next batch offers beyond the needed prompts, follows the share of older
+    tokens, so that it stays below the user's limit on average over batches. All are started at first.
 
-def next_ahead(ahead: float, stale: float, most_stale: float) -> float:
-    """Return the share to start of what the next batch offers, 0 to 1, from that of a batch that has ended.
-
-    So that the share of older tokens stays below the user's limit, on average over batches. All are started at first.
-    ``stale``: share of its returned tokens that older weights have generated. ``most_stale``: the limit.
+    The seconds of a generated token are compared with those that the model says for the same trajectories where their
+    groups start and end in one batch: batches differ by much more in what they return than in that ratio.
     """
-    if most_stale <= 0:
-        return 0.0
-    factor = MOST_CHANGE if stale <= 0 else min(max(most_stale / stale, LEAST_CHANGE), MOST_CHANGE)
-    return min(max(ahead * factor, FEWEST_AHEAD), 1.0)
+    assert choice.begun is not None
+    assert choice.num_groups is not None
+    name = AHEAD if choice.begun > choice.num_groups else OFF
+    batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
+    state = replace(state, batches=batches, explored=explored, chosen=state.chosen if choice.explores else name)
+    if not measured.returned:
+        return state
+    tokens, stale = sum(map(sum, measured.returned)), measured.stale
+    factor = min(max(most_stale * tokens / stale, LEAST_CHANGE), MOST_CHANGE) if stale else MOST_CHANGE
+    state = replace(state, ahead=min(max(state.ahead * factor, FEWEST_AHEAD), 1.0))
+    # What was carried over makes a batch quick that runs no more than it needs, and the first that runs more has none.
+    if not (measured.seconds and measured.generated and machine) or (name == AHEAD) != (measured.resumed > 0):
+        return state
+    lengths = np.asarray(sorted(measured.returned, key=sum, reverse=True))
+    prompts, size = np.full(len(lengths), measured.prompt_tokens), lengths.shape[1]
+    batch = Batch(prompts, lengths, np.zeros_like(lengths, np.float64), LONGEST)
+    off_seconds = simulate(batch, BatchPlan(size, [size] * len(lengths)), machine).seconds
+    error = log(measured.seconds / measured.generated * tokens / off_seconds)
+    return state.with_measured(MeasuredErrors(state.batches, name, min(max(error, -MOST), MOST), 0.0))
 
 
 def choose(

@@ -16,6 +16,8 @@ RESTART = "restart"
 all groups are complete, under each of them and `OFF`."""
 RESUME = "resume"
 """May be allowed beside them: where deferred prompts go on from what they have, it chooses how many are started."""
+AHEAD = "ahead"
+"""Name under which batches are measured in which more prompts run than are needed, and the others go on later."""
 CUTTING = ("cut", "cap", "limit")
 """Rules that cut trajectories that would have ended."""
 DEFERRING = " deferring"

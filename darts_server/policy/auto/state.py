@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from darts_server.policy.auto.errors import Errors
+from darts_server.policy.auto.options import AHEAD
 from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 from darts_server.types import OFF
 
@@ -22,7 +23,7 @@ MEANS = 256
 """Prompts whose mean lengths stand for those of new ones, at most."""
 MEASURED, KEPT_OFF = 64, 4
 """Newest batches that show by how much forecasts are wrong; the last few of ``off``, with which all others are
-compared, are among them however old they are."""
+compared, and of `AHEAD`, which is compared with it, are among them however old they are."""
 OUTLIER, FEW = 3.0, 3
 """Standard deviations by which a measurement counts as different at most, once there are a few."""
 MOST = 5.0
@@ -67,8 +68,8 @@ class AutoState:
     the newest batches. ``means``: mean lengths of the newest prompts. ``max_tokens``: at which trajectories were
     truncated; ``None`` if none was. ``truncated``: share of those of ``off`` that were, each batch counting half as
     much as the next. ``measured``: `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which
-    share of the user's limits batches were below them so far, times their groups; negative: above them. ``ahead``: see
-    `next_ahead`.
+    share of the user's limits batches were below them so far, times their groups; negative: above them. ``ahead``: of
+    the prompts that are offered beyond those that are needed, the share to start, see `chooser.learn_resuming`.
     """
 
     batches: int = 0
@@ -142,8 +143,9 @@ class AutoState:
             found = replace(found, **usual)
         measured = [*self.measured, found]
         if len(measured) > MEASURED:
-            off = [index for index, one in enumerate(measured) if one.name == OFF][-KEPT_OFF:]
-            del measured[next(index for index in range(len(measured)) if index not in off)]
+            compared = [[i for i, one in enumerate(measured) if one.name == name][-KEPT_OFF:] for name in (OFF, AHEAD)]
+            kept = {i for each in compared for i in each}
+            del measured[next(index for index in range(len(measured)) if index not in kept)]
         return replace(self, measured=measured)
 
     def training_seconds(self, tokens: float) -> float:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from anyio import CapacityLimiter
@@ -12,22 +12,23 @@ from darts_server.engine.port import RequestTokens
 from darts_server.policy.auto.chooser import (
     Choice,
     Measured,
+    MeasuredResuming,
     begin,
     choose,
     choose_by_size,
     choose_resuming,
     hindsight,
     learn,
+    learn_resuming,
     learn_training,
     needs_hindsight,
-    next_ahead,
 )
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.simulation.forecast import MAX_SAMPLES
 from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.deadlines import Deadlines
 from darts_server.rollout.learned.documents import StoredValues, json_kind
-from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics
+from darts_server.rollout.learned.statistics import MIN_COHORT, Statistics, mean_prompt
 from darts_server.rollout.plan import Plan
 
 STATE = json_kind("auto", lambda value: AutoState(**value))
@@ -44,8 +45,9 @@ class _Activity:
     ``idle_since``: when the last one ended; ``None`` while one runs, and where the time from then on is no training.
     ``most_samples``: of a batch, for which forecasts have time. ``not_forecast``: the last cohort that has ended
     without a forecast: its choice, the keys of its prompts, their tokens, with how many groups it ended, and what was
-    measured. Only ``running`` and ``most_samples`` outlive a restore of learned state: what is restored may be of
-    another training run.
+    measured. ``resumed``: cohorts whose prompts go on later and that have ended since the last such choice. Only
+    ``running`` and ``most_samples`` outlive a restore of learned state: what is restored may be of another training
+    run.
     """
 
     running: int = 0
@@ -53,6 +55,7 @@ class _Activity:
     idle_since: float | None = None
     most_samples: int = MAX_SAMPLES
     not_forecast: tuple[Choice, Sequence[str], Sequence[RequestTokens], int, Measured] | None = None
+    resumed: list[tuple[Choice, MeasuredResuming]] = field(default_factory=list)
 
 
 class AutoCohorts:
@@ -77,9 +80,9 @@ class AutoCohorts:
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
         self._generation = statistics.documents.generation()
 
-    def state(self, size: int) -> AutoState:
-        """What was learned about groups of ``size``."""
-        return self._states.load(str(size)) or AutoState()
+    def state(self, size: int, resumes: bool = False) -> AutoState:
+        """What was learned about groups of ``size``, in batches whose prompts go on later, or in others."""
+        return self._states.load(f"{size} resumed" if resumes else str(size)) or AutoState()
 
     async def choose(
         self,
@@ -101,7 +104,10 @@ class AutoCohorts:
         if plan.auto is None:
             return None
         if resumes:
-            return choose_resuming(plan.auto, self.state(size), enough or min_groups or len(keys), len(keys))
+            await self._learn_resumed(size, plan.auto.limits.most_stale)
+            return choose_resuming(
+                plan.auto, self.state(size, resumes=True), enough or min_groups or len(keys), len(keys)
+            )
         if (choice := choose_by_size(plan.auto, size, len(keys))) is not None:
             return replace(choice, num_groups=enough)
         auto = plan.auto.with_deadlines(
@@ -171,14 +177,23 @@ class AutoCohorts:
             self._save(size, begin(state, replace(choice, explores=choice.explores or record.explored)))
 
         def end() -> None:
-            if resumes and record.returned_tokens:  # how many prompts to start of the next batch
-                state = self.state(size)
-                stale = record.stale_tokens / record.returned_tokens
-                self._save(size, replace(state, ahead=next_ahead(state.ahead, stale, auto.limits.most_stale)))
+            enough = choice.num_groups or record.groups
+            is_complete = record.completed >= enough
+            # While the gate is closed, the engines are paused or run empty.
+            was_open = opening is not None and self._opening() == opening
+            if resumes:
+                found = MeasuredResuming(
+                    record.returned_lengths,
+                    mean_prompt(tokens),
+                    record.stale_tokens,
+                    record.resumed_tokens,
+                    record.new_tokens,
+                    record.measured_seconds if is_complete and was_open else 0.0,
+                )
+                activity.resumed.append((choice, found))
             if generation is None:
                 return
-            is_current, enough = generation == self._forget_replaced(), choice.num_groups or record.groups
-            is_complete = record.completed >= enough
+            is_current = generation == self._forget_replaced()
             activity.running -= 1
             if not is_current:  # learned state was restored meanwhile
                 return
@@ -187,8 +202,6 @@ class AutoCohorts:
                 activity.idle_since = self._clock()
             # Where too few are admitted, groups get fewer candidates than they were allocated.
             is_full = planned is not None and (choice.num_groups is not None or record.candidates >= planned)
-            # While the gate is closed, the engines are paused or run empty.
-            was_open = opening is not None and self._opening() == opening
             if not (is_complete and is_full and was_open) or record.reduced or record.interrupted:
                 return
             stats, returned = [self._statistics.prompts.load(key) for key in keys], max(record.returned, 1)
@@ -208,13 +221,25 @@ class AutoCohorts:
 
         return start, end
 
+    async def _learn_resumed(self, size: int, most_stale: float) -> None:
+        """Learn from the cohorts that have ended since the last choice for one whose prompts go on later."""
+        generation, activity = self._forget_replaced(), self._activities[size]
+        ended, activity.resumed = activity.resumed, []
+        machine = self._statistics.latency.machine()
+        for choice, found in ended:
+            known = (self.state(size, resumes=True), choice, most_stale, found, machine)
+            state = await run_sync(learn_resuming, *known, limiter=self._one_at_a_time)
+            if self._forget_replaced() == generation:
+                self._save(size, state, resumes=True)
+
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
         if self._generation != (generation := self._statistics.documents.generation()):
             self._generation = generation
             for activity in self._activities.values():
                 activity.returned, activity.idle_since, activity.not_forecast = 0.0, None, None
+                activity.resumed = []
         return generation
 
-    def _save(self, size: int, state: AutoState) -> None:
-        self._states.save(str(size), asdict(state))
+    def _save(self, size: int, state: AutoState, resumes: bool = False) -> None:
+        self._states.save(f"{size} resumed" if resumes else str(size), asdict(state))

@@ -327,7 +327,7 @@ class Statistics:
             self.dataset.profile.quantiles(RATIOS),
             recent,
             rng,
-            max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1,
+            mean_prompt(tokens),
             max(limits) if limits and len(limits) == len(tokens) else max_tokens,
         )
 
@@ -335,3 +335,8 @@ class Statistics:
         """Write everything that is pending to ``documents``."""
         self.dataset.flush()
         self.latency.flush()
+
+
+def mean_prompt(tokens: Sequence[RequestTokens]) -> int:
+    """Return the tokens of a prompt, on average; 1 if nothing is known."""
+    return max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1

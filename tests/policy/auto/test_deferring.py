@@ -1,6 +1,7 @@
 """With how many complete groups `auto` lets a batch end whose caller can defer prompts, and how many run ahead."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import exp
 
 import numpy as np
 import pytest
@@ -8,14 +9,14 @@ import pytest
 from darts_server.policy.auto.chooser import (
     FEWEST_AHEAD,
     Choice,
+    MeasuredResuming,
     begin,
-    begin_with,
     choose,
     choose_resuming,
     learn,
-    next_ahead,
+    learn_resuming,
 )
-from darts_server.policy.auto.options import RESTART, UNSHAPED, Auto, AutoLimits, build_auto
+from darts_server.policy.auto.options import AHEAD, RESTART, UNSHAPED, Auto, AutoLimits, build_auto
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -133,21 +134,107 @@ def test_deferring_that_loses_is_given_up_and_all_groups_are_waited_for() -> Non
 # --- prompts that go on later from what they have ------------------------------
 
 
-def test_a_share_of_what_is_offered_beyond_the_needed_prompts_is_started() -> None:
-    assert [begin_with(16, 24, ahead) for ahead in (0.0, 0.5, 1.0)] == [16, 20, 24]
-    assert begin_with(16, 16, 1.0) == begin_with(16, 16, 0.0) == 16
-    assert begin_with(16, 10, 1.0) == 10, "no more than there are"
+@dataclass
+class Training:
+    """Batches of which 16 of 24 groups of 4 are needed, one after the other.
+
+    One that runs what is needed takes 1 second, one that runs more ``ahead`` seconds; all return 100 tokens each. Of
+    those ``stale`` are of older weights, for each prompt that ran ahead.
+    """
+
+    ahead: float
+    limits: AutoLimits = field(default_factory=AutoLimits)
+    stale: int = 0
+    noise: float = 0.0
+    state: AutoState = field(default_factory=AutoState)
+    carries: bool = False
+    choices: list[Choice] = field(default_factory=list)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def run(self, batches: int) -> str:
+        """Return which of the batches ran ahead, as 0 and 1."""
+        self.choices.clear()
+        for _ in range(batches):
+            choice = choose_resuming(Auto(self.limits, ()), self.state, 16, 24)
+            self.choices.append(choice)
+            more = int(choice.begun or 0) - 16
+            seconds = (self.ahead if more else 1.0) * exp(self.noise * self.rng.standard_normal())
+            measured = MeasuredResuming([[100] * 4] * 16, 1, self.stale * more, int(self.carries), 6400, seconds)
+            self.state = learn_resuming(self.state, choice, self.limits.most_stale, measured, EMPTY)
+            self.carries = more > 0
+        return "".join(str(int(choice.begun != 16)) for choice in self.choices)
 
 
-def test_it_follows_the_share_of_older_tokens_to_the_limit_and_back() -> None:
-    ahead = 1.0
-    for _ in range(20):  # the more are started, the more tokens are old
-        ahead = next_ahead(ahead, 0.8 * ahead, 0.4)
-    assert ahead == pytest.approx(0.5)
-    assert next_ahead(0.5, 0.0, 0.4) > 0.5, "nothing was old"
-    assert next_ahead(0.9, 0.1, 0.4) == 1.0
-    assert next_ahead(FEWEST_AHEAD, 1.0, 0.4) == FEWEST_AHEAD, "else nothing would be learned any more"
-    assert next_ahead(1.0, 0.0, 0.0) == 0.0, "no old token is allowed"
+def test_the_first_batch_runs_what_is_needed_and_the_next_ones_all() -> None:
+    training = Training(ahead=0.5)
+    assert training.run(5) == "01111"
+    assert [choice.begun for choice in training.choices] == [16, 24, 24, 24, 24]
+    assert training.choices[-1].reason == "24 of 24 prompts run, and the first 16 groups are returned"
+    training.run(1)
+    assert "; more than are needed take 0.5" in training.choices[0].reason
+
+
+@pytest.mark.parametrize("ahead", [0.45, 0.7, 0.9])
+def test_more_than_are_needed_run_where_that_is_faster(ahead: float) -> None:
+    training = Training(ahead, noise=0.05)
+    training.run(5)
+    assert training.run(40).count("1") >= 38
+
+
+@pytest.mark.parametrize("ahead", [1.08, 1.2, 2.0])
+def test_no_more_than_are_needed_run_where_that_is_slower(ahead: float) -> None:
+    training = Training(ahead, noise=0.02)
+    training.run(5)
+    assert training.run(60).count("1") <= 4, "but for those that are explored"
+
+
+def test_what_is_near_is_measured_again_in_two_batches_of_which_the_second_counts() -> None:
+    training = Training(1.05, AutoLimits(exploration=0.1), noise=0.02)
+    ran = training.run(60)
+    explored = "".join(str(int(choice.explores)) for choice in training.choices)
+    assert ran[5:] == explored[5:]
+    assert set(explored.rstrip("1").replace("0", " ").split()) == {"11"}
+    assert 0 < explored.count("1") <= 0.1 * 60
+    first = explored.index("1")
+    state = training.state
+    assert [one.batch for one in state.measured if one.name == AHEAD and one.batch > first] != [], "it was measured"
+    assert first + 1 not in [one.batch for one in state.measured], "nothing was carried over into the first one"
+
+
+def test_without_exploration_nothing_is_tried_again() -> None:
+    training = Training(1.2, AutoLimits(exploration=0.0))
+    assert training.run(80) == "01111" + 75 * "0", "also where what was measured first is no longer kept"
+
+
+def test_what_changes_is_noticed() -> None:
+    training = Training(0.8, AutoLimits(exploration=0.2))
+    training.run(20)
+    training.ahead = 1.3
+    training.run(20)
+    assert training.run(20).count("1") <= 6
+
+
+def test_it_follows_the_share_of_older_tokens_to_the_limit() -> None:
+    training = Training(0.5, AutoLimits(most_stale=0.25), stale=400)  # of 6,400 that are returned
+    training.run(40)
+    assert [choice.begun for choice in training.choices[-3:]] == [20] * 3
+
+
+def test_nothing_is_learned_of_batches_that_return_nothing_or_whose_seconds_do_not_count() -> None:
+    choice = choose_resuming(Auto(AutoLimits(), ()), AutoState(ahead=0.5), 16, 24)
+    for returned, seconds, machine in (([], 1.0, EMPTY), ([[5]], 0.0, EMPTY), ([[5]], 1.0, None)):
+        state = learn_resuming(AutoState(), choice, 0.5, MeasuredResuming(returned, 1, 0, 0, 5, seconds), machine)
+        assert (state.batches, state.measured) == (1, ())
+        assert choose_resuming(Auto(AutoLimits(), ()), state, 16, 24).begun == 24, "nothing says that it is slower"
+
+
+def test_few_are_started_where_most_tokens_are_old_and_more_again_later() -> None:
+    training = Training(0.5, AutoLimits(most_stale=0.01), stale=800)
+    training.run(30)
+    assert FEWEST_AHEAD <= training.state.ahead < 0.2
+    training.stale = 0
+    training.run(30)
+    assert training.state.ahead == 1.0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +246,12 @@ def test_it_follows_the_share_of_older_tokens_to_the_limit_and_back() -> None:
     ],
 )
 def test_what_the_user_allows_says_how_many_run(limits: AutoLimits, begun: int) -> None:
-    choice = choose_resuming(Auto(limits, ()), AutoState(ahead=0.5), 16, 24)
+    choice = choose_resuming(Auto(limits, ()), AutoState(batches=1, ahead=0.5), 16, 24)
     assert (choice.begun, choice.num_groups) == (begun, 16)
     assert choice.option.shaping is None
     assert choice.reason == f"{begun} of 24 prompts run, and the first 16 groups are returned"
+
+
+def test_no_more_run_than_are_offered() -> None:
+    choices = [choose_resuming(Auto(AutoLimits(), ()), AutoState(batches=1), 16, n) for n in (10, 16)]
+    assert [choice.begun for choice in choices] == [10, 16]

@@ -20,7 +20,7 @@ from darts_server.records import CohortRecord, applied_policy
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
-from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome
+from darts_server.types import AUTO, DiscardReason, FinishReason, MaxLost, Outcome, RequestOptions
 from tests.rollout.helpers import Harness, collect
 
 pytestmark = pytest.mark.anyio
@@ -380,3 +380,51 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
         made.engine.now += 7
     assert learned(made).batches == 2
     assert len(learned(made).training) == 1
+
+
+async def resuming(made: Harness, batches: int, ahead: float, *, closes: bool = False, complete: int = 12) -> list[int]:
+    """Return how many of 18 prompts run in batches that need 12 and take 60 s, or ``ahead`` times as long with more.
+
+    ``closes``: whether the gate closes meanwhile. ``complete``: groups.
+    """
+    auto, names, begun = made.rollouts.allocator.auto, names_of("resumed", 18), list[int]()
+    plan, tokens = made.rollouts.planner.plan(SIZE, RequestOptions(AUTO), in_batch=True), [UNKNOWN_TOKENS] * len(names)
+    assert plan is not None
+    for _ in range(batches):
+        choice = await auto.choose(plan, names, tokens, 12, resumes=True)
+        assert choice is not None
+        assert choice.begun is not None
+        record = CohortRecord(AUTO, len(names), SIZE)
+        begin, end = auto.follow(plan, names, tokens, choice, record, None)
+        begin()
+        if closes:
+            made.rollouts.gate.close()
+            made.rollouts.gate.open()
+        record.returned_lengths, record.new_tokens, record.completed = [[60] * SIZE] * 12, 12 * SIZE * 60, complete
+        record.returned_tokens, record.resumed_tokens = record.new_tokens, int(bool(begun) and begun[-1] > 12)
+        record.measured_seconds = 60.0 * (ahead if choice.begun > 12 else 1.0)
+        end()
+        begun.append(choice.begun)
+    return begun
+
+
+@pytest.mark.parametrize(("ahead", "later"), [(0.8, 18), (1.25, 12)])
+async def test_as_many_prompts_run_as_are_faster_where_the_others_go_on_later(ahead: float, later: int) -> None:
+    made = harness(AutoLimits())
+    assert await resuming(made, 5, ahead) == [12, 18, 18, 18, 18]
+    assert await resuming(made, 8, ahead) == [later] * 8
+    assert made.rollouts.allocator.auto.state(SIZE) == AutoState(), "other batches are not compared with them"
+
+
+@pytest.mark.parametrize("trouble", [{"closes": True}, {"complete": 11}])
+async def test_batches_that_were_paused_or_cancelled_do_not_say_what_is_faster(trouble: dict[str, Any]) -> None:
+    made = harness(AutoLimits())
+    assert set((await resuming(made, 12, 1.25, **trouble))[1:]) == {18}
+    assert made.rollouts.allocator.auto.state(SIZE, resumes=True).batches == 11
+
+
+async def test_what_was_not_learned_yet_of_resumed_batches_is_forgotten_when_state_is_restored() -> None:
+    made = harness(AutoLimits())
+    await resuming(made, 1, 1.0)
+    made.store.restore(dict(made.store.kept))
+    assert await resuming(made, 1, 1.0) == [12]
