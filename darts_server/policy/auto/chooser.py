@@ -203,10 +203,7 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> 
             other = OFF if best == AHEAD else AHEAD
             if explores := bool(state.explored % 2) or (
                 state.explored + 2 <= limits.exploration * (state.batches + 1)
-                and (
-                    abs(longer) < UNSURE * state.uncertainty(AHEAD)
-                    or state.batches - state.last(other) >= LONGEST_WITHOUT_OFF
-                )
+                and (abs(longer) < log(NEAR) or state.batches - state.last(other) >= LONGEST_WITHOUT_OFF)
             ):
                 best, why = other, f"{why}; explored"
         begun = begun if best == AHEAD else needed
