@@ -193,8 +193,8 @@ class CohortRecord:
     ``reduced``: whether a group gave up candidates because of the load. ``returned``, ``cut``: returned trajectories,
     and those of them that were cut at the deadline; ``truncated``: those that reached their token limit.
     ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: of any candidate.
-    ``resumed_tokens``: that its candidates went on from; ``new_tokens``: that they have generated then.
-    ``returned_lengths``: of the returned trajectories of each group that returned any.
+    ``new_tokens``: without those that candidates went on from. ``returned_lengths``: tokens of the returned
+    trajectories of each group that returned any.
     """
 
     policy: str
@@ -217,7 +217,6 @@ class CohortRecord:
     max_tokens: int | None = None
     longest: int = 0
     stale_tokens: int = 0
-    resumed_tokens: int = 0
     new_tokens: int = 0
     returned_lengths: list[list[int]] = field(default_factory=list)
 
@@ -226,7 +225,6 @@ class CohortRecord:
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.stale_tokens += group.stale_tokens
-        self.resumed_tokens += sum(c.resumed for c in group.candidates)
         self.new_tokens += sum(c.tokens - c.resumed for c in group.candidates)
         given_up = sum(c.reason is DiscardReason.LOAD for c in group.candidates)
         self.candidates += len(group.candidates) - given_up

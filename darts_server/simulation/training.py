@@ -178,11 +178,10 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
                 lengths,
                 round(float(step.batch.prompt_tokens.mean())),
                 step.stale_tokens,
-                0 if step.batch.done is None else int(step.batch.done.sum()),
                 int(step.rollout.generated.sum()),
                 step.rollout.seconds,
             )
-            state = chooser.learn_resuming(state, choice, policy.most_stale, measured, candidates.machine)
+            state = chooser.learn_resuming(state, choice, measured, candidates.machine)
     return steps[-count:]
 
 

@@ -52,8 +52,8 @@ NEAR = 1.1
 """Only options that are expected to take at most so many times as long as the best are worth a batch to measure."""
 UNSURE = 2.0
 """Standard deviations by which ``off`` may be faster than expected, against the best, when it is worth a batch."""
-LONGEST_WITHOUT_OFF = 256
-"""Batches after which ``off`` is worth a batch whatever is expected of it."""
+LONGEST_UNMEASURED = 256
+"""Batches after which ``off``, or what is compared with it, is worth a batch whatever is expected of it."""
 MOST_DEFERRING = 3
 """Options of which it is forecast what they would do with fewer groups, besides ``off``: those with the least cost for
 all groups. Each takes two more forecasts."""
@@ -95,7 +95,7 @@ class Choice:
     ``length_error``: logarithm of the mean length, as corrected by what was measured, over the one forecast; ``None``
     where nothing was measured yet. ``num_groups``: complete groups with which the batch ends, also where its caller
     says so; ``None`` for all. ``begun``: prompts that run at once, where the others go on in a later batch from what
-    they have; ``None`` where they do not.
+    they have; ``None`` where they do not. ``lost``: see `choose_resuming`.
     """
 
     option: Option
@@ -116,6 +116,7 @@ class Choice:
     length_error: float | None = None
     num_groups: int | None = None
     begun: int | None = None
+    lost: int = 0
 
     @property
     def name(self) -> str:
@@ -156,14 +157,13 @@ class Measured:
 class MeasuredResuming:
     """What came of a batch whose prompts go on later. ``returned``: lengths of the trajectories of each returned group.
 
-    ``prompt_tokens``: of a prompt, on average. Tokens, ``stale``: of older weights among the returned ones;
-    ``resumed``: that candidates went on from; ``generated``: then. ``seconds``: 0 if they do not count.
+    ``prompt_tokens``: of a prompt, on average. ``stale``: tokens of older weights among the returned ones.
+    ``generated``: tokens that candidates have generated in this batch. ``seconds``: 0 if they do not count.
     """
 
     returned: Sequence[Sequence[int]]
     prompt_tokens: int
     stale: int
-    resumed: int
     generated: int
     seconds: float
 
@@ -179,67 +179,76 @@ def choose_by_size(auto: Auto, size: int, groups: int) -> Choice | None:
     return None
 
 
-def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int) -> Choice:
+def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int, lost: int = 0) -> Choice:
     """Choose how many of the ``offered`` prompts run, where those that are not ``needed`` go on in a later batch.
 
     Nothing that is generated is lost then, and the more run at once the fewer steps wait for a long one. What it costs
     are tokens of older weights among those that are returned, and larger batches with more to prefill, which brings
     nothing where nearly all trajectories are of the same length. So the first batch runs what is needed, the next ones
     more, and what is expected to be faster is chosen, see `learn_resuming`. ``state``: of batches of this kind alone.
+    ``lost``: tokens that earlier batches have generated for these prompts, and that none can go on from.
     """
     limits, begun, explores, why = auto.limits, offered, False, ""
     if RESUME in limits.allow:
         begun = min(offered, needed + round(state.ahead * max(0, offered - needed))) if limits.most_stale else needed
-    if RESUME in limits.allow and begun > needed:
-        if not state.batches:
-            best = OFF
-        elif not state.count(OFF) or state.count(AHEAD) < MIN_AHEAD:
-            best = AHEAD
-        else:
-            longer = state.expect("error", AHEAD) - state.expect("error", OFF)
-            best = AHEAD if longer < (-MARGIN if state.chosen == OFF else 0.0) else OFF
-            why = f"; more than are needed take {exp(longer):.2f} of the time"
-            # In the first batch after a change prompts are carried over from the other kind: only the second one tells.
-            other = OFF if best == AHEAD else AHEAD
-            if explores := bool(state.explored % 2) or (
-                state.explored + 2 <= limits.exploration * (state.batches + 1)
-                and (abs(longer) < log(NEAR) or state.batches - state.last(other) >= LONGEST_WITHOUT_OFF)
-            ):
-                best, why = other, f"{why}; explored"
-        begun = begun if best == AHEAD else needed
+        if begun > needed:
+            best, longer = AHEAD, -inf  # while there is nothing to compare
+            if not state.batches:
+                best = OFF
+            elif state.count(AHEAD) >= MIN_AHEAD and state.count(OFF):
+                longer = state.expect("error", AHEAD) - state.expect("error", OFF)
+                best = AHEAD if longer < (-MARGIN if state.chosen == OFF else 0.0) else OFF
+                why = f"; more than are needed take {exp(longer):.2f} of the time"
+            if state.count(AHEAD) >= MIN_AHEAD:
+                # In the first batch after a change prompts are carried over from the other kind: the second one tells.
+                other = OFF if best == AHEAD else AHEAD
+                unknown = not state.count(other) or state.batches - state.last(other) >= LONGEST_UNMEASURED
+                explores = bool(state.explored % 2) or (
+                    (unknown or abs(longer) < log(NEAR))
+                    and state.explored + 2 <= limits.exploration * (state.batches + 1)
+                )
+                if explores:
+                    best, why = other, f"{why}; explored"
+            begun = begun if best == AHEAD else needed
     reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned{why}"
-    return Choice(UNSHAPED, reason, explores=explores, num_groups=needed, begun=begun)
+    return Choice(
+        UNSHAPED, reason, explores=explores, limits=limits, groups=offered, num_groups=needed, begun=begun, lost=lost
+    )
 
 
-def learn_resuming(
-    state: AutoState, choice: Choice, most_stale: float, measured: MeasuredResuming, machine: Machine | None
-) -> AutoState:
+def learn_resuming(state: AutoState, choice: Choice, measured: MeasuredResuming, machine: Machine | None) -> AutoState:
     """Learn from a batch of `choose_resuming` that has ended.
 
     ``ahead``, the share to start of what the next batch offers beyond the needed prompts, follows the share of older
     tokens, so that it stays below the user's limit on average over batches. All are started at first.
 
     The seconds of a generated token are compared with those that the model says for the same trajectories where their
-    groups start and end in one batch: batches differ by much more in what they return than in that ratio.
+    groups start and end in one batch: batches differ by much more in what they return than in that ratio. What a start
+    costs is left out of the model, as it is learned later than the rest: the first batch would look slower.
     """
     assert choice.begun is not None
     assert choice.num_groups is not None
-    name = AHEAD if choice.begun > choice.num_groups else OFF
+    name, ran = AHEAD if choice.begun > choice.num_groups else OFF, state.ran
+    more, most_stale = round(state.ahead * (choice.groups - choice.num_groups)), choice.limits.most_stale
     batches, explored = min(state.batches + 1, LARGEST), min(state.explored + choice.explores, LARGEST)
-    state = replace(state, batches=batches, explored=explored, chosen=state.chosen if choice.explores else name)
+    state = replace(state, batches=batches, explored=explored, ran=name)
+    if more > 0 and not choice.explores:
+        state = replace(state, chosen=name)
     if not measured.returned:
         return state
     tokens, stale = sum(map(sum, measured.returned)), measured.stale
-    factor = min(max(most_stale * tokens / stale, LEAST_CHANGE), MOST_CHANGE) if stale else MOST_CHANGE
-    state = replace(state, ahead=min(max(state.ahead * factor, FEWEST_AHEAD), 1.0))
+    if name == AHEAD or not more:
+        factor = min(max(most_stale * tokens / stale, LEAST_CHANGE), MOST_CHANGE) if stale else MOST_CHANGE
+        state = replace(state, ahead=min(max(state.ahead * factor, FEWEST_AHEAD), 1.0))
     # What was carried over makes a batch quick that runs no more than it needs, and the first that runs more has none.
-    if not (measured.seconds and measured.generated and machine) or (name == AHEAD) != (measured.resumed > 0):
+    if ran != name or not (measured.seconds and measured.generated and machine):
         return state
     lengths = np.asarray(sorted(measured.returned, key=sum, reverse=True))
     prompts, size = np.full(len(lengths), measured.prompt_tokens), lengths.shape[1]
     batch = Batch(prompts, lengths, np.zeros_like(lengths, np.float64), LONGEST)
+    machine = replace(machine, step_time=replace(machine.step_time, per_start=0.0))
     off_seconds = simulate(batch, BatchPlan(size, [size] * len(lengths)), machine).seconds
-    error = log(measured.seconds / measured.generated * tokens / off_seconds)
+    error = log(measured.seconds / max(1, measured.generated - choice.lost) * tokens / off_seconds)
     return state.with_measured(MeasuredErrors(state.batches, name, min(max(error, -MOST), MOST), 0.0))
 
 
@@ -313,7 +322,7 @@ def choose(
             others = [off]  # it says how many are truncated anyway, and so how many of what is cut are lost
         elif best is not off and off not in others:
             fastest = off.cost - (1 - exp(-UNSURE * state.uncertainty(best.name))) * off.seconds
-            if fastest <= best.cost or state.batches - state.last(OFF) >= LONGEST_WITHOUT_OFF:
+            if fastest <= best.cost or state.batches - state.last(OFF) >= LONGEST_UNMEASURED:
                 others.append(off)
         # What was measured the longest ago, or never, comes first.
         oldest = min(others, key=lambda one: (state.last(one.name), one.cost), default=None)

@@ -21,7 +21,7 @@ TRAINING_NOISE, NOISE_WEIGHT = 0.05, 4
 """Relative noise of training times before it was measured, which counts as so many batches."""
 MEANS = 256
 """Prompts whose mean lengths stand for those of new ones, at most."""
-MEASURED, KEPT_OFF = 64, 4
+MEASURED, KEPT_COMPARED = 64, 4
 """Newest batches that show by how much forecasts are wrong; the last few of ``off``, with which all others are
 compared, and of `AHEAD`, which is compared with it, are among them however old they are."""
 OUTLIER, FEW = 3.0, 3
@@ -70,6 +70,7 @@ class AutoState:
     much as the next. ``measured``: `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which
     share of the user's limits batches were below them so far, times their groups; negative: above them. ``ahead``: of
     the prompts that are offered beyond those that are needed, the share to start, see `chooser.learn_resuming`.
+    ``ran``: whether the last of these batches was `AHEAD` or `OFF`.
     """
 
     batches: int = 0
@@ -83,14 +84,16 @@ class AutoState:
     spare_bias: float = 0.0
     spare_lost: float = 0.0
     ahead: float = 1.0
+    ran: str = OFF
 
     def __post_init__(self) -> None:
         for name in ("batches", "explored"):
             check_count(name, getattr(self, name))
         for name in ("spare_bias", "spare_lost"):
             check_number(name, getattr(self, name), -LARGEST, LARGEST)
-        if not isinstance(self.chosen, str):
-            raise ValueError(f"chosen must be a string, got {self.chosen!r}")
+        for name in ("chosen", "ran"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
         check_length("training", self.training, TRAINED)
         check_length("measured", self.measured, MEASURED)
         measured = (one if isinstance(one, MeasuredErrors) else MeasuredErrors(**one) for one in self.measured)
@@ -119,7 +122,7 @@ class AutoState:
 
         Of one that is not in `measured`, at most: 0 if nothing was left out of it yet.
         """
-        first = self.measured[KEPT_OFF].batch if len(self.measured) == MEASURED else 0
+        first = self.measured[KEPT_COMPARED].batch if len(self.measured) == MEASURED else 0
         return max((one.batch for one in self.measured if one.name == name), default=first)
 
     def expect(self, kind: str, name: str) -> float:
@@ -143,7 +146,9 @@ class AutoState:
             found = replace(found, **usual)
         measured = [*self.measured, found]
         if len(measured) > MEASURED:
-            compared = [[i for i, one in enumerate(measured) if one.name == name][-KEPT_OFF:] for name in (OFF, AHEAD)]
+            compared = [
+                [i for i, one in enumerate(measured) if one.name == name][-KEPT_COMPARED:] for name in (OFF, AHEAD)
+            ]
             kept = {i for each in compared for i in each}
             del measured[next(index for index in range(len(measured)) if index not in kept)]
         return replace(self, measured=measured)

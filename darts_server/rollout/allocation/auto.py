@@ -1,5 +1,6 @@
 """What `auto` does with each cohort: from what the server has learned, and corrected by how cohorts went."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -76,6 +77,7 @@ class AutoCohorts:
         self._states = StoredValues(statistics.documents, STATE)
         self._clock = clock
         self._opening = opening
+        self._learning = asyncio.Lock()
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
         self._generation = statistics.documents.generation()
@@ -92,22 +94,22 @@ class AutoCohorts:
         enough: int | None = None,
         min_groups: int | None = None,
         resumes: bool = False,
+        lost: int = 0,
     ) -> Choice | None:
         """Choose what is done with a cohort, in a thread: a forecast of a large batch takes half a second.
 
         ``None`` where its policy is another. ``keys``, ``tokens``: of its prompts and requests. ``enough``: complete
         groups with which it ends; ``None`` for all. ``min_groups``: with which it may end, in place of all.
         ``resumes``: whether prompts that are not decided go on later from what they have; no rule is chosen then, so
-        that all go on under the same.
+        that all go on under the same. ``lost``: see `choose_resuming`.
         """
         size = plan.size
         if plan.auto is None:
             return None
         if resumes:
-            await self._learn_resumed(size, plan.auto.limits.most_stale)
-            return choose_resuming(
-                plan.auto, self.state(size, resumes=True), enough or min_groups or len(keys), len(keys)
-            )
+            await self._learn_resumed(size)
+            needed, offered = enough or min_groups or len(keys), len(keys)
+            return choose_resuming(plan.auto, self.state(size, resumes=True), needed, offered, lost)
         if (choice := choose_by_size(plan.auto, size, len(keys))) is not None:
             return replace(choice, num_groups=enough)
         auto = plan.auto.with_deadlines(
@@ -165,10 +167,10 @@ class AutoCohorts:
 
         def start() -> None:
             nonlocal generation, opening
-            opening = self._opening()
+            opening, generation = self._opening(), self._forget_replaced()
             if not learns:
                 return
-            generation, state = self._forget_replaced(), self.state(size)
+            state = self.state(size)
             if not activity.running:
                 if activity.idle_since is not None:
                     state = learn_training(state, activity.returned, self._clock() - activity.idle_since)
@@ -181,19 +183,18 @@ class AutoCohorts:
             is_complete = record.completed >= enough
             # While the gate is closed, the engines are paused or run empty.
             was_open = opening is not None and self._opening() == opening
-            if resumes:
+            is_current = generation == self._forget_replaced()
+            if resumes and is_current:
                 found = MeasuredResuming(
                     record.returned_lengths,
                     mean_prompt(tokens),
                     record.stale_tokens,
-                    record.resumed_tokens,
                     record.new_tokens,
                     record.measured_seconds if is_complete and was_open else 0.0,
                 )
                 activity.resumed.append((choice, found))
-            if generation is None:
+            if not learns or generation is None:
                 return
-            is_current = generation == self._forget_replaced()
             activity.running -= 1
             if not is_current:  # learned state was restored meanwhile
                 return
@@ -221,16 +222,16 @@ class AutoCohorts:
 
         return start, end
 
-    async def _learn_resumed(self, size: int, most_stale: float) -> None:
+    async def _learn_resumed(self, size: int) -> None:
         """Learn from the cohorts that have ended since the last choice for one whose prompts go on later."""
-        generation, activity = self._forget_replaced(), self._activities[size]
-        ended, activity.resumed = activity.resumed, []
-        machine = self._statistics.latency.machine()
-        for choice, found in ended:
-            known = (self.state(size, resumes=True), choice, most_stale, found, machine)
-            state = await run_sync(learn_resuming, *known, limiter=self._one_at_a_time)
-            if self._forget_replaced() == generation:
-                self._save(size, state, resumes=True)
+        async with self._learning:
+            generation, activity = self._forget_replaced(), self._activities[size]
+            machine = self._statistics.latency.machine()
+            while activity.resumed:
+                known = (self.state(size, resumes=True), *activity.resumed.pop(0), machine)
+                state = await run_sync(learn_resuming, *known, limiter=self._one_at_a_time)
+                if self._forget_replaced() == generation:
+                    self._save(size, state, resumes=True)
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""

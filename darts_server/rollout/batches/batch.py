@@ -180,6 +180,7 @@ async def prepare_batch(
                 )
             rollouts.engine.check_resumable(groups[0].request)  # all have the same sampling parameters
         terms, version = terms_of(plan, sampling) if resumes else "", rollouts.engine.weight_version
+        unusable = 0  # tokens
         for group in groups:
             if resumes and group.carried is not None and (earlier := group.carried.group) is not None:
                 # As rendered now: its server may have had another chat template.
@@ -187,10 +188,13 @@ async def prepare_batch(
                 is_whole = len(earlier.candidates) >= batch.group_size
                 if is_same and is_whole and earlier.staleness(version) <= kept.limits.staleness:
                     group.resumed = earlier
+                else:
+                    unusable += earlier.tokens
 
         # Their candidates.
         keys, tokens = [group.prompt_key for group in groups], [renderer.tokens(group.request) for group in groups]
-        chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, batch.num_groups, batch.min_groups, resumes)
+        enough = batch.num_groups, batch.min_groups
+        chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, *enough, resumes, unusable)
         held, room = ticket.candidates, ticket.room
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
         allocations = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
@@ -209,9 +213,9 @@ async def prepare_batch(
         ticket.release()
         kept.put(caller.get().name, (), taken)
         raise
-    enough = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
+    needed = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
     begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
-    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, enough, begun, batch.carry)
+    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, needed, begun, batch.carry)
 
 
 def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_planner: NewPlanner) -> Plan:

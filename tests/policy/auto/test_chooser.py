@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from darts_server.policy.auto.chooser import (
-    LONGEST_WITHOUT_OFF,
+    LONGEST_UNMEASURED,
     MIN_OFF,
     MOST_CANDIDATES,
     Choice,
@@ -426,7 +426,7 @@ def test_off_is_measured_again_while_it_may_be_faster_although_it_is_not_near() 
 
 
 @pytest.mark.parametrize(
-    ("last", "name"), [(401 - LONGEST_WITHOUT_OFF, "uniform 2.0"), (400 - LONGEST_WITHOUT_OFF, "off")]
+    ("last", "name"), [(401 - LONGEST_UNMEASURED, "uniform 2.0"), (400 - LONGEST_UNMEASURED, "off")]
 )
 def test_off_is_measured_now_and_then_whatever_is_expected(last: int, name: str) -> None:
     errors = {"off": 0.0, "uniform 2.0": -1.0}

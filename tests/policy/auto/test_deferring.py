@@ -146,8 +146,9 @@ class Training:
     limits: AutoLimits = field(default_factory=AutoLimits)
     stale: int = 0
     noise: float = 0.0
+    offered: int = 24
+    lost: int = 0
     state: AutoState = field(default_factory=AutoState)
-    carries: bool = False
     choices: list[Choice] = field(default_factory=list)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -155,13 +156,12 @@ class Training:
         """Return which of the batches ran ahead, as 0 and 1."""
         self.choices.clear()
         for _ in range(batches):
-            choice = choose_resuming(Auto(self.limits, ()), self.state, 16, 24)
+            choice = choose_resuming(Auto(self.limits, ()), self.state, 16, self.offered, self.lost)
             self.choices.append(choice)
             more = int(choice.begun or 0) - 16
             seconds = (self.ahead if more else 1.0) * exp(self.noise * self.rng.standard_normal())
-            measured = MeasuredResuming([[100] * 4] * 16, 1, self.stale * more, int(self.carries), 6400, seconds)
-            self.state = learn_resuming(self.state, choice, self.limits.most_stale, measured, EMPTY)
-            self.carries = more > 0
+            measured = MeasuredResuming([[100] * 4] * 16, 1, self.stale * more, 6400, seconds)
+            self.state = learn_resuming(self.state, choice, measured, EMPTY)
         return "".join(str(int(choice.begun != 16)) for choice in self.choices)
 
 
@@ -221,11 +221,46 @@ def test_it_follows_the_share_of_older_tokens_to_the_limit() -> None:
 
 
 def test_nothing_is_learned_of_batches_that_return_nothing_or_whose_seconds_do_not_count() -> None:
-    choice = choose_resuming(Auto(AutoLimits(), ()), AutoState(ahead=0.5), 16, 24)
+    choice = choose_resuming(Auto(AutoLimits(), ()), AutoState(), 16, 24)
     for returned, seconds, machine in (([], 1.0, EMPTY), ([[5]], 0.0, EMPTY), ([[5]], 1.0, None)):
-        state = learn_resuming(AutoState(), choice, 0.5, MeasuredResuming(returned, 1, 0, 0, 5, seconds), machine)
+        state = learn_resuming(AutoState(), choice, MeasuredResuming(returned, 1, 0, 5, seconds), machine)
         assert (state.batches, state.measured) == (1, ())
-        assert choose_resuming(Auto(AutoLimits(), ()), state, 16, 24).begun == 24, "nothing says that it is slower"
+
+
+def test_where_the_first_batch_did_not_count_more_run_until_another_is_explored() -> None:
+    training = Training(1.2, state=AutoState(batches=1))
+    ran = training.run(80)
+    first = ran.index("0")
+    assert first <= 40
+    assert training.choices[first].reason.endswith("; explored")
+    assert ran[first + 2 :].count("1") == 0, "then it is known which is faster"
+
+
+def test_tokens_that_nothing_can_go_on_from_do_not_count_as_generated() -> None:
+    training = Training(0.9)
+    training.run(1)
+    training.lost = 1600
+    training.run(4)
+    assert training.run(30) == 30 * "0", "with more than are needed, a quarter of all is thrown away"
+
+
+def test_batches_in_which_nothing_can_be_chosen_change_no_choice() -> None:
+    training = Training(0.99)
+    training.run(12)
+    training.offered = 16
+    assert training.run(3) == "000"
+    training.offered = 24
+    assert training.run(3) == "111"
+    assert training.state.ahead == 1.0
+
+
+def test_what_runs_no_more_than_it_needs_does_not_say_how_many_older_tokens_more_would_bring() -> None:
+    training = Training(1.3, AutoLimits(most_stale=0.25), stale=400)
+    training.run(5)
+    ahead = training.state.ahead
+    assert ahead < 1.0
+    training.run(20)
+    assert training.state.ahead == ahead
 
 
 def test_few_are_started_where_most_tokens_are_old_and_more_again_later() -> None:

@@ -382,10 +382,12 @@ async def test_a_cohort_during_which_state_was_restored_teaches_nothing() -> Non
     assert len(learned(made).training) == 1
 
 
-async def resuming(made: Harness, batches: int, ahead: float, *, closes: bool = False, complete: int = 12) -> list[int]:
+async def resuming(
+    made: Harness, batches: int, ahead: float, *, closes: bool = False, restores: bool = False, complete: int = 12
+) -> list[int]:
     """Return how many of 18 prompts run in batches that need 12 and take 60 s, or ``ahead`` times as long with more.
 
-    ``closes``: whether the gate closes meanwhile. ``complete``: groups.
+    ``closes``: whether the gate closes meanwhile; ``restores``: whether state is restored. ``complete``: groups.
     """
     auto, names, begun = made.rollouts.allocator.auto, names_of("resumed", 18), list[int]()
     plan, tokens = made.rollouts.planner.plan(SIZE, RequestOptions(AUTO), in_batch=True), [UNKNOWN_TOKENS] * len(names)
@@ -400,8 +402,10 @@ async def resuming(made: Harness, batches: int, ahead: float, *, closes: bool = 
         if closes:
             made.rollouts.gate.close()
             made.rollouts.gate.open()
+        if restores:
+            made.store.restore(dict(made.store.kept))
         record.returned_lengths, record.new_tokens, record.completed = [[60] * SIZE] * 12, 12 * SIZE * 60, complete
-        record.returned_tokens, record.resumed_tokens = record.new_tokens, int(bool(begun) and begun[-1] > 12)
+        record.returned_tokens = record.new_tokens
         record.measured_seconds = 60.0 * (ahead if choice.begun > 12 else 1.0)
         end()
         begun.append(choice.begun)
@@ -427,4 +431,5 @@ async def test_what_was_not_learned_yet_of_resumed_batches_is_forgotten_when_sta
     made = harness(AutoLimits())
     await resuming(made, 1, 1.0)
     made.store.restore(dict(made.store.kept))
-    assert await resuming(made, 1, 1.0) == [12]
+    assert await resuming(made, 1, 1.0, restores=True) == [12]
+    assert await resuming(made, 2, 1.0) == [12, 18], "nor is what ran across it"
