@@ -105,10 +105,25 @@ class GroupRecord:
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     owner: str | None = None
     """Name of the caller that started it; ``None`` for callers without a key."""
+    key: GroupKey = field(init=False, repr=False, compare=False)
+    selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
+    """The returned trajectories, by candidate index."""
+    generated_tokens: int = field(init=False, repr=False, compare=False)
+    """Without those that were carried over, which count in the group that goes on with them."""
+    returned_tokens: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> GroupKey:
-        return (self.owner, self.group_id)
+    def __post_init__(self) -> None:
+        """Derive once what most observers read."""
+        selected, generated, returned = [], 0, 0
+        for c in self.candidates:
+            generated += 0 if c.reason is DiscardReason.CARRIED else c.tokens
+            if c.selected_as is not None:
+                selected.append(c)
+                returned += c.tokens
+        object.__setattr__(self, "key", (self.owner, self.group_id))
+        object.__setattr__(self, "selected", selected)
+        object.__setattr__(self, "generated_tokens", generated)
+        object.__setattr__(self, "returned_tokens", returned)
 
     @property
     def applied_policy(self) -> str:
@@ -126,11 +141,6 @@ class GroupRecord:
         return own if self.bound is None else min(own, self.bound)
 
     @property
-    def selected(self) -> list[CandidateRecord]:
-        """The returned trajectories, by candidate index."""
-        return [c for c in self.candidates if c.selected_as is not None]
-
-    @property
     def counted(self) -> int:
         """N: candidates that the weights stand for, without failed ones and those before a restart."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
@@ -141,27 +151,13 @@ class GroupRecord:
         return bool(self.selected) and all(c.finish_reason is not FinishReason.STOP for c in self.selected)
 
     @property
-    def generated_tokens(self) -> int:
-        """Without those that were carried over, which count in the group that goes on with them."""
-        return sum(c.tokens for c in self.candidates if c.reason is not DiscardReason.CARRIED)
-
-    @property
-    def returned_tokens(self) -> int:
-        return sum(c.tokens for c in self.selected)
-
-    @property
-    def stale_tokens(self) -> int:
-        """Returned tokens of other weights than the newest that its candidates have run with."""
-        spans = [span for c in self.candidates for span in c.version_spans]
-        newest = max((version for version, _ in spans), default=0)
-        return sum(tokens for c in self.selected for version, tokens in c.version_spans if version != newest)
-
-    @property
     def mixed_versions(self) -> bool:
         """Whether the returned trajectories were generated with more than one weight version."""
-        versions = {v for c in self.selected for v in (c.weight_version_start, c.weight_version_end)}
-        # Weights may have been switched there and back again.
-        return len(versions.union(v for c in self.selected for v, _ in c.version_spans)) > 1
+        versions: set[int | None] = set()
+        for c in self.selected:
+            # With the spans, as weights may have been switched there and back again.
+            versions |= {c.weight_version_start, c.weight_version_end, *dict(c.version_spans)}
+        return len(versions) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,22 +220,28 @@ class CohortRecord:
         """Add a group that has ended."""
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
-        self.stale_tokens += group.stale_tokens
-        self.new_tokens += sum(c.tokens - c.resumed for c in group.candidates)
-        given_up = sum(c.reason is DiscardReason.LOAD for c in group.candidates)
-        self.candidates += len(group.candidates) - given_up
-        self.reduced |= given_up > 0
         self.completed += group.outcome is Outcome.COMPLETED
         self.interrupted |= group.restarted_from > 0 or group.mixed_versions
-        self.returned += len(group.selected)
-        self.cut += sum(c.cut for c in group.selected)
-        self.truncated += sum(c.finish_reason is FinishReason.LENGTH and not c.cut for c in group.selected)
-        truncated = [c.tokens for c in group.candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
-        if truncated:
-            self.max_tokens = max(self.max_tokens or 0, *truncated)
-        self.longest = max([self.longest, *(c.tokens for c in group.candidates)])
-        if group.selected:
-            self.returned_lengths.append([c.tokens for c in group.selected])
+        newest = 0  # of the weights that its candidates have run with
+        for c in group.candidates:
+            self.reduced |= c.reason is DiscardReason.LOAD
+            self.candidates += c.reason is not DiscardReason.LOAD
+            self.new_tokens += c.tokens - c.resumed
+            self.longest = max(self.longest, c.tokens)
+            if c.finish_reason is FinishReason.LENGTH and not c.cut:
+                self.max_tokens = max(self.max_tokens or 0, c.tokens)
+            newest = max([newest, *dict(c.version_spans)])
+        # What was returned, and how much of it is of older weights than the newest.
+        lengths: list[int] = []
+        for c in group.selected:
+            lengths.append(c.tokens)
+            self.cut += c.cut
+            self.truncated += c.finish_reason is FinishReason.LENGTH and not c.cut
+            for version, tokens in c.version_spans:
+                self.stale_tokens += 0 if version == newest else tokens
+        self.returned += len(lengths)
+        if lengths:
+            self.returned_lengths.append(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +260,6 @@ class TrajectoryRecord:
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     owner: str | None = None
-
-    @property
-    def key(self) -> GroupKey:
-        return (self.owner, self.group_id)
 
 
 @dataclass(frozen=True, slots=True)

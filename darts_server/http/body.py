@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import InvalidRequest, TooLarge
 from darts_server.removed import FIELDS
+from darts_server.serving.admission import Caller
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body. A sender that is silent for longer counts as gone: other requests may wait for
@@ -132,10 +133,10 @@ class IncompleteBody(InvalidRequest):
         super().__init__("body", "is incomplete; send the request again")
 
 
-def limited(scope: Scope, receive: Receive, limits: BodyLimits) -> Receive:
+def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
     """Return what receives the messages of a request, and raises if its body exceeds the limits.
 
-    It raises:
+    ``who``: the caller, in which the refusal is noted. It raises:
         TooLarge: the body, or its announced length, exceeds the limit.
         IncompleteBody: the sender was silent for too long.
     """
@@ -146,18 +147,24 @@ def limited(scope: Scope, receive: Receive, limits: BodyLimits) -> Receive:
         nonlocal size, is_complete
         if is_complete:
             return await receive()
+        refusal: InvalidRequest | None = None
         if not (announced.isdecimal() and int(announced) > limits.max_bytes):
             try:
                 with anyio.fail_after(limits.stall_seconds):
                     message = await receive()
-            except TimeoutError as error:
-                raise IncompleteBody from error
-            size += len(message.get("body", b""))
-            is_complete = not message.get("more_body", False)
-            if size <= limits.max_bytes:
-                return message
-        flag = f" ({limits.flag})" if limits.flag else ""
-        raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
+            except TimeoutError:
+                refusal = IncompleteBody()
+            else:
+                size += len(message.get("body", b""))
+                is_complete = not message.get("more_body", False)
+                if size <= limits.max_bytes:
+                    return message
+        if refusal is None:
+            flag = f" ({limits.flag})" if limits.flag else ""
+            refusal = TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
+        if who is not None:
+            who.refused = refusal
+        raise refusal
 
     return receive_limited
 

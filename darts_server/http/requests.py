@@ -23,7 +23,7 @@ def choose_media_type(headers: Headers, offers: Sequence[str]) -> str | None:
     narrowest counts (RFC 9110, 12.5.1).
     """
     lines = headers.getlist("accept")
-    if not any(line.strip() for line in lines):
+    if not "".join(lines).strip():
         return offers[0]
     weights: dict[str, float] = {}
     for part in ",".join(lines).split(","):

@@ -191,10 +191,9 @@ class Brownout:
     def update(self, waiting: int) -> float:
         """Return the scale for so many waiting candidates."""
         if self._end > self._start:
-            least, greatest = (
-                min(max((self._end - queue) / (self._end - self._start), 0.0), 1.0)
-                for queue in (waiting + RELIEF * self._start, waiting)
-            )
+            width = self._end - self._start
+            least = (self._end - (waiting + RELIEF * self._start)) / width
+            greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
             self.scale = min(max(self.scale, least), greatest)
         return self.scale
 

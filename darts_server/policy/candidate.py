@@ -71,15 +71,6 @@ class Candidate:
         """Whether it finished at a stop token rather than at a length limit."""
         return self.finish_reason is FinishReason.STOP
 
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        """Return its place in the order of lengths, where ties go to the earlier index.
-
-        For a running candidate it is the earliest place possible: one that was seen running with t tokens will have
-        at least t + 1.
-        """
-        return (self.tokens + 1 if self.running else self.tokens, self.index)
-
     def apply(self, event: CandidateEvent) -> None:
         """Update the state after an event.
 

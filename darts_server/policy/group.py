@@ -16,6 +16,7 @@ And decisions are final: a stopped candidate never returns, a delivered one stay
 decide what no future event can change.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from math import isfinite
 from typing import Protocol
@@ -89,7 +90,6 @@ class Group:
         """The rule that selects the group, once it is open."""
         self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
         """Its candidates in the order of lengths, without discarded ones and those before a restart."""
-        self._check_at: dict[int, int] | None = None  # as long as nothing changed
         self._rng = rng
         self._survival_rng = survival_rng
         self._max_replacements = max_replacements
@@ -127,9 +127,9 @@ class Group:
         """Running candidate -> token count at which its progress must be reported. Before that it changes nothing."""
         if self.outcome is not None:
             return {}
-        if self._check_at is None:
-            self._check_at = self.standings.check_at()
-        return self._check_at
+        if self.standings.checks is None:
+            self.standings.checks = self.standings.check_at()
+        return self.standings.checks
 
     def add_candidate(self) -> list[Decision]:
         """Start one candidate before the group is open. Nothing is decided about it until then."""
@@ -160,7 +160,7 @@ class Group:
         if self._owed is not None:
             self._owed = max(self._owed, candidates)
             return []
-        missing = candidates - len(self.standings)
+        missing = candidates - len(self.standings.candidates)
         return [*([self._start(missing)] if missing > 0 else []), *self.handle()]
 
     def handle(self, *events: Event) -> list[Decision]:
@@ -170,7 +170,42 @@ class Group:
             IllegalMove: an event that cannot happen; nothing is decided.
         """
         for event in events:
-            self._apply(event)
+            may_decide = not isinstance(event, Started | Scored)  # these two cannot change what is certain
+            self._needs_decision |= may_decide
+            if isinstance(event, DeadlineSet):
+                # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
+                if self.deadline is None:
+                    self.deadline, self.bound = event.tokens, event.bound
+                    self.standings.deadline, self.standings.bound = event.tokens, event.bound
+                    self.standings.checks = None
+                continue
+            if not 0 <= event.index < len(self.candidates):
+                raise IllegalMove(f"no candidate {event.index} was started: {event}")
+            candidate = self.candidates[event.index]
+            was_running = candidate.running  # otherwise the group has stopped it, and the event came too late
+            candidate.apply(event)
+            match event:
+                case Scored() if was_running:
+                    self._pending_scores.append(event)
+                case Finished() if was_running and self.standings.has_deadline:
+                    # One that finished beyond the bound is cut: it does not matter how often progress is reported.
+                    if self.bound is not None and candidate.tokens > self.bound:
+                        candidate.cut_at(self.bound)
+                        self._finished_late.append(candidate.index)
+                case Failed(error=error, retryable=retryable):
+                    self._last_error = error
+                    if not retryable:
+                        self._failed_for_good = True
+                        self._replacements_left = 0
+                case Lost(index=index, by_caller=by_caller) if was_running:
+                    if self._losses_left and not by_caller:
+                        self._losses_left -= 1
+                        self._replacements_left += 1
+                    who = "caller" if by_caller else "engine"
+                    self._last_error = GroupAborted(f"the {who} aborted candidate {index}, and too few others are left")
+            if was_running and may_decide:
+                self.standings.update(candidate)
+
         if self.outcome is not None or not self.candidates or self._owed is not None:
             return []
         if self.rule is UNOPENED:
@@ -250,58 +285,13 @@ class Group:
         self._needs_decision = True
         return [self._start(owed), *self.handle()]
 
-    # --- events -------------------------------------------------------------
-
-    def _apply(self, event: Event) -> None:
-        if not isinstance(event, Started | Scored):  # these two cannot change what is certain
-            self._needs_decision = True
-        if isinstance(event, DeadlineSet):
-            # Candidates may have been stopped or cut by the first deadline, so another one comes too late.
-            if self.deadline is None:
-                self.deadline, self.bound = event.tokens, event.bound
-                self.standings.deadline, self.standings.bound = event.tokens, event.bound
-                self._check_at = None
-            return
-        if not 0 <= event.index < len(self.candidates):
-            raise IllegalMove(f"no candidate {event.index} was started: {event}")
-        candidate = self.candidates[event.index]
-        was_running = candidate.running  # otherwise the group has stopped it, and the event came too late
-        candidate.apply(event)
-        match event:
-            case Scored() if was_running:
-                self._pending_scores.append(event)
-            case Finished() if was_running and self.standings.has_deadline:
-                # One that finished beyond the bound is cut, so that it does not matter how often progress is reported.
-                if self.bound is not None and candidate.tokens > self.bound:
-                    candidate.cut_at(self.bound)
-                    self._finished_late.append(candidate.index)
-            case Failed(error=error, retryable=retryable):
-                self._last_error = error
-                if not retryable:
-                    self._failed_for_good = True
-                    self._replacements_left = 0
-            case Lost(index=index, by_caller=by_caller) if was_running:
-                if self._losses_left and not by_caller:
-                    self._losses_left -= 1
-                    self._replacements_left += 1
-                self._last_error = GroupAborted(
-                    f"the {'caller' if by_caller else 'engine'} aborted candidate {index}, and too few others are left"
-                )
-        if was_running and not isinstance(event, Started | Scored):
-            self._update(candidate)
-
-    def _update(self, candidate: Candidate) -> None:
-        self.standings.update(candidate)
-        self._check_at = None
-
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
         self.standings = self.rule.selector_type(self.rule, self._deliver_early)
         self.standings.delivered = self._delivered
         self.standings.deadline, self.standings.bound = self.deadline, self.bound
-        self._check_at = None
         for candidate in self.candidates[self.restarted_from :]:
-            self._update(candidate)
+            self.standings.update(candidate)
 
     # --- decisions ----------------------------------------------------------
 
@@ -333,7 +323,7 @@ class Group:
     def _decide(self) -> Iterator[Decision]:
         self._needs_decision = False
         selector = self.standings
-        missing = self.rule.fewest - len(selector)
+        missing = self.rule.fewest - len(selector.candidates)
         if missing > self._replacements_left:
             yield from self._give_up()
             return
@@ -343,10 +333,12 @@ class Group:
 
         # One that is cut at the bound counts as truncated from then on, and may turn out not to be selected. This may
         # decide the group: so it comes before what is stopped.
-        late, self._finished_late = self._finished_late, []
-        for index in sorted([*late, *selector.at_bound()]):
-            assert self.bound is not None
-            yield self._cut(index, self.bound)
+        if self.bound is not None and selector.has_deadline:
+            # Keys of running ones are one token more than each has.
+            reached = selector.running[bisect_left(selector.running, (self.bound + 1, -1)) :]
+            late, self._finished_late = self._finished_late, []
+            for index in sorted([*late, *(index for _, index in reached)]):
+                yield self._cut(index, self.bound)
 
         # Pruned candidates are replaced while new ones cannot contradict an earlier decision.
         stops = selector.stops()
@@ -385,17 +377,17 @@ class Group:
         for index in indices:
             survival_draw = 0.0 if self._survival_rng is None else float(self._survival_rng.random())
             self.candidates.append(Candidate(index, tail_draw=float(self._rng.random()), survival_draw=survival_draw))
-            self._update(self.candidates[index])
+            self.standings.update(self.candidates[index])
         return Start(tuple(indices))
 
     def _stop(self, index: int, reason: DiscardReason) -> Stop:
         self.candidates[index].discard(reason)
-        self._update(self.candidates[index])
+        self.standings.update(self.candidates[index])
         return Stop(index, reason)
 
     def _cut(self, index: int, tokens: int) -> Cut:
         self.candidates[index].cut_at(tokens)
-        self._update(self.candidates[index])
+        self.standings.update(self.candidates[index])
         self._has_cuts = True
         return Cut(index, tokens)
 
@@ -453,11 +445,12 @@ def tail_share(group: Group) -> float:
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0
-    left = [
-        c for c in _counted(group) if c.reason is not DiscardReason.PRUNED and c.selected_as is not SelectedAs.SHORT
-    ]
-    sampled = sum(c.selected_as is not None for c in left)
-    return sampled / len(left) if sampled else 1.0
+    left = sampled = 0
+    for c in _counted(group):
+        if c.reason is not DiscardReason.PRUNED and c.selected_as is not SelectedAs.SHORT:
+            left += 1
+            sampled += c.selected_as is not None
+    return sampled / left if sampled else 1.0
 
 
 def _counted(group: Group) -> list[Candidate]:

@@ -120,18 +120,18 @@ class LatencyState:
     starts: tuple[Start, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", tuple(tuple(x) for x in self.batches))  # JSON has lists only
-        object.__setattr__(self, "seconds", tuple(tuple(x) for x in self.seconds))
+        object.__setattr__(self, "batches", tuple(map(tuple, self.batches)))  # JSON has lists only
+        object.__setattr__(self, "seconds", tuple(map(tuple, self.seconds)))
         object.__setattr__(self, "ages", tuple(self.ages))
-        object.__setattr__(self, "starts", tuple((batch, started, value) for batch, started, value in self.starts))
-        if [len(x) for x in self.batches] != [len(x) for x in self.seconds] or len(self.ages) != len(self.seconds):
+        object.__setattr__(self, "starts", tuple(map(tuple, self.starts)))
+        if [*map(len, self.batches)] != [*map(len, self.seconds)] or len(self.ages) != len(self.seconds):
             raise ValueError("batches, seconds and ages must be equally many")
         bins: set[int] = set()
         for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
             check_length("batches", batches, STEPS_PER_BIN)
             for batch in batches:
                 check_count("batches", batch, 1)
-            indices = {_bin_index(batch) for batch in batches}
+            indices = set(map(_bin_index, batches))
             if len(indices) != 1 or indices & bins:
                 raise ValueError(f"batches must be at least one, and of one bin that has no other entry, got {batches}")
             bins |= indices
@@ -169,13 +169,13 @@ class LatencyModel:
 
     @property
     def state(self) -> LatencyState:
-        bins = sorted(self._bins.items())
-        return LatencyState(
-            batches=tuple(tuple(batch for batch, _ in steps) for _, steps in bins),
-            seconds=tuple(tuple(seconds for _, seconds in steps) for _, steps in bins),
-            ages=tuple(min(self._steps - self._last_step[index], LARGEST) for index, _ in bins),
-            starts=tuple(self._starts),
-        )
+        batches, seconds, ages = [], [], []
+        for index, steps in sorted(self._bins.items()):
+            sizes, times = zip(*steps, strict=True)
+            batches.append(sizes)
+            seconds.append(times)
+            ages.append(min(self._steps - self._last_step[index], LARGEST))
+        return LatencyState(tuple(batches), tuple(seconds), tuple(ages), tuple(self._starts))
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         """Record one step, which took ``seconds`` while ``batch`` sequences ran, of which so many ``started`` in it.

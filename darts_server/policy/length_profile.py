@@ -94,14 +94,11 @@ class LengthProfile:
     def observe(self, ratios: Sequence[tuple[float, bool]]) -> None:
         """Record candidates: length over mean length of the prompt, and whether it is censored.
 
-        Candidates that were stopped before their first token are ignored.
+        See `ratios_to_mean`, which leaves out those that were stopped before their first token.
         """
-        informative = [(ratio, censored) for ratio, censored in ratios if ratio > 0 or not censored]
-        if not informative:
-            return
-        self._counts *= (1 - 1 / MEMORY) ** len(informative)
+        self._counts *= (1 - 1 / MEMORY) ** len(ratios)
         self._counts[self._counts < NO_COUNT] = 0.0
-        for ratio, censored in informative:
+        for ratio, censored in ratios:
             place = math.floor((math.log2(max(ratio, EDGES[0])) - OCTAVES[0]) * BINS_PER_OCTAVE)
             self._counts[int(censored), min(place, len(EDGES) - 2)] += 1.0
 

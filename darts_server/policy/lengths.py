@@ -89,13 +89,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     Raises:
         ValueError: no candidate generated anything.
     """
-    finished = [o.tokens for o in observations if not o.censored]
-    censored = sorted(o.tokens for o in observations if o.censored and o.tokens > 0)
-    if not finished:
-        if not censored:
-            raise ValueError("observations must hold at least one candidate that generated a token")
-        finished = [censored.pop()]
-    sample = _completed(finished, censored) if censored else [(1.0, x, x * x) for x in finished]
+    sample = _completed(observations)
     n = len(sample)
     mean = math.fsum(weight * first for weight, first, _ in sample) / n
     if n == 1:
@@ -113,38 +107,45 @@ def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, fl
     The weights add up to the number of candidates that generated anything. For distributions over many prompts; for the
     mean and std of one prompt use `estimate_lengths`, which also counts how much the expected lengths vary.
     """
-    finished = [o.tokens for o in observations if not o.censored]
-    censored = sorted(o.tokens for o in observations if o.censored and o.tokens > 0)
-    if not censored or not finished:
+    # Without censored ones there is nothing to complete, and without finished ones nothing to complete them by.
+    if len({o.censored for o in observations if not o.censored or o.tokens > 0}) < 2:
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
-    return [(weight, first) for weight, first, _ in _completed(finished, censored)]
+    return [(weight, first) for weight, first, _ in _completed(observations)]
 
 
 Weighted = tuple[float, float, float]
 """Weight of one candidate in the sample, E[x] and E[x²] of its length."""
 
 
-def _completed(finished: Sequence[int], censored: Sequence[int]) -> list[Weighted]:
-    """Return the sample with the censored candidates (shortest first) completed.
+def _completed(observations: Sequence[Observation]) -> list[Weighted]:
+    """Return the sample with the censored candidates completed. If none finished, see `estimate_lengths`.
 
     Each passes its weight on in equal votes to the candidates that are known to be longer, and keeps the shape's share
     for itself. A longer one that is censored too passes on the weight it received.
     """
+    finished = [o.tokens for o in observations if not o.censored]
+    censored = sorted([o.tokens for o in observations if o.censored and o.tokens > 0])
+    if not finished:
+        if not censored:
+            raise ValueError("observations must hold at least one candidate that generated a token")
+        finished = [censored.pop()]
+    if not censored:
+        return [(1.0, x, x * x) for x in finished]
     shape = FittedShape.fit(finished, censored)
+    fitted: dict[int, Moments] = {}
     tokens = sorted((*censored, *finished))
     received = [1.0]  # weight of a candidate that gets the votes of the first 0, 1, ... censored ones
-    weights = []
+    sample: list[Weighted] = []
     for c in censored:
+        if c not in fitted:
+            fitted[c] = shape.moments_beyond(c)
         # One token longer is no evidence: a candidate is stopped one token short of the finished one that beat it.
         longer = len(tokens) - bisect_right(tokens, c + 1)
         weight = received[bisect_left(censored, c - 1)]
         vote = weight / (longer + SHAPE_VOTES)
         received.append(received[-1] + vote)
-        weights.append(weight - vote * longer)
-    weights += [received[bisect_left(censored, x - 1)] for x in finished]
-    fitted = {c: shape.moments_beyond(c) for c in set(censored)}
-    moments: list[Moments] = [*(fitted[c] for c in censored), *((x, x * x) for x in finished)]
-    return [(weight, *both) for weight, both in zip(weights, moments, strict=True)]
+        sample.append((weight - vote * longer, *fitted[c]))
+    return sample + [(received[bisect_left(censored, x - 1)], x, x * x) for x in finished]
 
 
 # --- the assumed shape ------------------------------------------------------
@@ -181,11 +182,11 @@ class FittedShape:
         of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
         """
         roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
-        rooted = Counter((c + 0.5) ** (1 / SHAPE_ROOT) for c in censored)  # longer than c means at least c + 1, rounded
-        scale = (math.fsum(roots) + math.fsum(rooted.elements())) / (len(finished) + len(censored))
-        known, limits = [y / scale for y in roots], {c / scale: n for c, n in rooted.items()}  # all average one
+        rooted = [(c + 0.5) ** (1 / SHAPE_ROOT) for c in censored]  # longer than c means at least c + 1, rounded
+        scale = (math.fsum(roots) + math.fsum(rooted)) / (len(finished) + len(censored))
+        known, limits = [y / scale for y in roots], Counter([c / scale for c in rooted])  # all average one
         count, total, freedom = len(known), math.fsum(known), len(known) - 1 + PRIOR_VOTES
-        squares = math.fsum(y * y for y in known) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+        squares = math.fsum([y * y for y in known]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
         precision = math.sqrt(freedom / (squares - total**2 / count))
         location, steps, moved = precision * total / count, NEWTON_STEPS, math.inf
         while steps and moved > NEWTON_TOLERANCE * (abs(location) + precision):
@@ -223,13 +224,13 @@ class FittedShape:
         powers = [1.0, _hazard(z)]  # E[Z^j | Z > z]
         for j in range(2, 2 * SHAPE_ROOT + 1):
             powers.append((j - 1) * powers[j - 2] + z ** (j - 1) * powers[1])
-
-        def moment(order: int) -> float:  # E[(mean + std Z)^order]
-            terms = (math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1))
-            return math.fsum(terms)
-
-        constant = tokens + self.wait, tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2
-        return min(moment(SHAPE_ROOT), constant[0]), min(moment(2 * SHAPE_ROOT), constant[1])
+        bounds = tokens + self.wait, tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2
+        moments = []
+        for order, bound in zip((SHAPE_ROOT, 2 * SHAPE_ROOT), bounds, strict=True):
+            # E[(mean + std Z)^order]
+            terms = [math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)]
+            moments.append(min(math.fsum(terms), bound))
+        return moments[0], moments[1]
 
 
 def _hazard(z: float) -> float:

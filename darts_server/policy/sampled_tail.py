@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.selection import SelectionRule, Selector
@@ -23,23 +24,20 @@ class SampledTailSelector(Selector):
     """
 
     def select(self) -> dict[int, SelectedAs]:
-        short = [index for _, index in self.valid[: self.rule.num_shortest]]
-        truncated = SelectedAs.FILL if len(short) < self.rule.num_shortest else SelectedAs.LONG_TRUNCATED
-        keys = (*self.valid[len(short) :], *self.invalid)
-        rest = sorted((self.candidates[index] for _, index in keys), key=lambda c: c.tail_draw)
-        sampled = rest[: self.rule.size - len(short)]
-        return {
-            **dict.fromkeys(short, SelectedAs.SHORT),
-            **{c.index: SelectedAs.LONG if c.valid or c.cut else truncated for c in sampled},
-        }
-
-    @property
-    def _stop_place(self) -> int:
-        return self.rule.completion_place if self.has_deadline else self.rule.num_shortest
+        places = self.rule.num_shortest
+        selection = {index: SelectedAs.SHORT for _, index in self.valid[:places]}
+        # The tail, and places for the shortest that no valid one takes, go to the lowest draws of all others.
+        truncated = SelectedAs.FILL if len(selection) < places else SelectedAs.LONG_TRUNCATED
+        rest = [self.candidates[index] for _, index in (*self.valid[places:], *self.invalid)]
+        rest.sort(key=attrgetter("tail_draw"))
+        for c in rest[: self.rule.size - len(selection)]:
+            selection[c.index] = SelectedAs.LONG if c.valid or c.cut else truncated
+        return selection
 
     def _beyond(self) -> list[tuple[float, int]]:
         """Return running candidates that cannot be among the shortest any more, lowest (tail draw, index) first."""
-        beyond = self.running[self.num_below_threshold(self._stop_place) :]
+        place = self.rule.completion_place if self.has_deadline else self.rule.num_shortest
+        beyond = self.running[self.num_below_threshold(place) :]
         return sorted((self.candidates[index].tail_draw, index) for _, index in beyond)
 
     # --- the tail -----------------------------------------------------------
@@ -59,40 +57,37 @@ class SampledTailSelector(Selector):
         can_be_valid = len(self.valid) + len(self.running)
         sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
         rest = (*self.valid[self.num_certain() :], *self.running, *self.invalid)
-        by_draw = sorted((self.candidates[index] for _, index in rest), key=lambda c: c.tail_draw)
+        by_draw = sorted((self.candidates[index] for _, index in rest), key=attrgetter("tail_draw"))
         last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
         return [c for c in by_draw if c.tail_draw <= last]
 
-    def _fewest_lower(self, tail_draw: float) -> int:
+    def _fewest_lower(self, beyond: tuple[float, int]) -> int:
         """Return how many candidates outside the K places will have a lower tail draw, in the best case for this one.
+
+        ``beyond``: an element of `_beyond`; one with a higher draw has at least as many lower ones.
 
         The best case is that as many as possible of those with a lower draw are among the K. For s running ones to get
         places, they must finish before the last s finished ones of the first K, and it is those s that lose their
         places. Of finished ones that lose theirs at most one has a lower draw for each running one that gets it, so the
         best s is the largest for which there are s running ones with a lower draw.
         """
-        running, valid, invalid = (
-            [key for key in keys if self.candidates[key[1]].tail_draw < tail_draw]
-            for keys in (self.running, self.valid, self.invalid)
-        )
-        places = self.rule.num_shortest
+        tail_draw, places = beyond[0], self.rule.num_shortest
+        running = [key for key in self.running if self.candidates[key[1]].tail_draw < tail_draw]
 
         def is_too_many(s: int) -> bool:
             return bisect_left(running, self.valid[places - s]) < s
 
         gained = bisect_left(range(1, places + 1), True, key=is_too_many)
-        kept = places - gained
-        staying = bisect_left(valid, self.valid[kept]) if kept < len(self.valid) else len(valid)
-        return len(running) + len(valid) + len(invalid) - gained - staying
+        others = (*self.valid[places - gained :], *self.invalid)
+        return len(running) - gained + len([key for key in others if self.candidates[key[1]].tail_draw < tail_draw])
 
     # --- what is certain ----------------------------------------------------
 
     def stops(self) -> dict[int, DiscardReason]:
         beyond, longest = self._beyond(), self.rule.num_longest
-        if not beyond or self._fewest_lower(beyond[-1][0]) < longest:
+        if not beyond or self._fewest_lower(beyond[-1]) < longest:
             return {}
-        # A higher draw has at least as many lower ones.
-        first = bisect_left(beyond, True, key=lambda draw: self._fewest_lower(draw[0]) >= longest)
+        first = bisect_left(beyond, longest, key=self._fewest_lower)
         return {index: DiscardReason.TAIL_PRUNED for _, index in beyond[first:]}
 
     def deliveries(self) -> list[int]:
@@ -133,9 +128,9 @@ class CutTailSelector(SampledTailSelector):
 
         Without enough valid candidates it is the bound; ``None`` without one.
         """
-        if self.deadline is None or self.num_below_threshold(self._stop_place):
+        if self.deadline is None or self.num_below_threshold(self.rule.completion_place):
             return None
-        last = self.nth_shortest(self._stop_place)
+        last = self.nth_shortest(self.rule.completion_place)
         if last is None:
             return self.bound
         own = max(self.deadline, last)
@@ -145,7 +140,7 @@ class CutTailSelector(SampledTailSelector):
         if winner.index in self.delivered:  # before there was a deadline
             return True
         is_late = self.deadline is not None and winner.tokens > self.deadline
-        return super()._is_final(winner) and not (is_late and self.num_below_threshold(self._stop_place))
+        return super()._is_final(winner) and not (is_late and self.num_below_threshold(self.rule.completion_place))
 
     def stops(self) -> dict[int, DiscardReason]:
         are_certain = self.num_certain() == self.rule.num_shortest
@@ -165,7 +160,7 @@ class CutTailSelector(SampledTailSelector):
             # Losers were stopped. The key of a running candidate is one token more than it has.
             return {index: own for tokens, index in self.running if tokens <= own}
         # Where a candidate has a check for both the M and the K shortest, that for the K shortest comes first.
-        checks = {**self.threshold_checks(self._stop_place), **super().check_at()}
+        checks = {**self.threshold_checks(self.rule.completion_place), **super().check_at()}
         if self.bound is None:
             return checks
         return {index: min(self.bound, checks.get(index, self.bound)) for _, index in self.running}
@@ -191,14 +186,20 @@ class SampledTail(SelectionRule):
     samples_rest = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        if any(c.survival < 1 for c in candidates):
-            return None  # who could be pruned depends on who was stopped, and so on tail draws
-        selected = [c for c in candidates if c.selected_as is not None]
-        short = sum(c.selected_as is SelectedAs.SHORT for c in selected)
-        sampled, rest = len(selected) - short, len(candidates) - short
+        short = sampled = 0
+        for c in candidates:
+            if c.survival < 1:
+                return None  # who could be pruned depends on who was stopped, and so on tail draws
+            short += c.selected_as is SelectedAs.SHORT
+            sampled += c.selected_as not in (None, SelectedAs.SHORT)
+        rest = len(candidates) - short
         if rest and not sampled:  # the tail has no places
             return None
-        return {c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled for c in selected}
+        return {
+            c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled
+            for c in candidates
+            if c.selected_as is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ which of them can be stopped or returned early, and selects in the end.
 A rule reads only lengths, validity (finished at a stop token rather than at the length limit), indices, tail draws and
 the deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
 
-All rules share one total order, (length, candidate index): the shortest come first, ties go to the earlier index. Rules
-with a sampled tail are in `sampled_tail`.
+All rules share one total order, (length, candidate index): the shortest come first. Rules with a sampled tail are in
+`sampled_tail`.
 """
 
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ from darts_server.policy.candidate import Candidate
 from darts_server.types import DiscardReason, SelectedAs
 
 Key = tuple[int, int]
-"""`Candidate.sort_key`: (length, index), the order that all rules share."""
+"""(length, index), the order that all rules share; ties go to the earlier index."""
 
 
 # --- what every rule has ----------------------------------------------------
@@ -45,10 +45,13 @@ class Selector:
         self.rule = rule
         self.deliver_early = deliver_early
         self.candidates: dict[int, Candidate] = {}
+        """Those that are in the group or may still be, by index."""
         self.running: list[Key] = []
         self.valid: list[Key] = []
         self.invalid: list[Key] = []
-        self._entries: dict[int, tuple[list[Key], Key]] = {}
+        self._entries: dict[int, tuple[list[Key], Key]] = {}  # where each of the candidates is
+        self.checks: dict[int, int] | None = None
+        """What `check_at` returned, for as long as it holds; ``None`` after a change."""
         self.delivered: Collection[int] = ()
         """Those that were delivered: they are in the group, whole."""
         self.deadline: int | None = None
@@ -56,19 +59,20 @@ class Selector:
         self.bound: int | None = None
         """Length at which every candidate is cut; ``None`` while there is none."""
 
-    def __len__(self) -> int:
-        """Number of candidates that are in the group or may still be."""
-        return len(self._entries)
-
     def update(self, candidate: Candidate) -> None:
         """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
         index = candidate.index
+        self.checks = None
         if index in self._entries:
             keys, key = self._entries.pop(index)
             del keys[bisect_left(keys, key)]
+            del self.candidates[index]
         if candidate.alive:
-            keys = self.running if candidate.running else self.valid if candidate.valid else self.invalid
-            key = candidate.sort_key
+            if candidate.running:
+                # The earliest place possible: one that was seen running with t tokens will have at least t + 1.
+                keys, key = self.running, (candidate.tokens + 1, index)
+            else:
+                keys, key = self.valid if candidate.valid else self.invalid, (candidate.tokens, index)
             insort(keys, key)
             self._entries[index] = keys, key
             self.candidates[index] = candidate
@@ -88,31 +92,26 @@ class Selector:
         lengths = sorted([*(tokens for tokens, _ in self.valid), *running])
         return lengths[n - 1] if len(lengths) >= n else None
 
-    def threshold(self, places: int) -> Key | None:
-        """Return the key of the ``places``-th shortest valid candidate so far; ``None`` while fewer have finished.
+    def num_below_threshold(self, places: int) -> int:
+        """Return how many running candidates can still be among the shortest: they come first in ``running``.
 
+        The threshold is the ``places``-th shortest valid candidate so far; none is beyond it while fewer have finished.
         It can only come down, and a running candidate only gets longer: one that is beyond it stays beyond it. So
         candidates can be stopped before all have finished.
         """
         if len(self.valid) < places:
-            return None
-        return self.valid[places - 1] if places else (0, -1)  # before all
-
-    def num_below_threshold(self, places: int) -> int:
-        """Return how many running candidates can still be among the shortest: they come first in ``running``."""
-        threshold = self.threshold(places)
-        return len(self.running) if threshold is None else bisect_left(self.running, threshold)
+            return len(self.running)
+        return bisect_left(self.running, self.valid[places - 1]) if places else 0
 
     def threshold_checks(self, places: int) -> dict[int, int]:
         """Return the token count at which each running candidate is beyond the threshold, for those that are not yet.
 
         Of two equal lengths the earlier index is first, so a later index is beyond it one token earlier.
         """
-        threshold = self.threshold(places)
-        if threshold is None:
+        if not 0 < places <= len(self.valid):
             return {}
-        tokens, last = threshold
-        below = self.running[: bisect_left(self.running, threshold)]
+        tokens, last = self.valid[places - 1]
+        below = self.running[: self.num_below_threshold(places)]
         return {index: tokens if index < last else tokens - 1 for _, index in below}
 
     def next_check(self, key: Key, places: int) -> int | None:
@@ -143,13 +142,6 @@ class Selector:
     def deliveries(self) -> list[int]:
         """Finished candidates that are certain to be in the group; it may leave out those that it has named before."""
         return []
-
-    def at_bound(self) -> list[int]:
-        """Running candidates that have reached the bound."""
-        if self.bound is None or not self.has_deadline:
-            return []
-        # By keys, which are one token more than each has.
-        return [index for _, index in self.running[bisect_left(self.running, (self.bound + 1, -1)) :]]
 
     def check_at(self) -> dict[int, int]:
         """Running candidate -> token count at which anything above may change; progress before that changes nothing.
@@ -226,7 +218,7 @@ class InOrderSelector(Selector):
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
 
     def deliveries(self) -> list[int]:
-        first = self._entries if len(self) <= self.rule.size else sorted(self._entries)[: self.rule.size]
+        first = self.candidates if len(self.candidates) <= self.rule.size else sorted(self.candidates)[: self.rule.size]
         return [index for index in first if not self.candidates[index].running]
 
 
@@ -257,7 +249,7 @@ class DualEndSelector(Selector):
     def update(self, candidate: Candidate) -> None:
         super().update(candidate)
         if candidate.valid:
-            insort(self._undelivered, candidate.sort_key)
+            insort(self._undelivered, (candidate.tokens, candidate.index))
 
     def select(self) -> dict[int, SelectedAs]:
         short, long = self.rule.num_shortest, max(self.rule.num_shortest, len(self.valid) - self.rule.num_longest)

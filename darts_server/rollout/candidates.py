@@ -330,7 +330,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._finish_carried(candidate)
                 return
             try:
-                await self._starts.candidate(resumed)
+                await self._starts.wait(carried_tokens=resumed)
                 if not state.running:  # it was stopped while it waited
                     self._ticket.mark_started(1)
                     self._return_unstarted(candidate)

@@ -96,7 +96,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             opening=lambda: self.gate.opening,
             unfinished=lambda: engine.unfinished,
         )
-        self.observers.group_ended.add(statistics.group_ended, self.allocator.group_ended)
+        self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
             self.collect, self.allocator, self.observers, intervals.join, intervals.join_named
         )
@@ -181,7 +181,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     def collect(
         self,
         spec: GroupSpec[RequestT],
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
@@ -196,7 +196,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             del self.runs[run]
             self.gate.leave()
             held.release()
-            on_end()
+            if on_end is not None:
+                on_end()
 
         try:
             order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards
@@ -226,9 +227,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Return the place of a request that comes now among others, on an engine that has priorities."""
         if not self.engine.has_priorities:
             return lambda _: 0.0
-        mean = None if prompt_key is None else self.statistics.prompts.mean(prompt_key)
+        since, statistics = self._context.clock(), self.statistics
+        stats = None if prompt_key is None else statistics.prompts.load(prompt_key)
         # A new prompt is expected to be as long as the data set's mean.
-        since, expected = self._context.clock(), mean or self.statistics.dataset.stats.mean or 0.0
+        expected = (statistics.dataset.stats.mean or 0.0) if stats is None else stats.mean_ema
         return lambda tokens: since - TOKEN_SECONDS * max(expected, tokens)
 
     @property

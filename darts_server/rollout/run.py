@@ -292,13 +292,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.size if self._group.is_open else None
 
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of all candidates so far, without those that were carried over."""
-        if self.record is not None:
-            return self.record.generated_tokens
-        return sum(map(self.runner.count_tokens, range(len(self.candidates))))
-
     # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:

@@ -32,15 +32,11 @@ class StartQueue:
         self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
         self._spent = 0  # in this turn
 
-    async def candidate(self, carried_tokens: int = 0) -> None:
-        """Wait until a candidate may start. ``carried_tokens``: those that it goes on from."""
-        await self._wait_in(self._candidates, CANDIDATE_COST + carried_tokens // CARRIED_TOKENS)
-
-    async def group(self, candidates: int) -> None:
-        """Wait until a group with so many candidates may start."""
-        await self._wait_in(self._groups, candidates)
-
-    async def _wait_in(self, waiting: deque[tuple[asyncio.Future[None], int]], cost: int) -> None:
+    async def wait(self, *, carried_tokens: int = 0, group: int | None = None) -> None:
+        """Wait until a candidate may start, or a ``group`` with so many. ``carried_tokens``: that it goes on from."""
+        waiting, cost = self._candidates, CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
+        if group is not None:
+            waiting, cost = self._groups, group
         if self._candidates or waiting or not self._spend(cost):
             turn = asyncio.get_running_loop().create_future()
             waiting.append((turn, cost))

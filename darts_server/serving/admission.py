@@ -99,12 +99,12 @@ class Ticket:
     def split(self, candidates: int) -> "Ticket":
         """Move so many of its candidates to a ticket of their own, which may be released later than this one."""
         part = Ticket(self._admission, self._name, None)
-        self._move(candidates, part)
+        part._hold(candidates, -self._hold(-candidates))
         return part
 
     def merge(self, other: "Ticket") -> None:
         """Take over all candidates of another ticket of the same caller."""
-        other._move(other.candidates, self)
+        self._hold(other.candidates, -other._hold(-other.candidates))
 
     def mark_started(self, candidates: int | None = None) -> None:
         """Count candidates as the engine's from now on; ``None``: all of them."""
@@ -127,26 +127,23 @@ class Ticket:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
 
-    def _hold(self, more: int) -> None:
-        ahead = max(more, -self._ahead)
-        self._add(more, ahead)
+    def _hold(self, more: int, ahead: int | None = None) -> int:
+        """Hold so many more candidates, and return by how many more of them the engine has not got yet.
+
+        ``ahead``: that number; ``None``: all, and of fewer candidates first those that it has not got.
+        """
+        ahead = max(more, -self._ahead) if ahead is None else ahead
+        self.candidates += more
+        self._ahead += ahead
         self._admission.ahead += ahead
+        if self._who is not None:
+            self._who.held += more
         if self._name is not None:
             by_caller = self._admission.by_caller
             by_caller[self._name] += more
             if not by_caller[self._name]:
                 del by_caller[self._name]
-
-    def _move(self, candidates: int, other: "Ticket") -> None:
-        ahead = min(candidates, self._ahead)
-        self._add(-candidates, -ahead)
-        other._add(candidates, ahead)
-
-    def _add(self, candidates: int, ahead: int) -> None:
-        self.candidates += candidates
-        self._ahead += ahead
-        if self._who is not None:
-            self._who.held += candidates
+        return ahead
 
 
 class Admission:

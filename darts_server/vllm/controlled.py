@@ -46,8 +46,7 @@ class ControlledLLM(AsyncLLM):
     @cached_property
     def ranks(self) -> Ranks:
         """Which data-parallel engine runs what."""
-        count = self.vllm_config.parallel_config.data_parallel_size
-        return Ranks(count, lambda: [int.from_bytes(name, "little") for name in self.engine_core.core_engines])
+        return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
     async def handle_received(self) -> None:
         """Wait until everything that engines have sent so far is handled, as by the count of a request's tokens.

@@ -45,7 +45,7 @@ from darts_server.vllm.held import HeldRequests, OncePerTurn, changing_state
 from darts_server.vllm.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.probe.receiver import ProbeReceiver
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable
-from darts_server.vllm.ranks import has_priorities, place
+from darts_server.vllm.ranks import BY_PRIORITY, place
 from darts_server.vllm.sampling import REFUSALS
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class VllmEngine:
         self.engines: int = config.parallel_config.data_parallel_size
         self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
         self.kv_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
-        self.has_priorities = has_priorities(config)
+        self.has_priorities: bool = config.scheduler_config.policy == BY_PRIORITY
 
     @property
     def weight_version(self) -> int:
@@ -187,10 +187,7 @@ class VllmEngine:
     ) -> VllmCandidate:
         """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
         self._llm.gate.check()  # raises for groups that were admitted before the engine died
-        ranks = self._llm.ranks
-        group = ranks.group_of(request.request_id)
-        rank = ranks.enter(group)
-        cleanup.callback(ranks.leave, group)
+        rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
         options = place(self._llm.vllm_config, request.options, rank, order)
         try:
             with changing_state(deferred.begin):

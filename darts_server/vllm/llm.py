@@ -25,9 +25,9 @@ from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts
-from darts_server.vllm.outputs import ABORTED, make_deferred, merge_outputs, to_choice
+from darts_server.vllm.outputs import ABORTED, make_deferred, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
-from darts_server.vllm.ranks import place, rank_of
+from darts_server.vllm.ranks import RANK, place
 from darts_server.vllm.routes import RouteCall, current_route
 from darts_server.vllm.validation import check_group, check_request
 
@@ -65,6 +65,10 @@ class ShapingLLM(ControlledLLM):
     merge_options: MergeOptions = staticmethod(lambda options, _: options)
     died: bool | None = None  # whether the engine was dead when it was first shut down; ``None`` before that
     on_death: Callable[[], None] = staticmethod(lambda: None)  # called once, when the engine has died
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.observe_outputs()  # before vLLM's task, which may have been created, gets its first ones
 
     @property
     def should_respond(self) -> bool:
@@ -148,21 +152,21 @@ class ShapingLLM(ControlledLLM):
         tokens: dict[int, list[int]] = {}
         ends: dict[int, tuple[int, str]] = {}  # length and finish reason of each choice, by its index
         try:
-            with generation.ticket:
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        for choice in output.outputs:
-                            if turns is None or (choice.finish_reason is None and not is_delta):
-                                continue
-                            tokens.setdefault(choice.index, []).extend(choice.token_ids)
-                            if (reason := choice.finish_reason) is not None:
-                                answer = tokens.pop(choice.index)
-                                ends[choice.index] = len(answer), reason
-                                turns.add_answer(generation.turn, answer, aborted=reason == ABORTED)
-                        yield output
+            async with aclosing(outputs):
+                async for output in outputs:
+                    for choice in output.outputs:
+                        if turns is None or (choice.finish_reason is None and not is_delta):
+                            continue
+                        tokens.setdefault(choice.index, []).extend(choice.token_ids)
+                        if (reason := choice.finish_reason) is not None:
+                            answer = tokens.pop(choice.index)
+                            ends[choice.index] = len(answer), reason
+                            turns.add_answer(generation.turn, answer, aborted=reason == ABORTED)
+                    yield output
         except (EngineRefused, EngineBusy, EngineDead) as error:
             raise (error.__cause__ or error) from None  # vLLM's own, which its routes map to the right HTTP status
         finally:
+            generation.ticket.release()
             if generation.answers_at_stop:
                 self._answered_at_stop.remove(request.request_id)
         # Lengths are learned of all trajectories that the request has, or of none.
@@ -177,7 +181,7 @@ class ShapingLLM(ControlledLLM):
         # Its place is among the candidates of groups.
         order = None if self.rollouts is None else self.rollouts.starting_order(None)(0)
         options = place(self.vllm_config, request.options, turn.rank, order)
-        turn.rank = rank_of(options)
+        turn.rank = options.get(RANK)
         outputs = super().generate(request.prompt, request.params, request.request_id, **options)
         with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
             async with self.gate.enter(unshaped=True), aclosing(outputs):
@@ -211,7 +215,7 @@ class ShapingLLM(ControlledLLM):
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
                     await make_deferred(trajectory.output)
-                    turn.rank = rank_of(request.options, self.ranks.of(request.request_id))
+                    turn.rank = self.ranks.of(request.request_id, request.options)
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
                         continue
@@ -220,7 +224,10 @@ class ShapingLLM(ControlledLLM):
                         output.prompt_logprobs = None
                     yield output
                 if not streaming:
-                    yield merge_outputs(request.request_id, [selected[index] for index in sorted(selected)])
+                    order = sorted(selected)
+                    merged = to_choice(request.request_id, selected[order[0]], 0, last=True)
+                    merged.outputs = [replace(selected[at].outputs[0], index=index) for index, at in enumerate(order)]
+                    yield merged
             finally:
                 run.cancel()
 
@@ -244,14 +251,9 @@ class ShapingLLM(ControlledLLM):
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.expects(join_key)):
                 output = await joiner.join(joining, join)
-            generation.turn.rank = rank_of(request.options, self.ranks.of(self.ranks.group_of(request.request_id)))
+            generation.turn.rank = self.ranks.of(request.request_id, request.options)
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
-
-    def _run_output_handler(self) -> None:
-        if self.output_handler is None:
-            self.observe_outputs()
-        super()._run_output_handler()  # type: ignore[no-untyped-call]  # of a base class, which mypy cannot exclude
 
     def observe_outputs(self) -> None:
         """Note the engine's death, and let other tasks run between two of its outputs.

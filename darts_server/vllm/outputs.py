@@ -101,7 +101,11 @@ class Deferred:
         if before:
             assert request.prompt_token_ids is not None
             state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
-        self._describe(request, state.prompt_token_ids)
+        # What vLLM makes a detokenizer and log-probs from; not what may be large, as images.
+        embeds = request.prompt_embeds  # of which a detokenizer needs the length alone
+        tokens = state.prompt_token_ids or ([] if embeds is None else [0] * len(embeds))
+        changes: dict[str, Any] = {"prompt_token_ids": tokens, "prompt_embeds": None, "mm_features": None}
+        self._request = structs.replace(request, sampling_params=self._params, **changes)
         if not self._params.stop:
             self._detokenizer, state.detokenizer = None if before else state.detokenizer, IncrementalDetokenizer()
         elif before:
@@ -115,13 +119,6 @@ class Deferred:
             # Of this one, not of its class. Those of the prompt are processed when they come, as vLLM does.
             state.logprobs_processor._update_sample_logprobs = self._collect  # type: ignore[method-assign]
 
-    def _describe(self, request: EngineCoreRequest, prompt_token_ids: list[int] | None) -> None:
-        """Keep what vLLM makes a detokenizer and log-probs from; not what may be large, as images."""
-        embeds = request.prompt_embeds  # of which a detokenizer needs the length alone
-        tokens = prompt_token_ids or ([] if embeds is None else [0] * len(embeds))
-        changes: dict[str, Any] = {"prompt_token_ids": tokens, "prompt_embeds": None, "mm_features": None}
-        self._request = structs.replace(request, sampling_params=self._params, **changes)
-
     def _new_detokenizer(self) -> IncrementalDetokenizer:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
         return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
@@ -133,9 +130,21 @@ class Deferred:
         assert self.values is not None
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
 
-    def output(self, collected: RequestOutput) -> RequestOutput:
-        """Return the candidate's output, which is finished."""
-        return self._output(collected, [] if self._params.stop else [TEXT])
+    def output(self, collected: RequestOutput, later: Collection[str] | None = None) -> RequestOutput:
+        """Return the output of the candidate, which has finished.
+
+        ``later``: fields that are made when they are read, beside log-probs; ``None``: the text, unless it grew with
+        the tokens.
+        """
+        (completion,) = collected.outputs
+        completion.logprobs, completion.cumulative_logprob = None, None
+        if later is None:
+            later = [] if self._params.stop else [TEXT]
+        if self.values is not None and self.returns_logprobs:
+            later = [*later, *LOGPROBS]
+        changed = copy(collected)
+        changed.outputs = [DeferredCompletion.of(completion, self, later, {})]
+        return changed
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
         """Make the output of a candidate whose tokens are those that were generated before, if there are some.
@@ -144,43 +153,32 @@ class Deferred:
         """
         token_ids = list(self._prefix.token_ids)
         inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        prompt_token_ids = inputs.get("prompt_token_ids")
-        request = EngineCoreRequest("made", prompt_token_ids, None, self._params, None, 0.0, None, None, None)
-        self._describe(request, prompt_token_ids)
+        prompt_token_ids = inputs.get("prompt_token_ids") or []
+        self._request = EngineCoreRequest("made", prompt_token_ids, None, self._params, None, 0.0, None, None, None)
         self.values = None if self._params.logprobs is None else array("d", self._prefix.logprobs or ())
         completion = CompletionOutput(0, text or "", token_ids, None, None, finish_reason=finish_reason)
-        # `to_choice` and `merge_outputs` set the caller's id.
-        output = RequestOutput("made", inputs.get("prompt"), prompt_token_ids or [], None, [completion], finished=True)
-        return self._output(output, [TEXT] if text is None and token_ids else [])
-
-    def _output(self, output: RequestOutput, later: Collection[str]) -> RequestOutput:
-        (completion,) = output.outputs
-        completion.logprobs, completion.cumulative_logprob = None, None
-        if self.values is not None and self.returns_logprobs:
-            later = [*later, *LOGPROBS]
-        changed = copy(output)
-        changed.outputs = [DeferredCompletion.of(completion, self, later, {})]
-        return changed
+        # `to_choice` sets the caller's id.
+        output = RequestOutput("made", inputs.get("prompt"), prompt_token_ids, None, [completion], finished=True)
+        return self.output(output, [TEXT] if text is None and token_ids else [])
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
         """Make fields of an output of the candidate, or of one that was truncated, with a pause after each slice."""
         for name in names:
-            if name not in vars(completion):
-                yield from self._make_text(completion) if name == TEXT else self._make_logprobs(completion)
-
-    def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
-        """Detokenize incrementally, as vLLM does while it generates.
-
-        Decoding all tokens at once can give another text, for example around special tokens and incomplete characters.
-        """
-        detokenizer, self._detokenizer = self._detokenizer or self._new_detokenizer(), None
-        tokens, has_stop = list(completion.token_ids), completion.finish_reason == STOP
-        for start in range(0, len(tokens), SLICE):
-            end = start + SLICE
-            if detokenizer.update(tokens[start:end], has_stop and end >= len(tokens)) is not None:
-                break  # what it has generated after a stop string, in the same step, is no part of its text
-            yield
-        completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
+            if name in vars(completion):
+                continue
+            if name != TEXT:
+                yield from self._make_logprobs(completion)
+                continue
+            # Incrementally, as vLLM detokenizes while it generates: decoding all tokens at once can give another text,
+            # for example around special tokens and incomplete characters.
+            detokenizer, self._detokenizer = self._detokenizer or self._new_detokenizer(), None
+            tokens, has_stop = list(completion.token_ids), completion.finish_reason == STOP
+            for start in range(0, len(tokens), SLICE):
+                end = start + SLICE
+                if detokenizer.update(tokens[start:end], has_stop and end >= len(tokens)) is not None:
+                    break  # what it has generated after a stop string, in the same step, is no part of its text
+                yield
+            completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
 
     def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
         """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text but once."""
@@ -231,8 +229,9 @@ class DeferredCompletion(CompletionOutput):
     ) -> "DeferredCompletion":
         """Copy an output with changes, and without the fields that are made ``later``."""
         made = cls.__new__(cls)
-        vars(made).update({name: value for name, value in vars(completion).items() if name not in later})
-        vars(made).update(changes, deferred=deferred)
+        vars(made).update(vars(completion), **changes, deferred=deferred)
+        for name in later:
+            vars(made).pop(name, None)
         return made
 
     # In place of fields of the base class: one that is missing is made, also if vLLM gives it a default.
@@ -265,13 +264,6 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
     copied = copy(output)
     copied.outputs = [DeferredCompletion.of(whole, whole.deferred, later, changes)]
     return copied
-
-
-def merge_outputs(request_id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Merge candidates' outputs into one finished output, whose choices are numbered in the given order."""
-    merged = to_choice(request_id, outputs[0], 0, last=True)
-    merged.outputs = [replace(output.outputs[0], index=index) for index, output in enumerate(outputs)]
-    return merged
 
 
 def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool) -> RequestOutput:

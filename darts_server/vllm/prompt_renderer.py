@@ -40,11 +40,30 @@ class VllmPromptRenderer:
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> PromptRequest:
         params = self._sampling.read(sampling, size)
-        rendered = await self._render(prompt)
+        # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
+        renderer = self._llm.renderer
+        conversation: Any = None if prompt.messages is None else json.loads(prompt.messages)
+        for number, message in enumerate(conversation or ()):
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
+        rendered: Any
+        try:
+            if conversation is not None:
+                _, (rendered,) = await renderer.render_chat_async([conversation], self._chat)
+            else:
+                given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
+                parsed = parse_model_prompt(self._llm.model_config, given)
+                (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
+        except REFUSALS as error:
+            raise InvalidRequest(_prompt_field(prompt), str(error)) from error
+        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
+            reason = f"cannot be rendered for this model: {type(error).__name__}: {error}"
+            raise InvalidRequest(_prompt_field(prompt), reason) from error
         # What the prompt leaves of the model's context, as by vLLM's routes.
         left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
         params.max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         request = PromptRequest(rendered, params, request_id)
+        # Check it before the first candidate starts; errors name the fields of our own API.
         try:
             check_request(self._llm.vllm_config, request)
             check_group(self._llm, request)
@@ -72,26 +91,6 @@ class VllmPromptRenderer:
         logprobs = None if values is None else array("d", values)
         reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
         return Sample(tokens, logprobs, completion.text, reason)
-
-    async def _render(self, prompt: PromptSpec) -> Any:
-        renderer = self._llm.renderer
-        conversation: Any = None if prompt.messages is None else json.loads(prompt.messages)
-        for number, message in enumerate(conversation or ()):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
-        try:
-            if conversation is not None:
-                _, (rendered,) = await renderer.render_chat_async([conversation], self._chat)
-            else:
-                given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
-                parsed = parse_model_prompt(self._llm.model_config, given)
-                (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
-        except REFUSALS as error:
-            raise InvalidRequest(_prompt_field(prompt), str(error)) from error
-        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
-            reason = f"cannot be rendered for this model: {type(error).__name__}: {error}"
-            raise InvalidRequest(_prompt_field(prompt), reason) from error
-        return rendered
 
 
 def _prompt_field(prompt: PromptSpec) -> str:

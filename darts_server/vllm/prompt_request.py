@@ -34,7 +34,6 @@ RESUMABLE = frozenset(
 )
 """Sampling parameters under which the next token depends on the tokens so far, whichever of them were in the prompt.
 All others, also those of later versions of vLLM, are taken to depend on where the prompt ends."""
-SCORING_FIELDS = ("prompt_logprobs", "prompt_logprob_token_ids")
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 """What a template puts before an answer, and not there again when the answer has become a part of the chat: it begins
 the reasoning, or leaves it out at once, and white space joins that of the answer in one token."""
@@ -54,6 +53,7 @@ class PromptRequest:
     params: SamplingParams
     request_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    _shared: list[SamplingParams] = field(default_factory=list, init=False, repr=False, compare=False)
 
     # --- identity -----------------------------------------------------------
 
@@ -64,7 +64,7 @@ class PromptRequest:
         tokens, lora = prompt.get("prompt_token_ids"), self.options.get("lora_request")
         text = None if tokens else prompt.get("prompt")
         others = [text, prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
-        return key_of(tokens or (), *(repr(part) for part in others if part))
+        return key_of(tokens or (), *map(repr, filter(None, others)))
 
     @property
     def tokens(self) -> RequestTokens:
@@ -93,13 +93,25 @@ class PromptRequest:
 
     # --- candidates ---------------------------------------------------------
 
-    def params_of(self, index: int) -> SamplingParams:
-        """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index."""
-        return self._unseeded if self.params.seed is None else self._child(index)
+    def params_of(self, index: int, *, is_own: bool = False) -> SamplingParams:
+        """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index.
+
+        Without a seed all candidates have the same object. ``is_own``: return one that may be changed.
+        """
+        if self._shared and not is_own:
+            return self._shared[0]
+        child = self.params.clone()
+        child.n = 1
+        child.seed = None if child.seed is None else child.seed + index
+        child.output_kind = RequestOutputKind.FINAL_ONLY
+        child.skip_clone = True  # vLLM would clone it once more for each candidate, and nothing else holds this one
+        if child.seed is None and not is_own:
+            self._shared.append(child)
+        return child
 
     def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
         """The same for a probed candidate. ``number``: identifies its hidden states; ``None`` if none are sent."""
-        child = self._child(index)
+        child = self.params_of(index, is_own=True)
         if number is not None:
             child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
         if probe.logprobs:
@@ -114,21 +126,9 @@ class PromptRequest:
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
         """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already."""
-        child = self._child(index)
+        child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
         return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
-
-    @cached_property
-    def _unseeded(self) -> SamplingParams:
-        return self._child(0)
-
-    def _child(self, index: int) -> SamplingParams:
-        child = self.params.clone()
-        child.n = 1
-        child.seed = None if child.seed is None else child.seed + index
-        child.output_kind = RequestOutputKind.FINAL_ONLY
-        child.skip_clone = True  # vLLM would clone it once more for each candidate, and nothing else holds this one
-        return child
 
 
 def leave_rest(params: SamplingParams, tokens: int) -> None:
@@ -184,13 +184,14 @@ def make_turn(
     name = shaping.session or request.options.get("session_id") or session
     is_greedy = params.temperature == 0
     token_ids = (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or ()
+    scores_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     return Turn(
         token_ids,
         None if tokenizer is None else count_stable(tokenizer, token_ids),
         None if is_greedy or shaping.policy == OFF else name,
         opens_session=shaping.session is not None,
         greedy=is_greedy,
-        scoring=params.max_tokens == 1 or any(getattr(params, name, None) is not None for name in SCORING_FIELDS),
+        scoring=params.max_tokens == 1 or scores_prompt,
         caller=caller or "",
     )
 

@@ -1,7 +1,7 @@
 """Which data-parallel engine runs a group, and vLLM's priorities, by which waiting requests start."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ RANK = "data_parallel_rank"  # vLLM's option of ``generate()``, which callers se
 KEPT_GROUPS = 4096  # groups that have ended, and whose callers may not have their answers yet
 PRIORITY = "priority"
 """The argument of ``generate()``: ``--scheduling-policy priority`` starts waiting requests by it, the lowest first."""
+BY_PRIORITY = "priority"  # vLLM's name for that policy
 LEVEL = 1 << 40  # between two priorities of callers: more milliseconds than a server runs
 MOST = (1 << 22) - 1  # the priority of callers beyond which all are the same: with the order they have 63 bits
 
@@ -18,37 +19,42 @@ MOST = (1 << 22) - 1  # the priority of callers beyond which all are the same: w
 class Ranks:
     """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A new group gets the engine that is ``up`` with the fewest running candidates and later turns; of equals the first.
+    A new group gets the engine that is up with the fewest running candidates and later turns; of equals the first.
+    ``engine_core``: vLLM's client, which names the engines that are up by their ranks; ``None``: all are.
     """
 
-    def __init__(self, count: int, up: Callable[[], Sequence[int]] | None = None) -> None:
-        self._up = up or (lambda: range(count))
+    def __init__(self, count: int, engine_core: Any = None) -> None:
+        self._core = engine_core
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
         self._ended: OrderedDict[str, int] = OrderedDict()  # ranks of the newest groups
         self._joined: dict[str, str] = {}
 
-    def enter(self, group: str) -> int:
-        """Assign one more candidate of a group. Returns the engine's rank."""
+    @contextmanager
+    def candidate(self, request: str) -> Iterator[int]:
+        """Count one more candidate of a request, or of the group that it was joined to, and yield its engine's rank."""
+        group = self._joined.get(request, request)
         if group not in self._rank_of:
-            least_loaded = min(self._up(), key=self._running.__getitem__, default=0)
+            up: Sequence[int] = range(len(self._running))
+            if self._core is not None:
+                up = [int.from_bytes(name, "little") for name in self._core.core_engines]
+            least_loaded = min(up, key=self._running.__getitem__, default=0)
             # A group of single requests goes on when its first candidates have ended before its next request comes.
             self._rank_of[group] = self._ended.pop(group, least_loaded)
         rank = self._rank_of[group]
         self._running[rank] += 1
         self._candidates[group] += 1
-        return rank
-
-    def leave(self, group: str) -> None:
-        """Record that a candidate of the group has ended; with the last one the group has."""
-        self._running[self._rank_of[group]] -= 1
-        self._candidates[group] -= 1
-        if not self._candidates[group]:
-            del self._candidates[group]
-            self._ended[group] = self._rank_of.pop(group)
-            if len(self._ended) > KEPT_GROUPS:
-                self._ended.popitem(last=False)
+        try:
+            yield rank
+        finally:
+            self._running[rank] -= 1
+            self._candidates[group] -= 1
+            if not self._candidates[group]:  # the group has ended, too
+                del self._candidates[group]
+                self._ended[group] = self._rank_of.pop(group)
+                if len(self._ended) > KEPT_GROUPS:
+                    self._ended.popitem(last=False)
 
     @contextmanager
     def joined(self, request: str, group: str) -> Iterator[None]:
@@ -59,12 +65,15 @@ class Ranks:
         finally:
             self._joined.pop(request, None)  # callers choose ids, and may have chosen this one twice
 
-    def group_of(self, request: str) -> str:
-        """Return the group that a request's candidates belong to: that of its own id, unless it was joined to one."""
-        return self._joined.get(request, request)
+    def of(self, request: str, options: Mapping[str, Any]) -> int | None:
+        """Return the rank of the engine that its caller has chosen for a request that runs or has just ended.
 
-    def of(self, group: str) -> int | None:
-        """Return the rank of a group that runs or has just ended; ``None`` if it is not known."""
+        If it has not chosen any: the rank of the group of its candidates; ``None`` if it is not known.
+        """
+        chosen: int | None = options.get(RANK)
+        if chosen is not None:
+            return chosen
+        group = self._joined.get(request, request)
         return self._rank_of.get(group, self._ended.get(group))
 
     @contextmanager
@@ -80,12 +89,6 @@ class Ranks:
             self._running[rank] -= 1
 
 
-def rank_of(options: Mapping[str, Any], otherwise: int | None = None) -> int | None:
-    """Return the rank of the engine that a request's caller has chosen, or ``otherwise`` if it has not."""
-    chosen = options.get(RANK)
-    return otherwise if chosen is None else chosen
-
-
 def place(config: VllmConfig, options: Mapping[str, Any], rank: int | None, order: float | None) -> Mapping[str, Any]:
     """Return the options of a request that is to run on an engine, unless there is only one or its caller chose one.
 
@@ -93,13 +96,9 @@ def place(config: VllmConfig, options: Mapping[str, Any], rank: int | None, orde
     """
     if rank is not None and options.get(RANK) is None and config.parallel_config.data_parallel_size > 1:
         options = {**options, RANK: rank}
-    if order is not None and has_priorities(config):
+    if order is not None and config.scheduler_config.policy == BY_PRIORITY:
         options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
     return options
-
-
-def has_priorities(config: VllmConfig) -> bool:
-    return bool(config.scheduler_config.policy == "priority")
 
 
 def combined(priority: int, order: float) -> int:

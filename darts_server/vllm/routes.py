@@ -156,8 +156,9 @@ def _behind_options(
         options = read_options(headers)
         if getattr(request, "model", None) in raw_names:
             options = replace(options, policy=OFF)
-        await move_xargs(request, raw_request)
         params = getattr(request, SAMPLING_PARAMS, None)
+        if params is not None and raw_request is not None:
+            await move_xargs(params, raw_request)
         xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
         # Of the Responses API, which calls `generate` while its stream is read.
         is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
@@ -170,8 +171,11 @@ def _behind_options(
                 beams *= len(prompts)
             if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
                 raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
-        session_header = next((name for name in SESSION_HEADERS if headers.get(name)), "")
-        check_name(session_header, session := headers.get(session_header, ""))
+        session: str | None = None
+        for name in SESSION_HEADERS:
+            if session := headers.get(name):
+                check_name(name, session)
+                break
         call = RouteCall(options, session or None, beams)
         token = _route.set(call)
         try:
@@ -200,17 +204,14 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
             yield part
 
 
-async def move_xargs(request: Any, raw_request: Any) -> None:
-    """Move extra arguments of the token route to where it has them, ``extra_args`` of the sampling parameters.
+async def move_xargs(params: Any, raw_request: Any) -> None:
+    """Move extra arguments of the token route to ``extra_args`` of its sampling parameters.
 
     Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
 
     Raises:
         InvalidRequest: they are no object, or are in two places with different values.
     """
-    params = getattr(request, SAMPLING_PARAMS, None)
-    if raw_request is None or params is None:
-        return
     body = await raw_request.body()  # it was read before, and is kept
     if XARGS.encode() not in body:
         return

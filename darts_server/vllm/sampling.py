@@ -69,13 +69,14 @@ class SamplingReader:
                     raise InvalidRequest(
                         f"sampling.{name}.{unknown[0]}", f"is unknown; allowed are {', '.join(allowed)}"
                     )
-        given = dict(sampling)
+        given: dict[str, Any] = dict(sampling)
         if isinstance(flag := given.get(LOGPROBS), bool):
             given[LOGPROBS] = 0 if flag else None  # 0 is vLLM's number for the sampled token only
         try:
             converted = msgspec.convert(given, self._model, str_keys=True)
-            values = {name: value for name, value in msgspec.structs.asdict(converted).items() if value is not UNSET}
-            params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **values)
+            for name in given:
+                given[name] = getattr(converted, name)
+            params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **given)
         except msgspec.ValidationError as error:
             field, message = split_place(error)
             raise InvalidRequest(f"sampling.{field}", message) from error

@@ -6,6 +6,7 @@ the engine. What the engine keeps for each candidate is limited in size.
 """
 
 from copy import copy
+from functools import partial
 
 import msgspec
 from vllm import SamplingParams
@@ -20,7 +21,6 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import REFUSALS, split_place
 from darts_server.vllm.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
-CHECKED_OPTIONS = ("lora_request", "data_parallel_rank")  # options of ``generate()`` that vLLM may refuse
 PROMPT = "prompt"  # the field that errors name for a prompt: our own routes replace it by theirs
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CANDIDATES = 2**32  # more than any group starts, restarts included. Candidate i is generated with ``seed`` + i
@@ -71,13 +71,9 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         raise InvalidRequest(inside.lstrip(".") if name == PARAMS and inside else name, text) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
-
-    def size_of(value: object) -> int:
-        return sum(map(len, ENCODER.encode(value)))
-
-    if (whole := size_of(params)) > MAX_SAMPLING_BYTES:
+    if (whole := sum(map(len, ENCODER.encode(params)))) > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
-        raise too_large(max(values, key=lambda name: size_of(values[name])), whole)
+        raise too_large(max(values, key=lambda name: sum(map(len, ENCODER.encode(values[name])))), whole)
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
@@ -91,13 +87,18 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         vLLM's own exceptions, see :data:`darts_server.vllm.sampling.REFUSALS`.
     """
     _check_seed(request.params, MAX_CANDIDATES)
-    if not isinstance(request.prompt, dict) or "type" not in request.prompt:  # it is not rendered
+    is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
+    if not is_rendered:
         return
-    options = {name: request.options[name] for name in CHECKED_OPTIONS if name in request.options}
-
-    def process(params: SamplingParams) -> None:
-        llm.input_processor.process_inputs(request.request_id, request.prompt, params, llm._supported_tasks, **options)
-
+    process = partial(
+        llm.input_processor.process_inputs,
+        request.request_id,
+        request.prompt,
+        supported_tasks=llm._supported_tasks,
+        # The options of ``generate()`` that vLLM may refuse.
+        lora_request=request.options.get("lora_request"),
+        data_parallel_rank=request.options.get("data_parallel_rank"),
+    )
     try:
         process(request.params)
     except DartsError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,8 +15,9 @@ from darts_server.http.body import BodyLimits
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.records import TrajectoryRecord
-from darts_server.rollout.learned.statistics import Statistics, observations
+from darts_server.policy.lengths import update_stats
+from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.rollout.learned.statistics import KIND, Statistics, observations
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
@@ -51,15 +52,19 @@ def client(updates: Updates | None = None) -> Iterator[TestClient]:
         statistics, provenance = Statistics(store), Provenance()
         prompts, rewards = statistics.prompts, statistics.rewards
         reward_matcher = RewardMatcher(rewards, Mock(), Mock())
+
+        def learn(key: str, ended: GroupRecord) -> None:
+            store.put(KIND, key, asdict(update_stats(prompts.load(key), observations(ended), 4)))
+
         for group_id in ("cmpl-a-0", "cmpl-a-1"):
             ended = replace(record(*FINISHED), group_id=group_id)
-            prompts.learn("p", observations(ended), 4)
+            learn("p", ended)
             provenance.group_ended(ended)
             reward_matcher.group_ended(ended)
         for number, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = list(range(FINISHED[index].tokens))
             reward_matcher.trajectory_returned(TrajectoryRecord(f"cmpl-a-{number}", "p", 0.0, index, [number], tokens))
-        prompts.learn("gsm8k/7", observations(record(*FINISHED)), 4)
+        learn("gsm8k/7", record(*FINISHED))
         app = FastAPI()
         errors.install(app)
         updates = updates or Mock(spec=Updates)

@@ -105,11 +105,6 @@ def test_a_failed_candidate_is_discarded_as_failed_or_aborted(
     assert (c.state, c.reason, c.alive, c.running) == (State.DISCARDED, reason, False, False)
 
 
-def test_a_running_candidate_sorts_with_one_token_more() -> None:
-    assert candidate(State.RUNNING, tokens=3).sort_key == (4, 0)
-    assert candidate(State.FINISHED, tokens=3).sort_key == (3, 0)
-
-
 def test_a_cut_keeps_the_first_tokens_as_if_they_had_been_the_limit() -> None:
     c = candidate(tokens=8)
     c.cut_at(5)

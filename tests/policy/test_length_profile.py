@@ -139,10 +139,14 @@ def test_old_ratios_fade() -> None:
 
 
 def test_candidates_without_tokens_are_ignored() -> None:
+    group = [Observation(20), Observation(30), Observation(10, censored=True)]
+    assert ratios_to_mean([*group, *[Observation(0, censored=True)] * 50], None) == ratios_to_mean(group, None)
+
+
+def test_a_group_without_candidates_changes_nothing() -> None:
     profile = LengthProfile()
     profile.observe([(1.0, False), (0.5, True)])
     before = profile.state
-    profile.observe([(0.0, True)] * 50)
     profile.observe([])
     assert profile.state == before
 

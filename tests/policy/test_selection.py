@@ -248,7 +248,7 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
         outcome = frozenset(group), frozenset(cuts.items())
         assert outcomes.setdefault(others, outcome) == outcome
     unselected = {c.index for c in going} - some
-    ahead = [sum(d.valid and d.sort_key < c.sort_key for d in done) for c in going]
+    ahead = [sum(d.valid and (d.tokens, d.index) < (c.tokens + 1, c.index) for d in done) for c in going]
     behind = {c.index for c, before in zip(going, ahead, strict=True) if before >= rule.size}
     is_complete = len(verdict.certain) == rule.size
     assert verdict.stops.keys() == (unselected if is_complete else unselected & behind)
@@ -274,6 +274,11 @@ def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
 
 
 # --- kept up to date --------------------------------------------------------
+
+
+def test_a_running_candidate_sorts_with_one_token_more() -> None:
+    selector = selector_of(DualEnd(2), [running(0, 3), ended(1, 3)])
+    assert (selector.running, selector.valid) == ([(4, 0)], [(3, 1)])
 
 
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True), refill=True))

@@ -32,11 +32,11 @@ class Starts:
         self.order: list[str] = []
 
     async def candidate(self, name: str, carried_tokens: int = 0) -> None:
-        await self.queue.candidate(carried_tokens)
+        await self.queue.wait(carried_tokens=carried_tokens)
         self.order.append(name)
 
     async def group(self, name: str, candidates: int) -> None:
-        await self.queue.group(candidates)
+        await self.queue.wait(group=candidates)
         self.order.append(name)
         async with asyncio.TaskGroup() as tasks:
             for i in range(candidates):
@@ -63,8 +63,8 @@ async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_t
 async def test_nothing_waits_that_comes_alone() -> None:
     queue = StartQueue()
     for _ in range(3 * A_TURN):
-        await asyncio.wait_for(queue.candidate(), 5)
-    await asyncio.wait_for(queue.group(2 * TURN), 5)
+        await asyncio.wait_for(queue.wait(), 5)
+    await asyncio.wait_for(queue.wait(group=2 * TURN), 5)
 
 
 async def test_a_group_starts_when_no_candidate_waits() -> None:

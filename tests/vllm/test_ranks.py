@@ -1,4 +1,5 @@
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -20,38 +21,48 @@ from darts_server.vllm.routes import RouteCall
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
 def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tuple[int, bool]]) -> None:
-    ranks, running, first = Ranks(3), dict[str, list[int]](), dict[str, int]()
+    ranks, running, first = Ranks(3), dict[str, list[tuple[int, ExitStack]]](), dict[str, int]()
     for number, starts in moves:
         group = f"g{number}"
         if starts:
-            loads = [sum(rank == r for mine in running.values() for rank in mine) for r in range(3)]
-            rank = ranks.enter(group)
+            loads = [sum(rank == r for mine in running.values() for rank, _ in mine) for r in range(3)]
+            candidate = ExitStack()
+            rank = candidate.enter_context(ranks.candidate(group))
             assert rank == first.setdefault(group, loads.index(min(loads)))
-            running.setdefault(group, []).append(rank)
+            running.setdefault(group, []).append((rank, candidate))
         elif running.get(group):
-            running[group].pop()
-            ranks.leave(group)
+            running[group].pop()[1].close()
 
 
 def test_single_requests_of_a_group_share_its_engine() -> None:
     ranks = Ranks(2)
-    assert ranks.enter("other") == 0
-    with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
-        groups = [ranks.group_of(f"request {number}") for number in (1, 2, 3)]
-        assert groups == ["group", "group", "request 3"]
-        assert [ranks.enter(group) for group in groups] == [1, 1, 0]
-    assert ranks.group_of("request 1") == "request 1"
+    with ExitStack() as running:
+        assert running.enter_context(ranks.candidate("other")) == 0
+        with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
+            requests = [f"request {number}" for number in (1, 2, 3)]
+            assert [running.enter_context(ranks.candidate(request)) for request in requests] == [1, 1, 0]
+            assert [ranks.of(request, {}) for request in (*requests, "group")] == [1, 1, 0, 1]
+            assert ranks.of("request 1", {RANK: 0}) == 0
+        assert ranks.of("request 1", {}) is None
+    assert ranks._running == [0, 0]
+    assert not ranks._candidates
+
+
+def test_a_new_group_runs_on_an_engine_that_is_up() -> None:
+    ranks = Ranks(3, SimpleNamespace(core_engines=[rank.to_bytes(2, "little") for rank in (2, 1)]))
+    with ranks.candidate("first") as first, ranks.candidate("second") as second:
+        assert (first, second) == (2, 1)
 
 
 def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("darts_server.vllm.ranks.KEPT_GROUPS", 2)
-    ranks = Ranks(2)
+    ranks, running = Ranks(2), ExitStack()
     for number in range(4):
-        ranks.enter("running")
-        assert ranks.enter(str(number)) == 1
-        assert ranks.of(str(number)) == 1
-        ranks.leave(str(number))
-    assert [ranks.of(group) for group in ("0", "1", "2", "3", "running", "none")] == [None, None, 1, 1, 0, None]
+        running.enter_context(ranks.candidate("running"))
+        with ranks.candidate(str(number)) as rank:
+            assert (rank, ranks.of(str(number), {})) == (1, 1)
+    groups = ("0", "1", "2", "3", "running", "none")
+    assert [ranks.of(group, {}) for group in groups] == [None, None, 1, 1, 0, None]
     assert len(ranks._ended) == 2
 
 

@@ -237,15 +237,15 @@ class Body:
 async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:
     xargs = {"darts_policy": "off", "other": [1]}
     sent = {"sampling_params": {"vllm_xargs": xargs}} if inside else {"vllm_xargs": xargs}
-    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"other": [1]}))
-    await move_xargs(request, Body(sent))
-    assert request.sampling_params.extra_args == xargs
-    await move_xargs(request, Body({"token_ids": [1]}))
-    assert request.sampling_params.extra_args == xargs
+    params = SimpleNamespace(extra_args={"other": [1]})
+    await move_xargs(params, Body(sent))
+    assert params.extra_args == xargs
+    await move_xargs(params, Body({"token_ids": [1]}))
+    assert params.extra_args == xargs
     with pytest.raises(InvalidRequest, match=r"vllm_xargs\.other: has another value in another place"):
-        await move_xargs(request, Body({"vllm_xargs": {"other": 2}}))
+        await move_xargs(params, Body({"vllm_xargs": {"other": 2}}))
     with pytest.raises(InvalidRequest, match=r"sampling_params\.vllm_xargs: must be an object"):
-        await move_xargs(request, Body({"sampling_params": {"vllm_xargs": []}}))
+        await move_xargs(params, Body({"sampling_params": {"vllm_xargs": []}}))
 
 
 async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_request() -> None:

@@ -152,17 +152,13 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
     if batch.feed is not None:
         return EventStream(event_chunks(batch.feed, after, batch.answer_format.stream), batch.listen())
     with batch.listen():
-        return await while_connected(request, _answer(batch, media_type))
-
-
-async def _answer(batch: BatchRun, media_type: str = JSON) -> Response:
-    done = await batch.wait()
-    errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
-    if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
-        raise errors[0]
-    tensors = TokenTensors() if media_type == SAFETENSORS else None
-    # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
-    answer = await asyncio.to_thread(encode_answer, batch, done, tensors)
+        done = await while_connected(request, batch.wait())
+        errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
+        if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
+            raise errors[0]
+        tensors = TokenTensors() if media_type == SAFETENSORS else None
+        # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
+        answer = await asyncio.to_thread(encode_answer, batch, done, tensors)
     if tensors is None:
         return Response(answer, media_type=JSON)
     tensors.answer = answer

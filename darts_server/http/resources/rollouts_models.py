@@ -1,7 +1,6 @@
 """Request and response models of ``/darts/v1/rollouts``."""
 
 import json
-from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from msgspec import Raw
@@ -82,8 +81,8 @@ class PromptIn(Body):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if (self.token_ids is not None) + (self.messages is not None) + (self.text is not None) != 1:
+            given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
             raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
         return self
 
@@ -138,7 +137,7 @@ class RolloutsIn(Body):
     def request(self) -> BatchRequest:
         """Return the batch that runs: all fields but those of the answer's form."""
         prompts = [PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in self.prompts]
-        return BatchRequest(prompts, **{field.name: getattr(self, field.name) for field in fields(BatchRequest)[1:]})
+        return BatchRequest(prompts, **self.model_dump(exclude={"prompts", "stream", "chunk_tokens"}))
 
 
 class TrajectoryOut(SampleOut):

@@ -24,7 +24,7 @@ from darts_server.exceptions import (
 from darts_server.http.body import BodyLimits, IncompleteBody, limited
 from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
-from darts_server.http.security.route_table import access_of, has_own_limits
+from darts_server.http.security.route_table import find_route
 from darts_server.identifiers import NAME_CHARS, header_value, without_controls
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
@@ -64,8 +64,9 @@ class SecurityMiddleware:
         # Refuse callers without access, and work for a stopping server: what it has can be fetched and rewarded.
         method, path = scope.get("method", "WEBSOCKET"), get_route_path(scope)
         starts_work, lifecycle = method not in SAFE, self.lifecycle
+        access, has_own_limits = find_route(method, path)
         try:
-            who = self._check_access(scope, method, path)
+            who = self._check_access(scope, method, path, self.opened.get((method, path)) or access)
             if lifecycle.stop_reason is not None and (path in HEALTH or (starts_work and path != REWARDS)):
                 raise lifecycle.stop_reason.with_traceback(None)  # or it keeps every request that it refuses
         except DartsError as error:
@@ -73,15 +74,8 @@ class SecurityMiddleware:
             return
 
         # Limit the body.
-        is_limited = scope["type"] == "http" and not has_own_limits(method, path)
-        receive_limited = limited(scope, receive, self.limits) if is_limited else receive
-
-        async def receive_checked() -> Message:
-            try:
-                return await receive_limited()
-            except InvalidRequest as error:
-                who.refused = error
-                raise
+        if scope["type"] == "http" and not has_own_limits:
+            receive = limited(scope, receive, self.limits, who)
 
         # Replace a route's error response by ours if its cause is an error of ours. A response that the route has
         # given to an error of ours in a form of its own only gets the error's headers.
@@ -109,16 +103,19 @@ class SecurityMiddleware:
         token = caller.set(who)
         lifecycle.requests += starts_work
         try:
-            await self.app(scope, receive_checked if is_limited else receive, send_replaced)
+            await self.app(scope, receive, send_replaced)
         finally:
             lifecycle.requests -= starts_work
             caller.reset(token)
             # Its traceback keeps the request's generators alive, whose tickets are released when they are dropped.
             who.refused = who.answered = None
 
-    def _check_access(self, scope: Scope, method: str, path: str) -> Caller:
-        headers = dict(reversed(scope["headers"]))  # the first of several with the same name
-        access = self.opened.get((method, path)) or access_of(method, path)
+    def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
+        headers: dict[bytes, bytes] = {}  # the first of several with the same name
+        is_forwarded = False
+        for name, value in scope["headers"]:
+            headers.setdefault(name, value)
+            is_forwarded = is_forwarded or name.startswith(FORWARDED)
         if access is None:  # not in the table: a new route of vLLM's, or no route at all
             is_route = any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
             access = RouteAccess.ADMIN if is_route else RouteAccess.USE
@@ -130,7 +127,7 @@ class SecurityMiddleware:
             scope["client"][0] if scope.get("client") else "",
             headers[b"host"].decode("latin-1") if b"host" in headers else None,
             headers[b"origin"].decode("latin-1") if b"origin" in headers else None,
-            any(name.startswith(FORWARDED) for name in headers),
+            is_forwarded,
         )
         who = self.access.check(access, f"{method} {path}", key or None, sender)
         if (request_id := headers.get(b"x-request-id")) is not None:

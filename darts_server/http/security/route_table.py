@@ -108,23 +108,20 @@ OWN_LIMITS = {
 
 # Compiled as the router does it, so that no spelling of a path matches here and another route there.
 _ROUTES = [
-    (compile_path(template)[0], frozenset(methods.split()), access)
+    (compile_path(template)[0], frozenset(methods.split()), access, template)
     for access, routes in TABLE.items()
     for template, methods in routes.items()
 ]
-_OWN_LIMITS = [(method, compile_path(template)[0]) for method, template in OWN_LIMITS]
 
 
-def access_of(method: str, path: str) -> RouteAccess | None:
-    """Return who may call the route that a request matches; ``None`` if the table has no such route."""
+def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
+    """Return who may call the route that a request matches, and whether it limits its body itself.
+
+    ``None`` and false if the table has no such route.
+    """
     # Not cached by path: callers without a key choose it, at any length.
     method = "GET" if method == "HEAD" else method
-    for pattern, methods, access in _ROUTES:
+    for pattern, methods, access, template in _ROUTES:
         if (method in methods or ANY in methods) and pattern.match(path):
-            return access
-    return None
-
-
-def has_own_limits(method: str, path: str) -> bool:
-    """Return whether the route that a request matches limits its body itself."""
-    return any(method == each and pattern.match(path) for each, pattern in _OWN_LIMITS)
+            return access, (method, template) in OWN_LIMITS
+    return None, False

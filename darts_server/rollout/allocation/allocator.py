@@ -21,7 +21,7 @@ from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
 from darts_server.policy.shaping import BudgetKind
 from darts_server.policy.simulation.batch import BatchPlan
-from darts_server.records import ChosenOption, CohortRecord, GroupRecord, applied_policy
+from darts_server.records import ChosenOption, CohortRecord, applied_policy
 from darts_server.rollout.allocation.auto import AutoCohorts
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.allocation.deadlines import Deadlines
@@ -136,8 +136,10 @@ class Allocator:
         `AutoCohorts.choose`; without ``room`` for its candidates, `off` instead.
         """
         groups, size = len(prompt_keys), plan.size
-        stats = [self._statistics.prompts.load(key) for key in prompt_keys]
-        stds = [None if one is None else one.std_ema for one in stats]
+        stds: list[float | None] = []
+        for key in prompt_keys:
+            stats = self._statistics.prompts.load(key)
+            stds.append(None if stats is None else stats.std_ema)
         scale = 1.0 if budget is not None else self._scale()
         if chosen is None:
             policy, shaping = plan.policy, plan.shaping
@@ -170,7 +172,7 @@ class Allocator:
             and self.deadlines.should_explore(rule, policy, groups),
             chosen=None if chosen is None else ChosenOption(chosen.option.name, chosen.reason),
         )
-        start = learn = _do_nothing
+        start = learn = None
         if chosen is not None:
             # With fewer candidates, or past its deadline, it says nothing about what was forecast.
             planned = sum(counts) if scale == 1 and not record.explored else None
@@ -179,7 +181,8 @@ class Allocator:
         def end(record: CohortRecord) -> None:
             self._on_cohort_end(record)
             try:
-                learn()
+                if learn is not None:
+                    learn()
             except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
                 logger.exception("nothing was learned from a cohort of %d groups under auto", groups)
 
@@ -195,11 +198,6 @@ class Allocator:
             Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count), *applied)
             for count in counts
         ]
-
-    def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens the group needed, if its policy has deadlines: `auto` uses none of earlier groups."""
-        if record.max_lost is not None and record.chosen is None:
-            self.deadlines.learn(record, f"{record.policy}/{record.size}")
 
     def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
         """Return how many candidates each group of a cohort gets, before the load reduces them, and M'.
@@ -229,7 +227,3 @@ class Allocator:
         if shaping.adaptive:
             return allocate_by_std(stds, budget=sum(counts), low=low, high=high), mean
         return counts, mean
-
-
-def _do_nothing() -> None:
-    """What is learned by `auto` from other cohorts."""

@@ -22,7 +22,7 @@ class Cohort:
             past it, to measure what the deadline costs.
         on_end: called with the record when the last group has ended or was dropped.
         clock: monotonic seconds.
-        on_start: called when the first group starts.
+        on_start: called when the first group starts, if anything.
         tokens: the deadline where it is known from the start.
         few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
     """
@@ -33,7 +33,7 @@ class Cohort:
         rule: Deadline | None,
         on_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] | None = None,
         *,
         tokens: int | None = None,
         few: bool = False,
@@ -55,7 +55,8 @@ class Cohort:
         self._members[group] = set_deadline
         if self.started_at is None:
             self.started_at = self._clock()
-            self._on_start()
+            if self._on_start is not None:
+                self._on_start()
         if self.deadline.tokens is not None:
             asyncio.get_running_loop().call_soon(self._set_deadline, group)
 

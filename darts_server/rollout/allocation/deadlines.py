@@ -85,10 +85,16 @@ class Deadlines:
             return True
         return self._rng.random() < rule.exploration
 
-    def learn(self, record: GroupRecord, name: str) -> None:
-        """Learn how many tokens the group needed, or that it was cut at the bound before that was known."""
+    def group_ended(self, record: GroupRecord) -> None:
+        """Learn how many tokens the group needed, or that it was cut at the bound before that was known.
+
+        Only if its policy has deadlines: `auto` uses none of earlier groups.
+        """
+        if record.max_lost is None or record.chosen is not None:
+            return
         was_cut = any(c.cut for c in record.candidates)
         if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
+            name = f"{record.policy}/{record.size}"
             lengths = self.recent_lengths(name)
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)

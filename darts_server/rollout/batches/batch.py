@@ -198,13 +198,15 @@ async def prepare_batch(
         held, room = ticket.candidates, ticket.room
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
         allocations = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+        candidates = 0
         for group, allocation in zip(groups, allocations, strict=True):
             if (resumed := group.resumed) is not None:  # it keeps them
                 allocation = replace(allocation, candidates=len(resumed.candidates), saturated=resumed.saturated)
             group.allocation = allocation
+            candidates += allocation.candidates
         ticket.resize(held)  # in the same turn of the loop, so there is still room
         try:
-            ticket.resize(sum(group.allocation.candidates for group in groups), "prompts")
+            ticket.resize(candidates, "prompts")
         except DartsError:  # there are more than usual, and these are not admitted
             for group in groups:
                 group.allocation.drop()

@@ -211,10 +211,12 @@ class BatchRun:
                 # Carried over, then by expected length, then as the caller has them. New prompts are expected to be as
                 # long as the data set's mean; before there is one, as the mean of those of this batch that are known.
                 statistics = self._rollouts.statistics
-                means = [statistics.prompts.mean(group.prompt_key) for group in self._groups]
-                known = [mean for mean in means if mean is not None]
-                usual = statistics.dataset.stats.mean or (sum(known) / len(known) if known else 0.0)
-                order = sorted(self._groups, key=lambda group: (group.carried is None, -(means[group.number] or usual)))
+                means: dict[int, float] = {}
+                for group in self._groups:
+                    if (stats := statistics.prompts.load(group.prompt_key)) is not None:
+                        means[group.number] = stats.mean_ema
+                usual = statistics.dataset.stats.mean or (sum(means.values()) / len(means) if means else 0.0)
+                order = sorted(self._groups, key=lambda group: (group.carried is None, -means.get(group.number, usual)))
                 for group in order:
                     tasks[group.number] = asyncio.create_task(self._run_group(group))
                 for next_result in asyncio.as_completed(tasks.values()):
@@ -261,20 +263,20 @@ class BatchRun:
 
     def _keep_undecided(self, results: list[GroupResult]) -> BatchDone:
         """Keep the prompts whose groups were not decided, as their caller wants it; return how the batch has ended."""
-        undecided = [group for group in self._groups if not group.is_decided]
+        unfinished: list[Unfinished] = []
+        new: list[CarriedPrompt] = []
+        older: list[CarriedPrompt] = []
+        for group in self._groups:
+            if group.is_decided:
+                continue
+            key, metadata, error = group.prompt_key, group.prompt.metadata, group.interrupted
+            unfinished.append(Unfinished(group.number, key, metadata, self._carry, error, group.handed_back))
+            prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
+            (new if group.carried is None else older).append(prompt)
         if self._carry is not Carry.DROP:
-            new: list[CarriedPrompt] = []
-            older: list[CarriedPrompt] = []
-            for group in undecided:
-                prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
-                (new if group.carried is None else older).append(prompt)
             self._kept.put(self.owner, new, older)
         carried = self._kept.count(self.owner)
         seconds = self._clock() - self._started_at
-        unfinished = [
-            Unfinished(one.number, one.prompt_key, one.prompt.metadata, self._carry, one.interrupted, one.handed_back)
-            for one in undecided
-        ]
         return BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried)
 
     def _finish(self, end: BatchEnd) -> None:
@@ -296,7 +298,7 @@ class BatchRun:
     async def _run_group(self, group: BatchGroup[Any, Any]) -> GroupResult | None:
         """Run one group; ``None`` if it was aborted and its prompt is carried over."""
         await self._places.acquire()
-        await self._rollouts.starts.group(group.allocation.candidates)
+        await self._rollouts.starts.wait(group=group.allocation.candidates)
         group.has_started = True
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         group_id = f"{self.batch_id}-{group.number}"
@@ -340,8 +342,8 @@ class BatchRun:
             logger.exception("group %s failed", result.group_id)
             return replace(result, error=error)
         finally:  # also of a group that failed, or is stopped because enough others are complete
-            if run is not None:
-                self._generated += run.generated_tokens
+            if run is not None and run.record is not None:
+                self._generated += run.record.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
     async def _keep_generated(self, group: BatchGroup[Any, Any], run: GroupRun[Any, Any]) -> None:

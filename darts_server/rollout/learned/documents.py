@@ -40,10 +40,14 @@ class DocumentStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of documents. ``from_document``: makes a value from one; it raises for what another version wrote."""
+    """A kind of documents, each of fields, or with ``is_json`` of the JSON of a value.
+
+    ``create``: makes a value from either; it raises for what another version wrote.
+    """
 
     name: str
-    from_document: Callable[[Document], T]
+    create: Callable[[Any], T]
+    is_json: bool = False
 
     def parse(self, document: Document) -> T:
         """Parse a document that may hold anything.
@@ -52,14 +56,14 @@ class Kind(Generic[T]):
             ValueError: it cannot be used; the message says why.
         """
         try:
-            return self.from_document(document)
+            return self.create(json.loads(str(document["value"])) if self.is_json else document)
         except Exception as error:  # whatever a made-up document leads to: it must not reach a group
             raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
 
 
 def json_kind(name: str, parse: Callable[[Any], T]) -> Kind[T]:
     """Return the kind of documents that `StoredValues.save` writes. ``parse``: makes a value from its JSON."""
-    return Kind(name, lambda document: parse(json.loads(str(document["value"]))))
+    return Kind(name, parse, is_json=True)
 
 
 class Debounce:
@@ -105,12 +109,9 @@ class StoredValues(Generic[T]):
                 logger.warning("the learned %s %.64s cannot be used, and is learned again: %.200s", name, key, error)
             return None
 
-    def put(self, key: str, document: Document) -> None:
-        self._documents.put(self._kind.name, key, document)
-
     def save(self, key: str, value: Any) -> None:
         """Save a value of a `json_kind`, given as JSON values, in place of the previous one."""
-        self.put(key, {"value": json.dumps(value)})
+        self._documents.put(self._kind.name, key, {"value": json.dumps(value)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class BlobStore:
             self._documents.put(kind, _part_key(key, slot, number), {"data": b64encode(part).decode()})
         digest = hashlib.sha256(data).hexdigest()
         # The store's field is "side": it is in state files and archives.
-        self._manifests.put(key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
+        self._documents.put(self._kind, key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
         # The store cannot delete: empty the old parts.
         for number in range(0 if previous is None else previous.parts):
             self._documents.put(kind, _part_key(key, 1 - slot, number), {"data": ""})

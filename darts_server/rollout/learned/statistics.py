@@ -47,16 +47,18 @@ Step = list[tuple[int, LengthEstimate]]
 
 def _parse_step(value: Any) -> Step:
     check_length("groups", value, STEP_GROUPS)
+    step: Step = []
     for version, mean, std in value:
         check_count("version", version)
         check_number("mean", mean, MIN_MEAN)
         if std is not None:
             check_number("std", std)
-    return [(version, LengthEstimate(mean, std)) for version, mean, std in value]
+        step.append((version, LengthEstimate(mean, std)))
+    return step
 
 
 KIND = "prompt"
-PROMPT = Kind(KIND, lambda document: PromptStats(**document))  # type: ignore[arg-type]  # it checks the types itself
+PROMPT = Kind(KIND, lambda document: PromptStats(**document))  # it checks the types itself
 DATASET = json_kind("dataset", lambda value: DatasetStats(**value))
 STEP = json_kind("step", _parse_step)
 PROFILE = json_kind("profile", lambda value: ProfileState(**value))
@@ -67,8 +69,11 @@ KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_RE
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
     """The key of a prompt without a key of its caller's: a hash of its token ids and of its other inputs."""
-    # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
-    return make_prompt_key([*token_ids, *(-1 - byte for text in other_inputs for byte in text.encode())])
+    numbers = list(token_ids)
+    for text in other_inputs:
+        # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
+        numbers += [-1 - byte for byte in text.encode()]
+    return make_prompt_key(numbers)
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
@@ -84,21 +89,6 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
     ]
 
 
-class Prompts(StoredValues[PromptStats]):
-    """Length statistics by prompt key."""
-
-    def mean(self, key: str) -> float | None:
-        """The prompt's mean length in tokens (EMA over its groups); ``None`` if it is new."""
-        stats = self.load(key)
-        return None if stats is None else stats.mean_ema
-
-    def learn(self, key: str, observed: Sequence[Observation], version: int) -> PromptStats | None:
-        """Learn the lengths of a completed group; return the statistics before it."""
-        earlier = self.load(key)
-        self.put(key, asdict(update_stats(earlier, observed, version)))
-        return earlier
-
-
 class Dataset:
     """Aggregate lengths over all prompts and keep the result in ``documents``.
 
@@ -110,10 +100,12 @@ class Dataset:
         self._stats = StoredValues(documents, DATASET)
         self._steps = StoredValues(documents, STEP)
         self._profiles = StoredValues(documents, PROFILE)
-        # Groups that are not written yet: lengths, and ratios to the mean, of which those of one group fade all before.
-        self._groups: list[tuple[int, LengthEstimate, list[tuple[float, bool]]]] = []
+        # Groups that are not written yet: generation of documents, weight version, lengths, and ratios to the mean, of
+        # which those of one group fade all before.
+        self._groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
-        self._generation = documents.generation()
+        self.flush = self._write_later.run_pending
+        """Write everything that is pending to ``documents``."""
 
     @property
     def stats(self) -> DatasetStats:
@@ -129,26 +121,18 @@ class Dataset:
 
     def learn(self, observed: Sequence[Observation], version: int, earlier: PromptStats | None) -> None:
         """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
-        self._forget_replaced()
-        self._groups.append((version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
+        generation = self._documents.generation()
+        self._groups.append((generation, version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
         self._write_later.request()
 
-    def flush(self) -> None:
-        """Write everything that is pending to ``documents``."""
-        self._write_later.run_pending()
-
-    def _forget_replaced(self) -> None:
-        """Forget groups that ended before learned state was restored."""
-        if self._generation != (generation := self._documents.generation()):
-            self._generation, self._groups = generation, []
-
     def _write(self) -> None:
-        self._forget_replaced()
-        if not self._groups:
+        # Not those that ended before learned state was restored.
+        generation = self._documents.generation()
+        groups, self._groups = [group for group in self._groups if group[0] == generation], []
+        if not groups:
             return
-        groups, self._groups = self._groups, []
         profile, step = LengthProfile(self._profiles.load(KEY)), self._steps.load(KEY) or []
-        for version, estimate, ratios in groups:
+        for _, version, estimate, ratios in groups:
             profile.observe(ratios)
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
                 stats = self._stats.load(KEY) or DatasetStats()
@@ -175,6 +159,8 @@ class Latency:
         self._documents = documents
         self._states = StoredValues(documents, LATENCY)
         self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
+        self.flush = self._write_later.run_pending
+        """Write everything that is pending to ``documents``."""
         self._generation = documents.generation()
         self._model = LatencyModel(self._states.load(ENGINE_KEY))
 
@@ -203,10 +189,6 @@ class Latency:
         """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
         self._model.observe(batch, seconds, started)
         self._write_later.request()
-
-    def flush(self) -> None:
-        """Write everything that is pending to ``documents``."""
-        self._write_later.run_pending()
 
     def _learned(self) -> LatencyModel:
         """Return the model, from restored state if there is any.
@@ -288,7 +270,8 @@ class Statistics:
         self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
     ) -> None:
         self.documents = documents
-        self.prompts = Prompts(documents, PROMPT)
+        self.prompts = StoredValues(documents, PROMPT)
+        """Length statistics by prompt key; saved as documents, not as JSON in them."""
         self.dataset = Dataset(documents)
         self.latency = Latency(documents, capacity, kv_tokens, engines)
         self.rewards = Rewards(documents)
@@ -302,8 +285,11 @@ class Statistics:
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        key = record.prompt_key
-        self.dataset.learn(observed, version, None if key is None else self.prompts.learn(key, observed, version))
+        earlier = None
+        if (key := record.prompt_key) is not None:
+            earlier = self.prompts.load(key)
+            self.documents.put(KIND, key, asdict(update_stats(earlier, observed, version)))
+        self.dataset.learn(observed, version, earlier)
 
     def expect(
         self,

@@ -59,8 +59,10 @@ class Provenance:
 
 def _names(record: GroupRecord) -> set[str]:
     """The names by which a group is found: its id, and those of responses and of single requests."""
-    ids = (record.group_id, *record.request_ids)
-    return {response_id(name) for name in ids} | set(ids)
+    names: set[str] = set()
+    for name in (record.group_id, *record.request_ids):
+        names |= {name, response_id(name)}
+    return names
 
 
 def response_id(group_id: str) -> str:

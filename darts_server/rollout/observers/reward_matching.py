@@ -86,11 +86,7 @@ class ReturnedGroup:
     """Number of trajectories that it returns in all; ``None`` until it is complete."""
     returned: dict[str, ReturnedTrajectory] = field(default_factory=dict)
     rewarded: int = 0
-
-    @property
-    def is_fully_rewarded(self) -> bool:
-        """Whether all trajectories of the complete group have rewards."""
-        return self.rewarded == self.size
+    """How many have rewards; equal to ``size`` once all of the complete group do."""
 
     @property
     def zero_variance(self) -> bool:
@@ -140,7 +136,8 @@ class RewardMatcher:
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
         """Keep a trajectory that its caller got, before its group ended or after."""
-        group = self._find_or_create(returned.key, returned.started_at, returned.prompt_key)
+        key = (returned.owner, returned.group_id)
+        group = self._find_or_create(key, returned.started_at, returned.prompt_key)
         hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)
         trajectory = ReturnedTrajectory(group, returned.index, len(returned.token_ids), hashed)
         group.returned[str(returned.index)] = trajectory
@@ -155,11 +152,14 @@ class RewardMatcher:
         while self._candidates > DEFAULT_KEPT_CANDIDATES and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
         # Trajectories that were returned while it ran, and rewarded before it ended.
-        rewarded = [_trajectory_stats(t, record) for t in group.returned.values() if t.reward is not None]
-        if group.is_fully_rewarded:
-            rewarded.append(_group_stats(group))
-        if rewarded:
-            self._learn({group.prompt_key: sum(rewarded, RewardStats())}, [group] if group.is_fully_rewarded else [])
+        stats, is_complete = RewardStats(), group.rewarded == group.size
+        for trajectory in group.returned.values():
+            if trajectory.reward is not None:
+                stats += _trajectory_stats(trajectory, record)
+        if is_complete:
+            stats += _group_stats(group)
+        if group.rewarded or is_complete:
+            self._learn({group.prompt_key: stats}, [group] if is_complete else [])
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """The rewards that were reported for that group."""
@@ -167,7 +167,7 @@ class RewardMatcher:
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
-        return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
+        return GroupRewards(by_index, group.zero_variance if group.rewarded == group.size else None)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks.
@@ -191,7 +191,7 @@ class RewardMatcher:
                         on_reward(group.key, trajectory.index, reward.reward, reward.correct)
                     if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
                         stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
-                    if group.is_fully_rewarded:
+                    if group.rewarded == group.size:
                         stats[group.prompt_key] += _group_stats(group)
                         fully_rewarded.append(group)
                 if unrewarded:

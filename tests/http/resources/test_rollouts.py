@@ -5,6 +5,7 @@ import json
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +21,8 @@ from darts_server.exceptions import EngineRefused, GroupAborted
 from darts_server.http import errors
 from darts_server.http.resources.rollouts import (
     CHUNK_BYTES,
-    _answer,
+    JSON,
+    _respond,
     add_routes,
     encode_ascii,
     encode_event,
@@ -141,8 +143,14 @@ def by_text(text: str, index: int) -> Script:
     return Script(int(text), error=EngineRefused("no") if text == "6" else None)
 
 
+async def answer_of(batch: BatchRun, media_type: str = JSON) -> Any:
+    """Return the response to a caller that stays connected."""
+    caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
+    return await _respond(caller, batch, 0, media_type)
+
+
 async def read_answer(batch: BatchRun) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(bytes((await _answer(batch)).body))
+    body: dict[str, Any] = json.loads(bytes((await answer_of(batch)).body))
     return body
 
 
@@ -170,14 +178,14 @@ async def test_a_group_that_was_aborted_has_an_error_and_no_trajectories_but_wha
     assert (one["weight_version_start"], one["weight_version_end"], one["version_spans"]) == (0, 0, [[0, 9]])
     assert body["usage"]["returned"] == 20
     assert body["usage"]["generated"] == 20 + 6 * 9 + sum(d["length"] for d in whole["discarded"])
-    response: Any = await _answer(batch, TENSORS)
+    response = await answer_of(batch, TENSORS)
     tensors = b"".join([chunk async for chunk in response.body_iterator])
     assert with_lists(safetensors.numpy.load(tensors)) == body
 
 
 async def test_a_batch_that_has_nothing_to_return_is_answered_with_the_error() -> None:
     with pytest.raises(GroupAborted, match="an update"):
-        await _answer(await abort(0, "30"))
+        await answer_of(await abort(0, "30"))
 
 
 @pytest.mark.parametrize("failing", [(), ("6",)])

@@ -1,7 +1,7 @@
 import pytest
 
 from darts_server.http.security.access import RouteAccess
-from darts_server.http.security.route_table import OWN_LIMITS, TABLE, access_of, has_own_limits
+from darts_server.http.security.route_table import OWN_LIMITS, TABLE, find_route
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ from darts_server.http.security.route_table import OWN_LIMITS, TABLE, access_of,
     ],
 )
 def test_a_request_has_the_access_of_its_route(method: str, path: str, access: RouteAccess | None) -> None:
-    assert access_of(method, path) is access
+    assert find_route(method, path)[0] is access
 
 
 def test_no_route_is_listed_twice_or_matched_by_a_pattern_with_other_access() -> None:
     for access, routes in TABLE.items():
         for path, methods in routes.items():
             for method in methods.replace("*", "GET").split():
-                assert access_of(method, path) is access  # a pattern matches itself, too
+                assert find_route(method, path)[0] is access  # a pattern matches itself, too
 
 
 def test_routes_with_their_own_limits_are_in_the_table() -> None:
-    assert all(access_of(*each) for each in OWN_LIMITS)
-    assert has_own_limits("PUT", "/darts/v1/weights/lora/name")
-    assert not has_own_limits("POST", "/darts/v1/weights/lora/name")
-    assert not has_own_limits("PUT", "/darts/v1/weights/lora/a/b")
+    assert all(find_route(*each)[1] for each in OWN_LIMITS)
+    assert find_route("PUT", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, True)
+    assert find_route("POST", "/darts/v1/weights/lora/name") == (RouteAccess.ADMIN, False)
+    assert find_route("PUT", "/darts/v1/weights/lora/a/b") == (None, False)

@@ -131,7 +131,7 @@ def learned(*, cut: bool, needed: int | None, outcome: Outcome = Outcome.COMPLET
     documents = Documents()
     record = replace(explored(50, *[40] * 8), tokens_needed=needed, outcome=outcome, explored=False)
     candidates = [replace(c, cut=cut) for c in record.candidates]
-    fresh(documents).learn(replace(record, candidates=candidates), "darts_cut/8")
+    fresh(documents).group_ended(replace(record, candidates=candidates))
     return json.loads(str(documents.kept["deadline", "darts_cut/8"]["value"])) if documents.kept else None
 
 
