@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,15 @@ def table(raw: Run, others: Sequence[Run]) -> str:
 
 def verdict(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence what each run cost and kept, against raw in this very run."""
-    costs = []
+    # Two standard errors of a difference: trajectories of the same prompts differ by chance.
+    costs, noise = [], 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
     for run in others:
         ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
         pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
         more = "more" if points > 0 else "fewer"
-        kept = "is as right" if abs(points) < 1 else f"has {abs(points):.1f} points {more} right answers"
+        kept = f"has {abs(points):.1f} points {more} right answers"
+        if abs(points) <= noise:
+            kept = f"is as right within the noise of ± {noise:.0f} points"
         what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
         if run.cut > 0.005:
             what = f"cuts {run.cut:.0%} of the answers"
@@ -175,16 +179,18 @@ LEGEND = {
 
 
 def draw(raw: Run, other: Run, path: Path) -> None:
-    """Draw the same step of both runs as lanes into a PNG file: the one whose time under raw is the median."""
+    """Draw the same step of both runs, the middle one, as lanes into a PNG file."""
     from matplotlib.figure import Figure  # which is optional
     from matplotlib.lines import Line2D
 
-    number = sorted(range(len(raw.steps)), key=lambda step: raw.steps[step].seconds)[len(raw.steps) // 2]
+    number = len(raw.steps) // 2
     longest = max(run.steps[number].seconds for run in (raw, other))
+    shown = {NEW}
     figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
     for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
         step = run.steps[number]
         colours = [RESUMED if each else NEW for each in step.resumed] + [WAITING] * step.waiting
+        shown |= {*colours}
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
         waiting = range(len(step.arrivals), len(ends))
         axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
@@ -195,8 +201,9 @@ def draw(raw: Run, other: Run, path: Path) -> None:
         title = f"{run.name}: step {number + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
         axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
     axes.set_xlabel("seconds")
-    shown = LEGEND if other.steps[number].resumed else {NEW: LEGEND[NEW]}
-    handles = [Line2D([], [], color=colour, linewidth=2.5, label=label) for colour, label in shown.items()]
+    handles = [
+        Line2D([], [], color=colour, linewidth=2.5, label=label) for colour, label in LEGEND.items() if colour in shown
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -84,7 +84,7 @@ function summed(groups) {
       const kind = kindOf(candidate);
       sum.ends[kind] = (sum.ends[kind] ?? 0) + 1;
       sum.cut += candidate.cut ? 1 : 0;
-      sum.generated.push(candidate.tokens);
+      if (kind !== "carried") sum.generated.push(candidate.tokens); // they count in the group that goes on with them
       if (SELECTED.includes(kind)) sum.returned.push(candidate.tokens);
     }
   }

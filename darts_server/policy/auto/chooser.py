@@ -45,6 +45,9 @@ MIN_OFF = 1
 MIN_AHEAD = 3
 """Batches that run more than they need and are measured before fewer may be chosen: one alone says little, and the
 first ones have not yet carried over as many long prompts as later ones."""
+CLEAR = 0.8
+"""Where these take at most such a part of the time that the model of a rollout says of `OFF`, that is not measured: the
+model is wrong by less."""
 MARGIN = 0.03
 """An option must be expected to be faster than ``off`` by this: forecasts are off by a few per cent. Where something
 else was chosen last, exploration aside, it must only not be slower: near the edge one should not go back and forth."""
@@ -184,28 +187,27 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int, los
 
     Nothing that is generated is lost then, and the more run at once the fewer steps wait for a long one. What it costs
     are tokens of older weights among those that are returned, and larger batches with more to prefill, which brings
-    nothing where nearly all trajectories are of the same length. So the first batch runs what is needed, the next ones
-    more, and what is expected to be faster is chosen, see `learn_resuming`. ``state``: of batches of this kind alone.
-    ``lost``: tokens that earlier batches have generated for these prompts, and that none can go on from.
+    nothing where nearly all trajectories are of the same length. So a few batches run more than are needed, and if they
+    are not clearly faster than the model says of `OFF`, that is measured, too, and the faster chosen: `learn_resuming`.
+    ``state``: of batches of this kind alone. ``lost``: tokens that earlier batches have generated for these prompts,
+    and that none can go on from.
     """
     limits, begun, explores, why = auto.limits, offered, False, ""
     if RESUME in limits.allow:
         begun = min(offered, needed + round(state.ahead * max(0, offered - needed))) if limits.most_stale else needed
         if begun > needed:
-            best, longer = AHEAD, -inf  # while there is nothing to compare
-            if not state.batches:
-                best = OFF
-            elif state.count(AHEAD) >= MIN_AHEAD and state.count(OFF):
-                longer = state.expect("error", AHEAD) - state.expect("error", OFF)
-                best = AHEAD if longer < (-MARGIN if state.chosen == OFF else 0.0) else OFF
-                why = f"; more than are needed take {exp(longer):.2f} of the time"
+            best = AHEAD
             if state.count(AHEAD) >= MIN_AHEAD:
-                # In the first batch after a change prompts are carried over from the other kind: the second one tells.
+                longer = state.expect("error", AHEAD) - (state.expect("error", OFF) if state.count(OFF) else 0.0)
+                best = AHEAD if longer < (-MARGIN if state.chosen == OFF else 0.0) else OFF
+                why = f"; running ahead takes {exp(longer):.2f} of the time"
                 other = OFF if best == AHEAD else AHEAD
-                unknown = not state.count(other) or state.batches - state.last(other) >= LONGEST_UNMEASURED
-                explores = bool(state.explored % 2) or (
-                    (unknown or abs(longer) < log(NEAR))
-                    and state.explored + 2 <= limits.exploration * (state.batches + 1)
+                is_near = abs(longer) < log(NEAR) or state.batches - state.last(other) >= LONGEST_UNMEASURED
+                # In the first batch after a change prompts are carried over from the other kind: the second one tells.
+                explores = (
+                    bool(state.explored % 2)
+                    or (best == AHEAD and not state.count(OFF) and longer > log(CLEAR))
+                    or (is_near and state.explored + 2 <= limits.exploration * (state.batches + 1))
                 )
                 if explores:
                     best, why = other, f"{why}; explored"
@@ -224,7 +226,7 @@ def learn_resuming(state: AutoState, choice: Choice, measured: MeasuredResuming,
 
     The seconds of a generated token are compared with those that the model says for the same trajectories where their
     groups start and end in one batch: batches differ by much more in what they return than in that ratio. What a start
-    costs is left out of the model, as it is learned later than the rest: the first batch would look slower.
+    costs is left out of the model, as it is learned later than the rest.
     """
     assert choice.begun is not None
     assert choice.num_groups is not None

@@ -234,6 +234,10 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_
         raise InvalidRequest(
             "min_groups", 'is only valid with "carry": "resume" or "restart", which keep the other prompts; add one'
         )
+    if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
+        raise InvalidRequest(
+            "carry", 'must be "resume" or "restart" where num_groups may leave carried prompts undecided; add one'
+        )
     planner = new_planner(batch.policy)
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")

@@ -22,6 +22,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.engines import Machine
 from darts_server.policy.simulation.forecast import Expectation
+from darts_server.types import OFF
 from tests.policy.auto.test_chooser import EMPTY, EQUAL, FULL, MEASURED, SIZE, TAIL, measured
 
 GROUPS, LEAST = 16, 12
@@ -165,45 +166,52 @@ class Training:
         return "".join(str(int(choice.begun != 16)) for choice in self.choices)
 
 
-def test_the_first_batch_runs_what_is_needed_and_the_next_ones_all() -> None:
+def test_more_than_are_needed_run_from_the_first_batch_on() -> None:
     training = Training(ahead=0.5)
-    assert training.run(5) == "01111"
-    assert [choice.begun for choice in training.choices] == [16, 24, 24, 24, 24]
+    assert training.run(4) == "1111"
+    assert {choice.begun for choice in training.choices} == {24}
     assert training.choices[-1].reason == "24 of 24 prompts run, and the first 16 groups are returned"
-    training.run(1)
-    assert "; more than are needed take 0.5" in training.choices[0].reason
+    assert training.run(100) == 100 * "1", "clearly faster than the model says of what is needed alone"
+    assert "; running ahead takes 0.5" in training.choices[0].reason
+
+
+@pytest.mark.parametrize("ahead", [0.9, 1.1])
+def test_what_is_not_clearly_faster_is_compared_with_what_is_measured(ahead: float) -> None:
+    training = Training(ahead)
+    assert training.run(7)[:6] == "111100", "of the second it is known what was carried over"
+    assert training.state.count(OFF) == (1 if ahead < 1 else 2)
+    assert training.run(5) == 5 * str(int(ahead < 1))
 
 
 @pytest.mark.parametrize("ahead", [0.45, 0.7, 0.9])
 def test_more_than_are_needed_run_where_that_is_faster(ahead: float) -> None:
     training = Training(ahead, noise=0.05)
-    training.run(5)
+    training.run(6)
     assert training.run(40).count("1") >= 38
 
 
 @pytest.mark.parametrize("ahead", [1.08, 1.2, 2.0])
 def test_no_more_than_are_needed_run_where_that_is_slower(ahead: float) -> None:
     training = Training(ahead, noise=0.02)
-    training.run(5)
+    training.run(6)
     assert training.run(60).count("1") <= 4, "but for those that are explored"
 
 
 def test_what_is_near_is_measured_again_in_two_batches_of_which_the_second_counts() -> None:
     training = Training(1.05, AutoLimits(exploration=0.1), noise=0.02)
+    training.run(10)
     ran = training.run(60)
     explored = "".join(str(int(choice.explores)) for choice in training.choices)
-    assert ran[5:] == explored[5:]
+    assert ran == explored
     assert set(explored.rstrip("1").replace("0", " ").split()) == {"11"}
-    assert 0 < explored.count("1") <= 0.1 * 60
-    first = explored.index("1")
-    state = training.state
-    assert [one.batch for one in state.measured if one.name == AHEAD and one.batch > first] != [], "it was measured"
-    assert first + 1 not in [one.batch for one in state.measured], "nothing was carried over into the first one"
+    assert 0 < explored.count("1") <= 0.1 * 70
+    first = 10 + explored.index("1")
+    assert [one.batch for one in training.state.measured if one.name == AHEAD][3:4] == [first + 2]
 
 
 def test_without_exploration_nothing_is_tried_again() -> None:
     training = Training(1.2, AutoLimits(exploration=0.0))
-    assert training.run(80) == "01111" + 75 * "0", "also where what was measured first is no longer kept"
+    assert training.run(80) == "1111" + 76 * "0", "also where what was measured first is no longer kept"
 
 
 def test_what_changes_is_noticed() -> None:
@@ -227,25 +235,15 @@ def test_nothing_is_learned_of_batches_that_return_nothing_or_whose_seconds_do_n
         assert (state.batches, state.measured) == (1, ())
 
 
-def test_where_the_first_batch_did_not_count_more_run_until_another_is_explored() -> None:
-    training = Training(1.2, state=AutoState(batches=1))
-    ran = training.run(80)
-    first = ran.index("0")
-    assert first <= 40
-    assert training.choices[first].reason.endswith("; explored")
-    assert ran[first + 2 :].count("1") == 0, "then it is known which is faster"
-
-
 def test_tokens_that_nothing_can_go_on_from_do_not_count_as_generated() -> None:
-    training = Training(0.9)
-    training.run(1)
-    training.lost = 1600
+    training = Training(0.9, lost=1600)
     training.run(4)
-    assert training.run(30) == 30 * "0", "with more than are needed, a quarter of all is thrown away"
+    training.lost = 0
+    assert training.run(30) == 30 * "0", "with more than are needed, a quarter of all was thrown away"
 
 
 def test_batches_in_which_nothing_can_be_chosen_change_no_choice() -> None:
-    training = Training(0.99)
+    training = Training(0.97)
     training.run(12)
     training.offered = 16
     assert training.run(3) == "000"
@@ -256,7 +254,7 @@ def test_batches_in_which_nothing_can_be_chosen_change_no_choice() -> None:
 
 def test_what_runs_no_more_than_it_needs_does_not_say_how_many_older_tokens_more_would_bring() -> None:
     training = Training(1.3, AutoLimits(most_stale=0.25), stale=400)
-    training.run(5)
+    training.run(4)
     ahead = training.state.ahead
     assert ahead < 1.0
     training.run(20)

@@ -415,15 +415,15 @@ async def resuming(
 @pytest.mark.parametrize(("ahead", "later"), [(0.8, 18), (1.25, 12)])
 async def test_as_many_prompts_run_as_are_faster_where_the_others_go_on_later(ahead: float, later: int) -> None:
     made = harness(AutoLimits())
-    assert await resuming(made, 5, ahead) == [12, 18, 18, 18, 18]
-    assert await resuming(made, 8, ahead) == [later] * 8
+    assert await resuming(made, 4, ahead) == [18, 18, 18, 18]
+    assert (await resuming(made, 8, ahead))[2:] == [later] * 6
     assert made.rollouts.allocator.auto.state(SIZE) == AutoState(), "other batches are not compared with them"
 
 
 @pytest.mark.parametrize("trouble", [{"closes": True}, {"complete": 11}])
 async def test_batches_that_were_paused_or_cancelled_do_not_say_what_is_faster(trouble: dict[str, Any]) -> None:
     made = harness(AutoLimits())
-    assert set((await resuming(made, 12, 1.25, **trouble))[1:]) == {18}
+    assert set(await resuming(made, 12, 1.25, **trouble)) == {18}
     assert made.rollouts.allocator.auto.state(SIZE, resumes=True).batches == 11
 
 
@@ -431,5 +431,7 @@ async def test_what_was_not_learned_yet_of_resumed_batches_is_forgotten_when_sta
     made = harness(AutoLimits())
     await resuming(made, 1, 1.0)
     made.store.restore(dict(made.store.kept))
-    assert await resuming(made, 1, 1.0, restores=True) == [12]
-    assert await resuming(made, 2, 1.0) == [12, 18], "nor is what ran across it"
+    assert made.rollouts.allocator.auto.state(SIZE, resumes=True) == AutoState()
+    await resuming(made, 1, 1.0, restores=True)
+    await resuming(made, 1, 1.0)
+    assert made.rollouts.allocator.auto.state(SIZE, resumes=True) == AutoState(), "nor is what ran across it"

@@ -180,6 +180,7 @@ async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_req
         (batch_request("10", "20", min_groups=1, num_groups=1, carry=Carry.RESTART), "min_groups"),
         (batch_request("10", "20", min_groups=0, carry=Carry.RESTART), "min_groups"),
         (batch_request("10", "20", min_groups=2, carry=Carry.RESTART), "min_groups"),
+        (batch_request("10", "20", num_groups=1, carried=True), "carry"),
         (BatchRequest([PromptSpec(text="10")], 65), "group_size"),
     ],
 )

@@ -391,7 +391,7 @@ def auto_server(script: Callable[[str, int], Script], most_stale: float) -> Serv
 async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_weights() -> None:
     server, ran, stale = auto_server(by_text, most_stale=0.2), list[int](), list[float]()
     batch = resumed(*map(str, range(20, 44)), num_groups=12)
-    for step in range(13):
+    for step in range(12):
         server.engine.started.clear()
         done = await server.run(batch)
         ran.append(len(started(server)))
@@ -401,9 +401,9 @@ async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_
         server.engine.weight_version += 1
         new = [str(20 + (7 * step + place) % 24) for place in range(24 - done.carried)]
         batch = resumed(*new, num_groups=12, carried=True)
-    assert ran[:2] == [12, 24], "nothing is known"
-    assert min(ran[2:]) < 18
-    assert sum(stale[5:]) / len(stale[5:]) == pytest.approx(0.2, abs=0.08)
+    assert ran[0] == 24, "nothing is known"
+    assert min(ran) < 18
+    assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
     chosen = server.harness.recorder.records[-1].chosen
     assert chosen is not None
     assert "prompts run, and the first 12 groups are returned" in chosen.reason
