@@ -1,5 +1,6 @@
 """Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
+from darts_server.logs import OURS, log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
@@ -32,8 +33,7 @@ from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.carried import CarryLimits, SavedPrompts
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
-from darts_server.rollout.learned.statistics import KIND, Statistics
-from darts_server.rollout.observers.length_bias import LengthBias
+from darts_server.rollout.learned.statistics import KIND, LengthBias, Statistics
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
@@ -41,7 +41,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts, check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
-from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Admission, Bounds
+from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Bounds
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
@@ -175,14 +175,13 @@ def make_rooms(
     max_waiting = settings.max_queued_candidates
     if max_waiting is None and port.capacity is not None:
         max_waiting = max(QUEUE_ROUNDS * port.capacity, MIN_QUEUE)
-    bounds = Bounds(max_waiting, settings.max_candidates_per_key)
     rollouts: VllmRollouts = Rollouts(
         port,
         control.planner,
         statistics,
         Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait, settings.group_name_wait),
         gate=gate,
-        admission=Admission(lambda: port.unfinished, port.capacity, bounds),
+        bounds=Bounds(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0, settings.brownout),
         scorer=pruner,
     )
@@ -209,9 +208,9 @@ def make_rooms(
         bias.group_ended,
         reward_matcher.group_ended,
         monitor.group_ended,
-        pruner.group_ended,
-        log_group,
     )
+    if logging.getLogger(OURS).isEnabledFor(logging.DEBUG):
+        events.group_ended.add(log_group)
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
     retention = BatchRetention(
@@ -355,9 +354,9 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         store,
         lambda: engine.weight_version,
         metrics,
-        control.prunes,
     )
-    if control.prunes(settings.policy):
+    shaping = control.planner.shaping(settings.policy)
+    if shaping is not None and shaping.prunes:
         if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "

@@ -28,11 +28,6 @@ class Control:
         """Give these rollouts a new planner with every change."""
         self._rollouts = rollouts
 
-    def prunes(self, policy: str) -> bool:
-        """Whether the policy with that name prunes by quality."""
-        shaping = self.planner.shaping(policy)
-        return shaping is not None and shaping.prunes
-
     def current(self) -> dict[str, object]:
         """The settings that can change, and under ``policies`` the names that a request may use."""
         in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))

@@ -44,8 +44,7 @@ from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.joining import JoinRequest
-from darts_server.rollout.learned.statistics import Statistics
-from darts_server.rollout.observers.length_bias import LengthBias
+from darts_server.rollout.learned.statistics import LengthBias, Statistics
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
@@ -55,7 +54,7 @@ from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Bounds
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
@@ -218,7 +217,6 @@ class Stack:
             self.store,
             lambda: self.engine.weight_version,
             QualityMetrics(MODEL, registry=self.registry),
-            self.control.prunes,
             loop.time,
         )
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
@@ -227,7 +225,7 @@ class Stack:
             Statistics(self.store, CAPACITY),
             Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
-            admission=Admission(lambda: self.engine.unfinished, CAPACITY, Bounds(MAX_WAITING)),
+            bounds=Bounds(MAX_WAITING),
             brownout=Brownout.for_queue(MAX_WAITING, CAPACITY, 0.5),
             scorer=self.pruner,
             clock=loop.time,
@@ -247,7 +245,7 @@ class Stack:
         events.group_sealed.add(self.metrics.group_sealed)
         events.candidates_started.add(self.metrics.candidates_started, self.monitor.candidates_started)
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
-        for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor, self.pruner):
+        for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor):
             events.group_ended.add(observer.group_ended)
         events.cohort_ended.add(self.metrics.cohort_ended)
         retention = BatchRetention(kept_batches=keep["batches"])

@@ -1,7 +1,9 @@
-"""Read and validate request bodies, limited in size, structure and time."""
+"""Read and validate requests: bodies, limited in size, structure and time, and whether their callers still wait."""
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
@@ -18,8 +20,8 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
-from darts_server.exceptions import InvalidRequest, TooLarge
-from darts_server.removed import FIELDS
+from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge
+from darts_server.removed import FIELDS, PARAMETERS
 from darts_server.serving.admission import Caller
 
 STALL_SECONDS = 60.0
@@ -56,6 +58,7 @@ _one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the inte
 
 ModelT = TypeVar("ModelT", bound="Body")
 ValidatedT = TypeVar("ValidatedT")
+T = TypeVar("T")
 
 
 def _fail_fast(schema: object) -> None:
@@ -339,3 +342,40 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
             raise IncompleteBody
         is_complete = not message.get("more_body", False)
         yield message.get("body", b"")
+
+
+async def refuse_removed_parameters(request: Request) -> None:
+    """
+    Raises:
+        InvalidRequest: the query has a parameter that the route does not have any more.
+    """
+    route = f"{request.method} {request.scope['route'].path}"
+    for name in request.query_params:
+        if (remedy := PARAMETERS.get((route, name))) is not None:
+            raise InvalidRequest(name, f"is gone; {remedy}")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, or cancel it when the caller disconnects.
+
+    The request's body must have been read. Starlette cancels only streaming responses.
+
+    Raises:
+        GroupAborted: the caller disconnected. No one receives this error.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        raise GroupAborted("the caller disconnected")
+    finally:
+        for task in (working, disconnecting):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

@@ -6,10 +6,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from darts_server.exceptions import InvalidRequest
+from darts_server.http.body import refuse_removed_parameters
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, state, vote, weights
-from darts_server.removed import PARAMETERS
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
@@ -46,17 +45,6 @@ def router(
     weights.add_routes(api, updates)
     monitor.add_routes(api, monitored)
     return api
-
-
-async def refuse_removed_parameters(request: Request) -> None:
-    """
-    Raises:
-        InvalidRequest: the query has a parameter that the route does not have any more.
-    """
-    route = f"{request.method} {request.scope['route'].path}"
-    for name in request.query_params:
-        if (remedy := PARAMETERS.get((route, name))) is not None:
-            raise InvalidRequest(name, f"is gone; {remedy}")
 
 
 def serve_metrics_in_the_loop(application: FastAPI) -> None:

@@ -86,6 +86,9 @@ class Group:
         """Length at which every candidate is cut, set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate since the last restart."""
+        self.delivered: set[int] = set()
+        """Candidates that were delivered before the group was complete."""
+        self.is_open = False
         self.rule: SelectionRule = UNOPENED
         """The rule that selects the group, once it is open."""
         self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
@@ -105,22 +108,7 @@ class Group:
         self._allocated = 0
         self._owed: int | None = None  # candidates to start on `resume`; None while the group is not paused
         self._last_error: Exception | None = None
-        self._delivered: set[int] = set()
         self._needs_decision = True  # an event came that may change what is certain
-
-    @property
-    def size(self) -> int:
-        """M, the number of trajectories that are returned; 0 before the group is open."""
-        return self.rule.size
-
-    @property
-    def is_open(self) -> bool:
-        return self.rule is not UNOPENED
-
-    @property
-    def completion_length(self) -> int | None:
-        """Length of the shortest at the rule's ``completion_place`` so far; ``None`` while there are too few."""
-        return self.standings.nth_shortest(self.rule.completion_place) if self.is_open else None
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -151,7 +139,7 @@ class Group:
             raise IllegalMove("the group is open already")
         if self.outcome is not None:
             return []
-        self.rule = rule
+        self.rule, self.is_open = rule, True
         self._max_candidates = max_candidates
         self._allocated = candidates
         self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
@@ -208,7 +196,7 @@ class Group:
 
         if self.outcome is not None or not self.candidates or self._owed is not None:
             return []
-        if self.rule is UNOPENED:
+        if not self.is_open:
             return list(self._give_up()) if self._failed_for_good else []
         decisions = list(self._prune()) if self._pending_scores else []
         return [*decisions, *self._decide()] if self._needs_decision else decisions
@@ -255,7 +243,7 @@ class Group:
     @property
     def can_restart(self) -> bool:
         """Whether it may be restarted: it is not finished, and nothing was delivered."""
-        return self.outcome is None and not self._delivered and not self.is_paused
+        return self.outcome is None and not self.delivered and not self.is_paused
 
     def restart(self) -> list[Decision]:
         """Stop all candidates and pause, until `resume` starts as many new ones.
@@ -288,7 +276,7 @@ class Group:
     def _begin(self) -> None:
         """Follow the candidates that are alive, under the rule if there is one."""
         self.standings = self.rule.selector_type(self.rule, self._deliver_early)
-        self.standings.delivered = self._delivered
+        self.standings.delivered = self.delivered
         self.standings.deadline, self.standings.bound = self.deadline, self.bound
         for candidate in self.candidates[self.restarted_from :]:
             self.standings.update(candidate)
@@ -343,7 +331,7 @@ class Group:
         # Pruned candidates are replaced while new ones cannot contradict an earlier decision.
         stops = selector.stops()
         refill, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
-        is_bound = self._delivered or self._has_cuts or len(stops) == len(selector.running)
+        is_bound = self.delivered or self._has_cuts or len(stops) == len(selector.running)
         if refill > 0 and not is_bound:
             yield self._start(refill)
             stops = selector.stops()
@@ -352,7 +340,7 @@ class Group:
 
         # At the group's deadline those are cut too that finished beyond it before it was known.
         for index, tokens in sorted(selector.cuts().items()):
-            if index not in self._delivered:
+            if index not in self.delivered:
                 yield self._cut(index, tokens)
 
         if not selector.running:
@@ -366,8 +354,8 @@ class Group:
             yield Complete(dict(sorted(selection.items())))
         elif self._deliver_early:
             for index in sorted(selector.deliveries()):
-                if index not in self._delivered:
-                    self._delivered.add(index)
+                if index not in self.delivered:
+                    self.delivered.add(index)
                     yield Deliver(index)
 
     def _start(self, count: int) -> Start:
@@ -399,11 +387,11 @@ class Group:
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End without a complete group. Trajectories that were delivered stay selected: the caller has them."""
-        selection = self.standings.select() if self._delivered else {}
+        selection = self.standings.select() if self.delivered else {}
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)
-            if candidate.index in self._delivered:
+            if candidate.index in self.delivered:
                 candidate.select(selection.get(candidate.index, SelectedAs.SHORT))
             elif candidate.alive:
                 candidate.discard(reason)
@@ -422,19 +410,25 @@ def selection_weights(group: Group) -> dict[int, float]:
     """
     if group.outcome is not Outcome.COMPLETED:
         return {}
-    weights = group.rule.weights(_counted(group)) or {}
-    candidates = group.candidates[group.restarted_from :]
-    failed = [c.survival for c in candidates if c.reason in GONE]
+    counted, failed = [], []
+    for c in group.candidates[group.restarted_from :]:
+        if c.reason in GONE:
+            failed.append(c.survival)
+        else:
+            counted.append(c)
+    weights = group.rule.weights(counted) or {}
     if min(failed, default=1.0) == 1:
         return weights
-    factor = weight_factor(failed, len(candidates))
+    factor = weight_factor(failed, len(counted) + len(failed))
     weights = {index: weight * factor for index, weight in weights.items()}
     return weights if all(map(isfinite, weights.values())) else {}
 
 
 def sampled_from(group: Group) -> int | None:
     """Return of how many candidates the complete group is a plain sample; ``None`` if it is selected otherwise."""
-    return group.rule.sampled_from(_counted(group)) if group.outcome is Outcome.COMPLETED else None
+    if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
+        return None
+    return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])
 
 
 def tail_share(group: Group) -> float:
@@ -446,12 +440,8 @@ def tail_share(group: Group) -> float:
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0
     left = sampled = 0
-    for c in _counted(group):
-        if c.reason is not DiscardReason.PRUNED and c.selected_as is not SelectedAs.SHORT:
+    for c in group.candidates[group.restarted_from :]:
+        if c.reason not in (*GONE, DiscardReason.PRUNED) and c.selected_as is not SelectedAs.SHORT:
             left += 1
             sampled += c.selected_as is not None
     return sampled / left if sampled else 1.0
-
-
-def _counted(group: Group) -> list[Candidate]:
-    return [c for c in group.candidates[group.restarted_from :] if c.reason not in GONE]

@@ -137,8 +137,10 @@ def ratios_to_mean(observations: Sequence[Observation], earlier: PromptStats | N
         ValueError: no candidate generated anything.
     """
     latest = estimate_lengths(observations)
-    # A stopped candidate adds little to what is known about the mean.
-    finished = max(sum(not o.censored for o in observations), 1)
+    finished = 0
+    for o in observations:
+        finished += not o.censored
+    finished = max(finished, 1)  # a stopped candidate adds little to what is known about the mean
     std, mean = (latest.std, latest.mean) if earlier is None else (earlier.std_ema, earlier.mean_ema)
     variation = ((std or 0.0) / mean) ** 2
     ratios = []

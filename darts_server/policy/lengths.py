@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import mul
 
 import numpy as np
 
@@ -90,15 +91,18 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
         ValueError: no candidate generated anything.
     """
     sample = _completed(observations)
-    n = len(sample)
-    mean = math.fsum(weight * first for weight, first, _ in sample) / n
+    n, (weights, firsts, _) = len(sample), zip(*sample, strict=True)
+    mean = math.fsum(map(mul, weights, firsts)) / n
     if n == 1:
         return LengthEstimate(mean, None)
-    # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
-    squares = math.fsum(weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in sample)
+    squares, squared_weights = [], []
+    for weight, first, second in sample:
+        # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
+        squares.append(weight * ((first - mean) ** 2 + (second - first * first)))
+        squared_weights.append(weight**2)
     # Equal weights divide by n - 1; others by n - sum of squared weights / n, its generalisation.
-    freedom = n - math.fsum(weight**2 for weight, _, _ in sample) / n
-    return LengthEstimate(mean, math.sqrt(max(squares, 0.0) / freedom))
+    freedom = n - math.fsum(squared_weights) / n
+    return LengthEstimate(mean, math.sqrt(max(math.fsum(squares), 0.0) / freedom))
 
 
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
@@ -123,15 +127,20 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
     Each passes its weight on in equal votes to the candidates that are known to be longer, and keeps the shape's share
     for itself. A longer one that is censored too passes on the weight it received.
     """
-    finished = [o.tokens for o in observations if not o.censored]
-    censored = sorted([o.tokens for o in observations if o.censored and o.tokens > 0])
+    finished: list[int] = []
+    censored: list[int] = []
+    for o in observations:
+        if not o.censored:
+            finished.append(o.tokens)
+        elif o.tokens > 0:
+            censored.append(o.tokens)
+    censored.sort()
     if not finished:
         if not censored:
             raise ValueError("observations must hold at least one candidate that generated a token")
         finished = [censored.pop()]
-    if not censored:
-        return [(1.0, x, x * x) for x in finished]
-    shape = FittedShape.fit(finished, censored)
+    if censored:
+        shape = FittedShape.fit(finished, censored)
     fitted: dict[int, Moments] = {}
     tokens = sorted((*censored, *finished))
     received = [1.0]  # weight of a candidate that gets the votes of the first 0, 1, ... censored ones
@@ -145,7 +154,9 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
         vote = weight / (longer + SHAPE_VOTES)
         received.append(received[-1] + vote)
         sample.append((weight - vote * longer, *fitted[c]))
-    return sample + [(received[bisect_left(censored, x - 1)], x, x * x) for x in finished]
+    for x in finished:
+        sample.append((received[bisect_left(censored, x - 1)], x, x * x))
+    return sample
 
 
 # --- the assumed shape ------------------------------------------------------

@@ -25,12 +25,18 @@ class SampledTailSelector(Selector):
 
     def select(self) -> dict[int, SelectedAs]:
         places = self.rule.num_shortest
-        selection = {index: SelectedAs.SHORT for _, index in self.valid[:places]}
+        num_short = min(places, len(self.valid))
+        selection: dict[int, SelectedAs] = {}
+        rest = []
+        for rank, (_, index) in enumerate((*self.valid, *self.invalid)):
+            if rank < num_short:
+                selection[index] = SelectedAs.SHORT
+            else:
+                rest.append(self.candidates[index])
         # The tail, and places for the shortest that no valid one takes, go to the lowest draws of all others.
-        truncated = SelectedAs.FILL if len(selection) < places else SelectedAs.LONG_TRUNCATED
-        rest = [self.candidates[index] for _, index in (*self.valid[places:], *self.invalid)]
         rest.sort(key=attrgetter("tail_draw"))
-        for c in rest[: self.rule.size - len(selection)]:
+        truncated = SelectedAs.FILL if num_short < places else SelectedAs.LONG_TRUNCATED
+        for c in rest[: self.rule.size - num_short]:
             selection[c.index] = SelectedAs.LONG if c.valid or c.cut else truncated
         return selection
 
@@ -71,15 +77,17 @@ class SampledTailSelector(Selector):
         places. Of finished ones that lose theirs at most one has a lower draw for each running one that gets it, so the
         best s is the largest for which there are s running ones with a lower draw.
         """
-        tail_draw, places = beyond[0], self.rule.num_shortest
-        running = [key for key in self.running if self.candidates[key[1]].tail_draw < tail_draw]
-
-        def is_too_many(s: int) -> bool:
-            return bisect_left(running, self.valid[places - s]) < s
-
-        gained = bisect_left(range(1, places + 1), True, key=is_too_many)
-        others = (*self.valid[places - gained :], *self.invalid)
-        return len(running) - gained + len([key for key in others if self.candidates[key[1]].tail_draw < tail_draw])
+        tail_draw, places, candidates = beyond[0], self.rule.num_shortest, self.candidates
+        running, gained = [], 0
+        for key in self.running:
+            if candidates[key[1]].tail_draw < tail_draw:
+                running.append(key)
+        while gained < places and bisect_left(running, self.valid[places - gained - 1]) > gained:
+            gained += 1
+        lower = len(running) - gained
+        for _, index in (*self.valid[places - gained :], *self.invalid):
+            lower += candidates[index].tail_draw < tail_draw
+        return lower
 
     # --- what is certain ----------------------------------------------------
 
@@ -186,20 +194,18 @@ class SampledTail(SelectionRule):
     samples_rest = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
-        short = sampled = 0
+        weights, sampled = {}, []
         for c in candidates:
             if c.survival < 1:
                 return None  # who could be pruned depends on who was stopped, and so on tail draws
-            short += c.selected_as is SelectedAs.SHORT
-            sampled += c.selected_as not in (None, SelectedAs.SHORT)
-        rest = len(candidates) - short
+            if c.selected_as is SelectedAs.SHORT:
+                weights[c.index] = 1.0
+            elif c.selected_as is not None:
+                sampled.append(c.index)
+        rest = len(candidates) - len(weights)
         if rest and not sampled:  # the tail has no places
             return None
-        return {
-            c.index: 1.0 if c.selected_as is SelectedAs.SHORT else rest / sampled
-            for c in candidates
-            if c.selected_as is not None
-        }
+        return weights | dict.fromkeys(sampled, rest / max(len(sampled), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,7 @@ class CutTail(SampledTail):
     last_needed: int | None = None
     selector_type = CutTailSelector
 
-    @property
-    def completion_place(self) -> int:
-        return self.size if self.last_needed is None else self.last_needed
+    def __post_init__(self) -> None:
+        SampledTail.__post_init__(self)  # `super()` does not find the class that a dataclass with slots becomes
+        if self.last_needed is not None:
+            object.__setattr__(self, "completion_place", self.last_needed)

@@ -12,7 +12,7 @@ All rules share one total order, (length, candidate index): the shortest come fi
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from darts_server.policy.candidate import Candidate
@@ -161,32 +161,22 @@ class SelectionRule:
     """What follows a group and selects."""
     samples_rest: ClassVar[bool] = False
     """Whether the K shortest are selected, and a sample of all others."""
+    samples_survivors: ClassVar[bool] = False
+    """Whether a complete group is a plain sample of all candidates that were not pruned."""
+    size: int = field(init=False, repr=False, compare=False)
+    """M: how many trajectories are returned."""
+    fewest: int = field(init=False, repr=False, compare=False)
+    """How many candidates must be left of those that are pruned or fail."""
+    completion_place: int = field(init=False, repr=False, compare=False)
+    """Which of the shortest valid candidates says by its length how many tokens the group needs."""
 
-    @property
-    def size(self) -> int:
-        """M: how many trajectories are returned."""
-        return self.num_shortest + self.num_longest
-
-    @property
-    def fewest(self) -> int:
-        """How many candidates must be left of those that are pruned or fail."""
-        return self.size
-
-    @property
-    def completion_place(self) -> int:
-        """Which of the shortest valid candidates says by its length how many tokens the group needs."""
-        return self.size
+    def __post_init__(self) -> None:
+        for name in ("size", "fewest", "completion_place"):
+            object.__setattr__(self, name, self.num_shortest + self.num_longest)
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         """Say why a finished candidate was not selected."""
         return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
-
-    def sampled_from(self, candidates: Sequence[Candidate]) -> int | None:
-        """Return of how many candidates a complete group is a plain sample; ``None`` if it is selected otherwise.
-
-        ``candidates``: all that count, as for `weights`.
-        """
-        return None
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
@@ -324,9 +314,9 @@ class AllSurvivors(SelectionRule):
 
     __slots__ = ()
 
-    @property
-    def fewest(self) -> int:
-        return 1
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "fewest", 1)
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
@@ -347,13 +337,11 @@ class SampledSurvivors(SelectionRule):
 
     __slots__ = ()
     selector_type = SampledSurvivorsSelector
-
-    def sampled_from(self, candidates: Sequence[Candidate]) -> int:
-        return sum(c.reason is not DiscardReason.PRUNED for c in candidates)
+    samples_survivors = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         selected = [c for c in candidates if c.selected_as is not None]
-        share = self.sampled_from(candidates) / len(selected)
+        share = sum(c.reason is not DiscardReason.PRUNED for c in candidates) / len(selected)
         return {c.index: share / c.survival for c in selected}
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:

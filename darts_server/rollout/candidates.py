@@ -98,10 +98,11 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """Of its tokens from before the weights changed last."""
     resumed: int = 0
 
-    def mark_started(self, now: float, weight_version: int, spans: VersionSpans) -> None:
-        """``spans``: of what it goes on from. Not ``carried``, which a restart while it started has emptied."""
-        self.started_at, self.version_start, self.earlier_spans = now, spans[0][0] if spans else weight_version, spans
-        self.resumed = sum(tokens for _, tokens in spans)
+    def mark_started(self, now: float, weight_version: int, origin: CarriedCandidate[OutputT]) -> None:
+        """``origin``: what it goes on from. Not ``carried``, which a restart while it started has emptied."""
+        spans = self.earlier_spans = origin.version_spans
+        self.started_at, self.version_start = now, spans[0][0] if spans else weight_version
+        self.resumed = len(origin.prefix.token_ids)
 
     def version_spans(self, tokens: int) -> VersionSpans:
         """Return which weights sampled its first ``tokens`` tokens; none before it has started."""
@@ -347,7 +348,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self.running[index] = running
                 if self.cohort is not None:
                     self.cohort.running += 1
-                candidate.mark_started(self._clock(), self._engine.weight_version, carried.version_spans)
+                candidate.mark_started(self._clock(), self._engine.weight_version, carried)
                 if state.running:
                     events: list[Event] = [Started(index)]
                     if resumed:
@@ -376,7 +377,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            self._answer_aborting(candidate)  # it failed, or was stopped before it reached the engine
+            if candidate.aborting:  # it failed, or was stopped before it reached the engine
+                self._answer_aborting(candidate)
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
@@ -404,7 +406,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         assert result is not None
         self._ticket.mark_started(1)
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
-        candidate.mark_started(self._clock(), version, carried.version_spans)
+        candidate.mark_started(self._clock(), version, carried)
         if state.running:
             self._on_events(Started(state.index))
         self._handle_result(candidate, result, version)
@@ -435,13 +437,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
+        if candidate.aborting:
+            self._answer_aborting(candidate, None if has_finished or index in self._cuts else result)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Return an aborted candidate that has generated nothing, but for what it had before."""
         if candidate.aborted:
             if candidate.carried.last_version is not None:
-                candidate.mark_started(self._clock(), candidate.carried.last_version, candidate.carried.version_spans)
+                candidate.mark_started(self._clock(), candidate.carried.last_version, candidate.carried)
             candidate.output.set_result(self._engine.aborted_output(candidate.request, candidate.carried.prefix))
 
     def _fail_output(self, candidate: CandidateRun[RequestT, OutputT], error: Exception) -> None:

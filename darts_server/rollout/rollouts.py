@@ -26,7 +26,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
-from darts_server.serving.admission import Admission, Ticket
+from darts_server.serving.admission import Admission, Bounds, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
@@ -60,7 +60,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         statistics: what is learned; every completed group adds to it.
         intervals: of polling, allocation and joining.
         gate: what groups pass; every running group is inside. ``None`` for a gate of its own.
-        admission: which requests are admitted; ``None`` for all.
+        bounds: of the candidates that are admitted; ``None`` for no bounds.
         brownout: how redundancy falls while candidates queue; ``None`` for not at all.
         scorer: scores candidates under policies that prune; ``None`` refuses these policies.
         clock: monotonic seconds.
@@ -74,7 +74,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         intervals: Intervals | None = None,
         *,
         gate: Gate | None = None,
-        admission: Admission | None = None,
+        bounds: Bounds | None = None,
         brownout: Brownout | None = None,
         scorer: Pruner | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +85,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.gate = gate or Gate()
         self.turns = Turns()
         self.starts = StartQueue()
-        self.admission = admission or Admission(lambda: engine.unfinished, engine.capacity)
+        self.admission = Admission(lambda: engine.unfinished, engine.capacity, bounds)
         self.observers = GroupEvents()
         self.allocator = Allocator(
             statistics,
@@ -126,7 +126,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
-        self.check_scorable(plan)
+        if plan.shaping.prunes:
+            self.check_scorable(plan)
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
@@ -135,11 +136,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_scorable(self, plan: Plan) -> None:
-        """
+        """Check whether candidates can be scored, for a policy that prunes.
+
         Raises:
-            InvalidRequest: the policy prunes by quality, and nothing can be scored here.
+            InvalidRequest: nothing can be scored here.
         """
-        if plan.shaping.prunes and not self.can_score:
+        if not self.can_score:
             why = "hidden states, which this engine does not report; use another policy, or start the server with "
             why += "--quality logprob"
             if self._context.scorer is None:
@@ -198,6 +200,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             held.release()
             if on_end is not None:
                 on_end()
+            if (scorer := run.runner.scorer) is not None and run.record is not None:
+                scorer.pruner.group_ended(run.record)
 
         try:
             order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards

@@ -92,7 +92,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._selected: int | None = None
         self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
         """What its caller has not taken yet: indices of candidates, and an error."""
-        self._delivered: set[int] = set()  # taken or not
 
     # --- driving the group --------------------------------------------------
 
@@ -145,7 +144,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                             spec.group_id, spec.prompt_key, self.started_at, index, *token_ids, owner=self.owner
                         )
                     )
-                selected = self._group.size if self._selected is None else self._selected
+                selected = self._group.rule.size if self._selected is None else self._selected
                 yield Trajectory(index, output, last=count == selected)
                 if count == selected:
                     return
@@ -157,7 +156,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
-            self._withdraw_minimum()
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
@@ -239,19 +237,20 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.interrupted = error
         has_candidates = self._group.candidates and not self._group.is_paused
         candidates = self.runner.candidates
-        undelivered = [c for c in candidates if c.state.alive and c.state.index not in self._delivered]
+        delivered = self._group.delivered
+        undelivered = [c for c in candidates if c.state.alive and c.state.index not in delivered]
         match (on_abort or self.spec.on_abort) if has_candidates else OnAbort.FAIL:
             case OnAbort.FAIL:
                 self.fail(error)
             case OnAbort.ANSWER:  # as many as its caller waits for, those that were started first
                 if self._group.is_open:
-                    undelivered = undelivered[: self._group.size - len(self._delivered)]
-                self._selected = len(self._delivered) + len(undelivered)
+                    undelivered = undelivered[: self._group.rule.size - len(delivered)]
+                self._selected = len(delivered) + len(undelivered)
                 for candidate in undelivered:
                     candidate.aborted = True
                 self.cancel(error)
                 for candidate in undelivered:
-                    self._deliver(candidate.state.index)
+                    self.deliveries.put_nowait(candidate.state.index)
             case OnAbort.RETURN:
                 for candidate in undelivered:
                     candidate.aborted = True
@@ -268,7 +267,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """
         found: dict[int, OutputT] = {}
         for index, candidate in enumerate(self.runner.candidates):
-            if candidate.aborted or index in self._delivered:
+            if candidate.aborted or index in self._group.delivered:
                 try:
                     found[index] = await asyncio.shield(candidate.output)
                 except Exception as error:
@@ -290,7 +289,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     @property
     def size(self) -> int | None:
         """Trajectories that it returns; ``None`` while its requests are being collected."""
-        return self._group.size if self._group.is_open else None
+        return self._group.rule.size if self._group.is_open else None
 
     # --- the state machine --------------------------------------------------
 
@@ -306,30 +305,22 @@ class GroupRun(Generic[RequestT, OutputT]):
         logger.error("group %s failed%s", self.spec.group_id, f" on {events}" if events else "", exc_info=error)
         self.fail(error)
 
-    def _deliver(self, index: int) -> None:
-        """Deliver a candidate to the caller; harmless if it was delivered before."""
-        if index not in self._delivered:
-            self._delivered.add(index)
-            self.deliveries.put_nowait(index)
-
-    def _withdraw_minimum(self) -> None:
-        """Withdraw the minimum that was reported to the cohort, if any: new candidates may be short."""
-        if self._reported_limit is not None and self._cohort is not None and self._tokens_needed is None:
-            self._reported_limit = None
-            self._cohort.report_minimum(self, 0)
-
     def _act(self, decisions: list[Decision]) -> None:
         """Report how many tokens the group needs, once that is known, and carry out its decisions."""
         if self._cohort is not None and self._tokens_needed is None and self._group.is_open:
             self._tokens_needed = self._group.standings.nth_shortest(self._need_place)
             if self._tokens_needed is not None:
                 self._cohort.report_need(self, self._tokens_needed)
+            elif self._reported_limit is not None and (
+                self._group.is_paused or any(isinstance(decision, Start) for decision in decisions)
+            ):  # new candidates may be short
+                self._reported_limit = None
+                self._cohort.report_minimum(self, 0)
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
                     self.runner.start(indices)
                     self._observer.candidates_started(len(indices))
-                    self._withdraw_minimum()
                 case Stop(index=index):
                     self.runner.stop(index)
                 case Keep(index=index) if self.runner.scorer is not None:
@@ -337,12 +328,13 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Cut(index=index, tokens=tokens):
                     self.runner.cut(index, tokens)
                 case Deliver(index=index):
-                    self._deliver(index)
+                    self.deliveries.put_nowait(index)
                 case Complete(selection=selection):
                     self._selected = len(selection)
                     self._close()
                     for index in selection:
-                        self._deliver(index)
+                        if index not in self._group.delivered:
+                            self.deliveries.put_nowait(index)
                 case GiveUp(error=error):
                     self._close(error)
                     self.deliveries.put_nowait(error)
@@ -359,7 +351,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             if cohort is not None and explored:  # what they would have been
                 deadline = cohort.deadline.tokens
                 bound = None if rule is None or deadline is None else rule.bound_of(deadline)
-            weights = selection_weights(group)
+            weights, indices = selection_weights(group), range(len(self.runner.candidates))
             tail_wait, finish_times = None, self.runner.finish_times
             if group.outcome is Outcome.COMPLETED and len(finish_times) >= group.rule.num_shortest:
                 tail_wait = now - finish_times[group.rule.num_shortest - 1]
@@ -367,10 +359,10 @@ class GroupRun(Generic[RequestT, OutputT]):
                 group_id=spec.group_id,
                 prompt_key=spec.prompt_key,
                 policy=spec.plan.policy,
-                size=group.size if group.is_open else len(group.candidates),
+                size=group.rule.size if group.is_open else len(group.candidates),
                 outcome=group.outcome,
                 # What happens to stopped candidates from now on does not change their records.
-                candidates=tuple([self.runner.record(i, weights.get(i)) for i in range(len(self.runner.candidates))]),
+                candidates=tuple(map(self.runner.record, indices, map(weights.get, indices))),
                 started_at=self.started_at,
                 ended_at=now,
                 tail_wait=tail_wait,
@@ -379,7 +371,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 max_lost=None if rule is None else rule.max_lost,
                 bound=bound,
                 stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
-                completion_length=group.completion_length if group.is_open else None,
+                completion_length=group.standings.nth_shortest(group.rule.completion_place) if group.is_open else None,
                 num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
                 sampled_from=sampled_from(group),
                 tail_share=tail_share(group),

@@ -141,10 +141,11 @@ class TokenIndex:
         earlier = self._known.of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._known.put(caller, key, Known(is_answer, rank))
-        if earlier is None:
-            self._count(key, 1)
-        if dropped is not None:
-            self._count(dropped, -1)
+        for changed, change in ((key if earlier is None else None, 1), (dropped, -1)):
+            if changed is not None:
+                bucket = changed >> (64 - BUCKET_BITS)
+                self._counts[bucket] = int(self._counts[bucket]) + change
+                self._mixed[bucket] ^= np.uint64(changed)
 
     def known_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, Known]]:
         """Yield the prefixes among these that are known for a caller, the longest first, each with its length."""
@@ -158,11 +159,6 @@ class TokenIndex:
         for index in reversed(likely.tolist()):
             if (found := known.get(int(hashes[index]))) is not None:
                 yield index + 1, found
-
-    def _count(self, key: int, change: int) -> None:
-        bucket = key >> (64 - BUCKET_BITS)
-        self._counts[bucket] = int(self._counts[bucket]) + change
-        self._mixed[bucket] ^= np.uint64(key)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.serving.gate import Gate
@@ -69,20 +68,6 @@ class ControlledLLM(AsyncLLM):
             return answers
         calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
-
-    async def add_request(self, *args: Any, **more: Any) -> Any:
-        """As vLLM's, with the LoRA adapter that is served now under the request's name, see `VllmLoras.resolve`."""
-        if self.loras is not None and more.get("lora_request") is not None:
-            more["lora_request"] = self.loras.resolve(more["lora_request"])
-        return await super().add_request(*args, **more)
-
-    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """As vLLM's, which forgets a request that could not be sent to the engine only if it has n > 1."""
-        try:
-            await super()._add_request(request, *args)
-        except BaseException:
-            await self.abort(request.request_id, internal=True)
-            raise
 
     async def add_lora(self, lora_request: Any) -> bool:
         """As vLLM's, whose routes may not replace a pushed LoRA adapter: that is a `Conflict`."""

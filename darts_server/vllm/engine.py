@@ -16,10 +16,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -152,51 +151,44 @@ class VllmEngine:
         return self._probes.width
 
     async def start(
-        self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: PromptRequest,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        with ExitStack() as cleanup:
-            params = request.params_of(index)
+        """``prefix``: of a candidate that goes on."""
+        with ExitStack() as cleanup:  # runs when the candidate has finished
+            prompt, params, returns_logprobs = request.prompt, request.params_of(index), True
             if probe is not None:
                 number = None  # without which no hidden states are sent
                 if probe.detect_at and self.probe_width is not None:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
-            returns_logprobs = probe is None or not request.adds_logprobs(probe)
-            deferred = Deferred(self._tokenizer, params, returns_logprobs=returns_logprobs)
-            return await self._add(request, index, request.prompt, params, order, cleanup, deferred)
+                returns_logprobs = not request.adds_logprobs(probe)
+            deferred = Deferred(self._tokenizer, params, prefix or NOTHING, returns_logprobs=returns_logprobs)
+            if prefix is not None:
+                prompt, params = request.resumed(index, prefix.token_ids)
+
+            self._llm.gate.check()  # raises for groups that were admitted before the engine died
+            rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
+            options = place(self._llm.vllm_config, request.options, rank, order)
+            try:
+                with changing_state(deferred.begin):
+                    # The id that vLLM gives to the children of a request with n > 1.
+                    collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
+            except Exception as error:
+                raise translate(error) from error
+            constrained, on_end = params.structured_outputs is not None, cleanup.pop_all().close
+            return VllmCandidate(self._llm.held, collector, self._aborts, on_end, deferred, constrained)
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
 
     async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
-        prompt, params = request.resumed(index, prefix.token_ids)
-        with ExitStack() as cleanup:
-            deferred = Deferred(self._tokenizer, request.params_of(index), prefix)
-            return await self._add(request, index, prompt, params, order, cleanup, deferred)
-
-    async def _add(
-        self,
-        request: PromptRequest,
-        index: int,
-        prompt: Any,
-        params: SamplingParams,
-        order: float,
-        cleanup: ExitStack,
-        deferred: Deferred,
-    ) -> VllmCandidate:
-        """Add a candidate to the engine. ``cleanup``: taken over, and run when the candidate has finished."""
-        self._llm.gate.check()  # raises for groups that were admitted before the engine died
-        rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
-        options = place(self._llm.vllm_config, request.options, rank, order)
-        try:
-            with changing_state(deferred.begin):
-                # The id that vLLM gives to the children of a request with n > 1.
-                collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
-        except Exception as error:
-            raise translate(error) from error
-        constrained, on_end = params.structured_outputs is not None, cleanup.pop_all().close
-        return VllmCandidate(self._llm.held, collector, self._aborts, on_end, deferred, constrained)
+        return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         try:

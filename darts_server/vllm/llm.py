@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused
+from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
@@ -28,7 +28,7 @@ from darts_server.vllm.engine import VllmRollouts
 from darts_server.vllm.outputs import ABORTED, make_deferred, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import RANK, place
-from darts_server.vllm.routes import RouteCall, current_route
+from darts_server.vllm.routes import RouteCall, route_call
 from darts_server.vllm.validation import check_group, check_request
 
 HAND_BACK_POLL_SECONDS = 0.02
@@ -88,7 +88,7 @@ class ShapingLLM(ControlledLLM):
         """
         check_name("request_id", request_id, REQUEST_ID_CHARS)
         check_name("session_id", options.get("session_id") or "")
-        request, route = PromptRequest(prompt, sampling_params, request_id, options), current_route()
+        request, route = PromptRequest(prompt, sampling_params, request_id, options), route_call.get() or RouteCall()
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
         rollouts, n = self.rollouts, sampling_params.n
@@ -102,7 +102,12 @@ class ShapingLLM(ControlledLLM):
                 check_group(self, request)
             # What names `off` itself, or the model `MODEL:raw`, may be an evaluation: none of what is trained on.
             if plan is not None or (n > 1 and shaping.policy is None):
-                prompt_key = route.name_prompt(request.prompt_key, shaping.prompt_key)
+                prompt_key = shaping.prompt_key or request.prompt_key
+                if shaping.prompt_key is not None:
+                    route.named.add(request.prompt_key)
+                    if len(route.named) > 1:  # lengths of several prompts must not be recorded under one key
+                        what = "names one prompt, and the request has several; send them one by one"
+                        raise InvalidRequest("X-Darts-Prompt-Key", what)
         # Last, as what raises must not hold candidates.
         if rollouts is not None and plan is not None:
             ticket = self.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
@@ -139,6 +144,20 @@ class ShapingLLM(ControlledLLM):
         """Which requests are admitted: all, as long as nothing is shaped."""
         return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
 
+    async def add_request(self, *args: Any, **more: Any) -> Any:
+        """As vLLM's, with the LoRA adapter that is served now under the request's name, see `VllmLoras.resolve`."""
+        if self.loras is not None and more.get("lora_request") is not None:
+            more["lora_request"] = self.loras.resolve(more["lora_request"])
+        return await super().add_request(*args, **more)
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        """As vLLM's, which forgets a request that could not be sent to the engine only if it has n > 1."""
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
+
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs, and record its answers before its caller gets their ends."""
         plan, request, turns, rollouts = generation.plan, generation.request, generation.turns, self.rollouts
@@ -169,9 +188,10 @@ class ShapingLLM(ControlledLLM):
             generation.ticket.release()
             if generation.answers_at_stop:
                 self._answered_at_stop.remove(request.request_id)
+        if plan is not None or rollouts is None or not generation.prompt_key:
+            return
         # Lengths are learned of all trajectories that the request has, or of none.
-        is_whole = len(ends) == request.params.n and {reason for _, reason in ends.values()} <= set(FinishReason)
-        if plan is None and rollouts is not None and generation.prompt_key and is_whole:
+        if len(ends) == request.params.n and {reason for _, reason in ends.values()} <= set(FinishReason):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
             rollouts.learn_unshaped(generation.prompt_key, lengths)
 

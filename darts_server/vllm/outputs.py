@@ -130,20 +130,23 @@ class Deferred:
         assert self.values is not None
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())  # the sampled token's is the first
 
-    def output(self, collected: RequestOutput, later: Collection[str] | None = None) -> RequestOutput:
-        """Return the output of the candidate, which has finished.
+    def output(self, collected: RequestOutput, later: Collection[str] | None = None, **changes: Any) -> RequestOutput:
+        """Return the output of the candidate, which has finished, with changes.
 
         ``later``: fields that are made when they are read, beside log-probs; ``None``: the text, unless it grew with
         the tokens.
         """
-        (completion,) = collected.outputs
-        completion.logprobs, completion.cumulative_logprob = None, None
         if later is None:
             later = [] if self._params.stop else [TEXT]
         if self.values is not None and self.returns_logprobs:
             later = [*later, *LOGPROBS]
+        completion = DeferredCompletion.__new__(DeferredCompletion)
+        fields = vars(completion)
+        fields.update(vars(collected.outputs[0]), logprobs=None, cumulative_logprob=None, **changes, deferred=self)
+        for name in later:
+            fields.pop(name, None)
         changed = copy(collected)
-        changed.outputs = [DeferredCompletion.of(completion, self, later, {})]
+        changed.outputs = [completion]
         return changed
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
@@ -223,17 +226,6 @@ class DeferredCompletion(CompletionOutput):
 
     deferred: Deferred
 
-    @classmethod
-    def of(
-        cls, completion: CompletionOutput, deferred: Deferred, later: Collection[str], changes: Mapping[str, Any]
-    ) -> "DeferredCompletion":
-        """Copy an output with changes, and without the fields that are made ``later``."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(completion), **changes, deferred=deferred)
-        for name in later:
-            vars(made).pop(name, None)
-        return made
-
     # In place of fields of the base class: one that is missing is made, also if vLLM gives it a default.
     text = cached_property(lambda self: self._read(TEXT))
     logprobs = cached_property(lambda self: self._read("logprobs"))
@@ -260,10 +252,7 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
         changes["routed_experts"] = experts[: len(experts) - max(0, len(whole.token_ids) - tokens)]
     if (spans := getattr(whole, "weight_versions", None)) is not None:  # since 0.32
         changes["weight_versions"] = [replace(one, end=min(one.end, tokens)) for one in spans if one.start < tokens]
-    later = [TEXT] if sampled_logprobs(whole) is None else [TEXT, *LOGPROBS]
-    copied = copy(output)
-    copied.outputs = [DeferredCompletion.of(whole, whole.deferred, later, changes)]
-    return copied
+    return whole.deferred.output(output, [TEXT], **changes)
 
 
 def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool) -> RequestOutput:

@@ -32,9 +32,7 @@ class VllmPromptRenderer:
             chat_template=load_chat_template(chat_template), chat_template_kwargs={"add_generation_prompt": True}
         )
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
-
-    def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        return self._sampling.effective(sampling)
+        self.effective_sampling = self._sampling.effective
 
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str

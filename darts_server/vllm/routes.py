@@ -114,28 +114,9 @@ class RouteCall:
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
 
-    def name_prompt(self, fingerprint: str, key: str | None) -> str:
-        """Return the key of a prompt's statistics: the caller's, if it has sent one.
 
-        Raises:
-            InvalidRequest: the request has several prompts, whose lengths must not be recorded under one key.
-        """
-        if key is None:
-            return fingerprint
-        self.named.add(fingerprint)
-        if len(self.named) > 1:
-            raise InvalidRequest(
-                "X-Darts-Prompt-Key", "names one prompt, and the request has several; send them one by one"
-            )
-        return key
-
-
-_route: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
-
-
-def current_route() -> RouteCall:
-    """Return the call of a route that is being handled; a new one outside of them."""
-    return _route.get() or RouteCall()
+route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
+"""The call of a route that is being handled."""
 
 
 def _behind_options(
@@ -177,11 +158,11 @@ def _behind_options(
                 check_name(name, session)
                 break
         call = RouteCall(options, session or None, beams)
-        token = _route.set(call)
+        token = route_call.set(call)
         try:
             answer = await handler(request, raw_request)
         finally:
-            _route.reset(token)
+            route_call.reset(token)
             if call.ticket is not None:
                 call.ticket.release()
         for extension in extensions:
@@ -198,7 +179,7 @@ def _behind_options(
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """Read a stream with the context of its request, in the task that sends it and ends with it."""
-    _route.set(call)
+    route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
             yield part

@@ -107,23 +107,32 @@ class Shutdown:
     @asynccontextmanager
     async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
         """Watch the engine, and call ``exit``, which stops the HTTP server, when the server has stopped."""
-
-        async def watch_engine() -> None:
-            await wait_until_hung(self._llm, self._watchdog)
-            silent = f"it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
-            self._lifecycle.stop(EngineDead(f"the engine is hung: {silent}"))
-
         self._llm.on_death = lambda: self._lifecycle.stop(
             EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}")
         )
         tasks = [asyncio.create_task(self.run(exit))]
         if self._watchdog:
-            tasks.append(asyncio.create_task(watch_engine()))
+            tasks.append(asyncio.create_task(self.watch_engine()))
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def watch_engine(self) -> None:
+        """Stop the server when the engine has sent nothing for the watchdog's seconds in which it should have.
+
+        Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped
+        or starved, does not count.
+        """
+        llm, limit, silent = self._llm, self._watchdog, 0.0
+        interval = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES)
+        while silent < limit:
+            before = llm.held.messages
+            await asyncio.sleep(interval)
+            silent = silent + interval if llm.should_respond and llm.held.messages == before else 0.0
+        what = f"it has requests, and sent nothing for {limit:g} s (--engine-watchdog)"
+        self._lifecycle.stop(EngineDead(f"the engine is hung: {what}"))
 
     async def handle_signals(self) -> None:
         """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
@@ -165,19 +174,6 @@ class Shutdown:
             await asyncio.sleep(POLL_SECONDS)
             remaining -= POLL_SECONDS
         return is_busy
-
-
-async def wait_until_hung(llm: ShapingLLM, limit: float) -> None:
-    """Return when the engine has sent nothing for ``limit`` seconds in which it should have.
-
-    Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped or
-    starved, does not count.
-    """
-    interval, silent = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES), 0.0
-    while silent < limit:
-        before = llm.held.messages
-        await asyncio.sleep(interval)
-        silent = silent + interval if llm.should_respond and llm.held.messages == before else 0.0
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:

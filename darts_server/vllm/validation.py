@@ -36,8 +36,23 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
     """
     params, prompt = request.params, request.prompt if isinstance(request.prompt, dict) else {}
-    if current_platform.is_cpu():
-        _reject_fatal_on_cpu(config, params)
+    # These kill vLLM's engine on CPU. Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a
+    # request with an adapter. A seed, if prompts may be split over steps (chunked prefill): any may be, even a short
+    # one, since other requests use part of a step's token budget.
+    if current_platform.is_cpu() and params.prompt_logprobs is not None and config.lora_config is not None:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
+            "the server without that flag",
+        )
+    if current_platform.is_cpu() and params.seed is not None and config.scheduler_config.enable_chunked_prefill:
+        raise InvalidRequest(
+            "seed",
+            "vLLM on CPU cannot split a seeded prompt over several steps "
+            f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
+            "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of "
+            "at least the model's length",
+        )
     if params.logprob_token_ids is not None:
         raise InvalidRequest(
             "logprob_token_ids",
@@ -138,26 +153,3 @@ def _unsendable(message: EngineCoreRequest) -> str:
         except (ValueError, TypeError, OverflowError, RecursionError):
             return name
     return "body"
-
-
-def _reject_fatal_on_cpu(config: VllmConfig, params: SamplingParams) -> None:
-    """Reject sampling parameters that kill vLLM's engine on CPU.
-
-    * A seed, if prompts may be split over steps (chunked prefill): any may be, even a short one, since other requests
-      use part of a step's token budget.
-    * Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a request with an adapter.
-    """
-    if params.prompt_logprobs is not None and config.lora_config is not None:
-        raise InvalidRequest(
-            "prompt_logprobs",
-            "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
-            "the server without that flag",
-        )
-    if params.seed is not None and config.scheduler_config.enable_chunked_prefill:
-        raise InvalidRequest(
-            "seed",
-            "vLLM on CPU cannot split a seeded prompt over several steps "
-            f"(max_num_batched_tokens = {config.scheduler_config.max_num_batched_tokens}), and its engine would crash; "
-            "leave the seed out, or start the server with --no-enable-chunked-prefill and --max-num-batched-tokens of "
-            "at least the model's length",
-        )

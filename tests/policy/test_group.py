@@ -72,6 +72,7 @@ def test_fewer_candidates_than_the_size_are_refused() -> None:
         group.open(DualEnd(3), 2)
     assert not group.is_open
     assert group.open(DualEnd(3), 3) == [Start((0, 1, 2))]
+    assert (group.is_open, group.rule) == (True, DualEnd(3))
 
 
 def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
@@ -80,13 +81,6 @@ def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
         group.open(DualEnd(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
         group.add_candidate()
-
-
-def test_a_group_has_no_size_before_it_is_open() -> None:
-    group = unopened_with(1)
-    assert (group.is_open, group.size, group.completion_length) == (False, 0, None)
-    group.open(DualEnd(2), 2)
-    assert (group.is_open, group.rule, group.size, group.completion_length) == (True, DualEnd(2), 2, None)
 
 
 def test_a_group_that_was_cancelled_before_it_opened_does_not_open() -> None:

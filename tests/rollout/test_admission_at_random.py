@@ -24,7 +24,7 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from darts_server.serving.admission import Bounds, Caller, caller
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce, Documents, Texts
 
@@ -103,17 +103,15 @@ class Server:
 
     def __init__(self, rng: Random) -> None:
         self.engine = CountingEngine(rng)
-        self.admission = Admission(
-            lambda: self.engine.unfinished, CAPACITY, Bounds(max_waiting=MAX_WAITING, max_per_caller=SHARE)
-        )
         planner = Planner(POLICIES, "uniform", Limits(64))
         self.rollouts: Rollouts[str, list[int]] = Rollouts(
             self.engine,
             planner,
             Statistics(Documents(), CAPACITY),
             Intervals(poll=0, allocation=0, join=0.001),
-            admission=self.admission,
+            bounds=Bounds(max_waiting=MAX_WAITING, max_per_caller=SHARE),
         )
+        self.admission = self.rollouts.admission
         texts = SlowTexts(rng)
         self.batches = BatchRegistry(self.rollouts, texts, lambda _: planner)
         self.votes = VoteRunner(self.rollouts, texts, Confidence(Documents()), lambda *_: None, AtOnce())

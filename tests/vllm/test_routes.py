@@ -13,7 +13,7 @@ from darts_server.http.errors import fields_of
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission, Caller, caller
 from darts_server.types import RequestOptions
-from darts_server.vllm.routes import attach, current_route, move_xargs
+from darts_server.vllm.routes import RouteCall, attach, move_xargs, route_call
 
 pytestmark = pytest.mark.anyio
 
@@ -160,7 +160,7 @@ class Serving(Completions):
         self.seen: list[RequestOptions] = []
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> str:
-        self.seen.append(current_route().options)
+        self.seen.append((route_call.get() or RouteCall()).options)
         return "answer"
 
 
@@ -175,7 +175,7 @@ async def test_a_handler_sees_what_its_own_request_sets() -> None:
     await serving.create_completion(SimpleNamespace(model=None))
     assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
     assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
-    assert current_route().options.policy is None
+    assert route_call.get() is None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,8 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
 
     class Beams(Completions):
         async def create_completion(self, request: Any, raw_request: Any = None) -> int:
-            call = current_route()
+            call = route_call.get()
+            assert call is not None
             call.ticket = admission.admit(call.beams)
             return admission.ahead
 
@@ -194,7 +195,7 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
     attach_to(openai_serving_completion=serving)
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
     assert await serving.create_completion(request) == beams
-    assert (admission.ahead, admission.requests, current_route().beams) == (0, 0, 0)
+    assert (admission.ahead, admission.requests, route_call.get()) == (0, 0, None)
 
 
 BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
@@ -252,8 +253,8 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
     class Late(Responses):
         async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
             async def stream() -> AsyncGenerator[str | None, None]:
-                yield current_route().options.policy
-                yield current_route().options.policy
+                for _ in range(2):
+                    yield (route_call.get() or RouteCall()).options.policy
 
             return stream()
 
@@ -264,7 +265,7 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
     attach_to(lambda options, xargs: checked.append((options.policy, xargs)), openai_serving_responses=serving)
     request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
     stream = await serving.create_responses(request)
-    assert current_route().options.policy is None
+    assert route_call.get() is None
     assert await asyncio.create_task(collect(stream)) == ["off", "off"]
     assert checked == [("off", {"a": 1})]
-    assert current_route().options.policy is None
+    assert route_call.get() is None

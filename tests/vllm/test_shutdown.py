@@ -20,7 +20,7 @@ from darts_server.rollout.batches.carried import PORTABLE_SECONDS, SAVE_SECONDS
 from darts_server.rollout.batches.registry import CLOSE_SECONDS
 from darts_server.serving.lifecycle import ANSWER_SECONDS, END_SECONDS, HAND_BACK_SECONDS, Lifecycle
 from darts_server.vllm import shutdown
-from darts_server.vllm.shutdown import POLL_SECONDS, Shutdown, cause_of_death, wait_until_hung
+from darts_server.vllm.shutdown import POLL_SECONDS, Shutdown, cause_of_death
 
 pytestmark = pytest.mark.anyio
 
@@ -259,8 +259,10 @@ async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks
             return self.looks > 20
 
     engine: Any = Engine()
+    lifecycle = Lifecycle()
     async with asyncio.timeout(30):
-        await wait_until_hung(engine, limit=0.05)
+        await Shutdown(lifecycle, engine, engine, grace=0.0, watchdog=0.05).watch_engine()
+    assert "sent nothing for 0.05 s" in str(lifecycle.stop_reason)
     assert engine.looks >= 50
 
 

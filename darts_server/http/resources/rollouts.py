@@ -22,9 +22,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest, NotAcceptable
-from darts_server.http.body import converted, parse_body, read_body
+from darts_server.http.body import converted, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.requests import choose_media_type, while_connected
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
     GroupOut,
@@ -75,6 +74,8 @@ CHUNK_BYTES = 64 * 1024
 """About what the web server buffers for a reader before it waits for it to read."""
 SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+_RANGE = re.compile(r"\s*([^\s;,/]+/[^\s;,/]+)\s*((?:;[^,]*)?)$")
+_WEIGHT = re.compile(r";\s*q\s*=\s*(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)", re.IGNORECASE)
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {
@@ -133,19 +134,33 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
 
 
 def choose_form(headers: Headers, *, streams: bool) -> str:
-    """Return the media type of a batch's answer.
+    """Return the media type of a batch's answer: the one that the ``Accept`` header prefers, the first of equal ones.
+
+    Without the header all are accepted. Of the ranges that a type is in, the narrowest counts (RFC 9110, 12.5.1).
 
     Raises:
         NotAcceptable
     """
     # OpenAI's clients accept JSON alone, also of answers that they request as a stream.
-    if (found := choose_media_type(headers, (MEDIA_TYPE, JSON) if streams else (JSON, SAFETENSORS))) is None:
-        offers = MEDIA_TYPE if streams else f"{JSON} or {SAFETENSORS}"
-        other = "without" if streams else "with"
-        raise NotAcceptable(
-            "Accept", f'this answer can be {offers}; {other} "stream" in the request it has another form'
-        )
-    return found
+    offers = (MEDIA_TYPE, JSON) if streams else (JSON, SAFETENSORS)
+    lines = headers.getlist("accept")
+    if not "".join(lines).strip():
+        return offers[0]
+    weights: dict[str, float] = {}
+    for part in ",".join(lines).split(","):
+        if found := _RANGE.match(part):
+            weight = _WEIGHT.search(found[2])
+            weights[found[1].lower()] = float(weight[1]) if weight else 1.0
+
+    def weight_of(offer: str) -> float:
+        ranges = (offer, offer.split("/")[0] + "/*", "*/*")
+        return next((weights[one] for one in ranges if one in weights), 0.0)
+
+    best = max(offers, key=weight_of)  # the first of the largest
+    if weight_of(best) > 0:
+        return best
+    forms, other = (MEDIA_TYPE, "without") if streams else (f"{JSON} or {SAFETENSORS}", "with")
+    raise NotAcceptable("Accept", f'this answer can be {forms}; {other} "stream" in the request it has another form')
 
 
 async def _respond(request: Request, batch: BatchRun, after: int, media_type: str) -> Response:

@@ -6,9 +6,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
-from darts_server.http.body import Body, parse_body, read_body
+from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.requests import while_connected
 from darts_server.http.resources.rollouts_models import Messages, TokenIds
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
 from darts_server.identifiers import Name

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
-from starlette.routing import Match
+from starlette.routing import Match, compile_path
 from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +24,7 @@ from darts_server.exceptions import (
 from darts_server.http.body import BodyLimits, IncompleteBody, limited
 from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
-from darts_server.http.security.route_table import find_route
+from darts_server.http.security.route_table import ANY, OWN_LIMITS, TABLE
 from darts_server.identifiers import NAME_CHARS, header_value, without_controls
 from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
@@ -38,6 +38,13 @@ REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
 STATE_KEY = "darts_group_id"
 """Attribute of a request's state that holds the id of its groups, if it was shaped."""
+
+# Compiled as the router does it, so that no spelling of a path matches here and another route there.
+_ROUTES = [
+    (compile_path(template)[0], frozenset(methods.split()), access, template)
+    for access, routes in TABLE.items()
+    for template, methods in routes.items()
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,19 @@ class SecurityMiddleware:
             headers["Connection"] = "close"  # otherwise the server would read and discard the rest of the body
         response = JSONResponse({"error": fields_of(error)}, status_code=status_of(error).value, headers=headers)
         await response(scope, receive, send)
+
+
+def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
+    """Return who may call the route that a request matches, and whether it limits its body itself.
+
+    ``None`` and false if the table has no such route.
+    """
+    # Not cached by path: callers without a key choose it, at any length.
+    method = "GET" if method == "HEAD" else method
+    for pattern, methods, access, template in _ROUTES:
+        if (method in methods or ANY in methods) and pattern.match(path):
+            return access, (method, template) in OWN_LIMITS
+    return None, False
 
 
 def _reason(error: DartsError) -> str:

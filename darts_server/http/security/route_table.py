@@ -3,8 +3,6 @@
 A test builds the whole app and fails for a route that is missing here. At run time such a route is for admins only.
 """
 
-from starlette.routing import compile_path
-
 from darts_server.http.security.access import RouteAccess
 
 ANY = "*"
@@ -105,23 +103,3 @@ OWN_LIMITS = {
     ("PUT", "/darts/v1/state"),
 }
 """Routes that limit their large bodies themselves, by the size of the model or of the state."""
-
-# Compiled as the router does it, so that no spelling of a path matches here and another route there.
-_ROUTES = [
-    (compile_path(template)[0], frozenset(methods.split()), access, template)
-    for access, routes in TABLE.items()
-    for template, methods in routes.items()
-]
-
-
-def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
-    """Return who may call the route that a request matches, and whether it limits its body itself.
-
-    ``None`` and false if the table has no such route.
-    """
-    # Not cached by path: callers without a key choose it, at any length.
-    method = "GET" if method == "HEAD" else method
-    for pattern, methods, access, template in _ROUTES:
-        if (method in methods or ANY in methods) and pattern.match(path):
-            return access, (method, template) in OWN_LIMITS
-    return None, False

@@ -31,7 +31,7 @@ from darts_server.rollout.plan import UNSHAPED, Plan
 
 logger = logging.getLogger(__name__)
 
-PRICE = json_kind("price", lambda value: ShadowPrice(**value))
+PRICE = json_kind("price", ShadowPrice)
 
 
 @dataclass(slots=True)
@@ -172,19 +172,18 @@ class Allocator:
             and self.deadlines.should_explore(rule, policy, groups),
             chosen=None if chosen is None else ChosenOption(chosen.option.name, chosen.reason),
         )
-        start = learn = None
+        start, end = None, self._on_cohort_end
         if chosen is not None:
             # With fewer candidates, or past its deadline, it says nothing about what was forecast.
             planned = sum(counts) if scale == 1 and not record.explored else None
             start, learn = self.auto.follow(plan, prompt_keys, tokens, chosen, record, planned)
 
-        def end(record: CohortRecord) -> None:
-            self._on_cohort_end(record)
-            try:
-                if learn is not None:
+            def end(record: CohortRecord) -> None:
+                self._on_cohort_end(record)
+                try:
                     learn()
-            except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
-                logger.exception("nothing was learned from a cohort of %d groups under auto", groups)
+                except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
+                    logger.exception("nothing was learned from a cohort of %d groups under auto", groups)
 
         cohort = Cohort(record, rule, end, self._clock, start, tokens=tokens_from_recent, few=few)
 

@@ -22,8 +22,8 @@ def _completion_lengths(value: Any) -> RecentCompletionLengths:
 
 
 LENGTHS = json_kind("deadline", _completion_lengths)
-LOSSES = json_kind("losses", lambda value: DeadlineLosses(**value))
-LOST_GROUPS = json_kind("lost_groups", lambda value: GroupLosses(**value))
+LOSSES = json_kind("losses", DeadlineLosses)
+LOST_GROUPS = json_kind("lost_groups", GroupLosses)
 KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
 
 

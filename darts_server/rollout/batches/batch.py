@@ -59,14 +59,15 @@ class BatchRequest:
 class BatchGroup(Generic[RequestT, OutputT]):
     """A checked prompt of a batch with its allocation, and what has become of its group.
 
-    ``carried``: what was kept of it since an earlier batch. ``resumed``: what its candidates go on from, or those of a
-    later batch once it was stopped.
+    ``content_key``: of what the model sees. ``carried``: what was kept of it since an earlier batch. ``resumed``: what
+    its candidates go on from, or those of a later batch once it was stopped.
     """
 
     number: int
     prompt: PromptSpec
     request: RequestT
-    identity: Identity
+    prompt_key: str
+    content_key: str
     carried: CarriedPrompt | None = None
     resumed: CarriedGroup[OutputT] | None = None
     allocation: Allocation = field(default=Allocation(0))
@@ -81,8 +82,8 @@ class BatchGroup(Generic[RequestT, OutputT]):
     """What was generated for one that is not decided, if that is not kept."""
 
     @property
-    def prompt_key(self) -> str:
-        return self.identity[0]
+    def identity(self) -> Identity:
+        return self.prompt_key, self.content_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ async def prepare_batch(
             if error.field.startswith("sampling"):
                 raise
             raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
-        content = renderer.prompt_key(request)
-        groups.append(BatchGroup(number, prompt, request, (prompt.key or content, content), carried))
+        content_key = renderer.prompt_key(request)
+        groups.append(BatchGroup(number, prompt, request, prompt.key or content_key, content_key, carried))
 
     try:
         # Its own prompts, and those that follow them.
@@ -257,7 +258,8 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_
         plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
     if batch.budget is not None and plan.auto is not None:
         raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
-    rollouts.check_scorable(plan)
+    if plan.shaping.prunes:
+        rollouts.check_scorable(plan)
     return plan
 
 

@@ -247,7 +247,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             answer_format,
             replayable=durable is not None,
             on_idle=partial(self._handle_idle, durable),
-            on_end=partial(self._handle_end, durable),
+            on_end=None if durable is None else partial(self._handle_end, durable),
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
@@ -270,16 +270,15 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
-    def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
-        """Keep a durable batch for a while, in place of the oldest ones if there are too many."""
-        if durable is not None:
-            durable.has_ended, durable.bytes = True, kept_bytes(batch)
-            durable.schedule(self._retention.kept_seconds, self._drop)
-            self._durable[durable.key] = self._durable.pop(durable.key)
-            ended = [each for each in self._durable.values() if each.has_ended]
-            if len(ended) > self._retention.kept_batches:
-                self._drop(ended[0])
-            self._make_room(durable.key.owner)
+    def _handle_end(self, durable: _DurableBatch, batch: BatchRun) -> None:
+        """Keep a batch for a while, in place of the oldest ones if there are too many."""
+        durable.has_ended, durable.bytes = True, kept_bytes(batch)
+        durable.schedule(self._retention.kept_seconds, self._drop)
+        self._durable[durable.key] = self._durable.pop(durable.key)
+        ended = [each for each in self._durable.values() if each.has_ended]
+        if len(ended) > self._retention.kept_batches:
+            self._drop(ended[0])
+        self._make_room(durable.key.owner)
 
     def _make_room(self, owner: str | None, more: int = 0) -> None:
         """Drop ended batches, the oldest first, until there is room for the others and ``more`` bytes of a new one.

@@ -59,7 +59,7 @@ class BatchRun:
         answer_format: how its listeners are answered.
         replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
         on_idle: called when the last listener has left before its end.
-        on_end: called when it has ended, with any outcome.
+        on_end: called when it has ended, with any outcome; ``None`` for nothing.
         clock: monotonic seconds.
     """
 
@@ -73,7 +73,7 @@ class BatchRun:
         *,
         replayable: bool = False,
         on_idle: Callable[["BatchRun"], object] = lambda _: None,
-        on_end: Callable[["BatchRun"], object] = lambda _: None,
+        on_end: Callable[["BatchRun"], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.batch_id = prepared.batch_id
@@ -180,7 +180,21 @@ class BatchRun:
             self._finish(BatchFailed(error))
         else:
             if self.end is None:
-                self._finish(self._keep_undecided(results))
+                # Prompts whose groups were not decided are kept as their caller wants it.
+                unfinished: list[Unfinished] = []
+                new: list[CarriedPrompt] = []
+                older: list[CarriedPrompt] = []
+                for group in self._groups:
+                    if group.is_decided:
+                        continue
+                    key, metadata, why = group.prompt_key, group.prompt.metadata, group.interrupted
+                    unfinished.append(Unfinished(group.number, key, metadata, self._carry, why, group.handed_back))
+                    prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
+                    (new if group.carried is None else older).append(prompt)
+                if self._carry is not Carry.DROP:
+                    self._kept.put(self.owner, new, older)
+                carried, seconds = self._kept.count(self.owner), self._clock() - self._started_at
+                self._finish(BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried))
         finally:
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
                 streams = self.feed is not None
@@ -261,24 +275,6 @@ class BatchRun:
                     group.allocation.drop()
         return results
 
-    def _keep_undecided(self, results: list[GroupResult]) -> BatchDone:
-        """Keep the prompts whose groups were not decided, as their caller wants it; return how the batch has ended."""
-        unfinished: list[Unfinished] = []
-        new: list[CarriedPrompt] = []
-        older: list[CarriedPrompt] = []
-        for group in self._groups:
-            if group.is_decided:
-                continue
-            key, metadata, error = group.prompt_key, group.prompt.metadata, group.interrupted
-            unfinished.append(Unfinished(group.number, key, metadata, self._carry, error, group.handed_back))
-            prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
-            (new if group.carried is None else older).append(prompt)
-        if self._carry is not Carry.DROP:
-            self._kept.put(self.owner, new, older)
-        carried = self._kept.count(self.owner)
-        seconds = self._clock() - self._started_at
-        return BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried)
-
     def _finish(self, end: BatchEnd) -> None:
         if self.end is not None:
             return
@@ -291,7 +287,8 @@ class BatchRun:
         fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
         extra = {**fields, "policy": self.plan.policy}
         logger.info("rollouts %s: %d of %d prompts decided in %.3f s", *fields.values(), extra=extra)
-        self._on_end(self)
+        if self._on_end is not None:
+            self._on_end(self)
 
     # --- one group ----------------------------------------------------------
 

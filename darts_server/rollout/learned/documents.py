@@ -42,11 +42,12 @@ class DocumentStore(Protocol):
 class Kind(Generic[T]):
     """A kind of documents, each of fields, or with ``is_json`` of the JSON of a value.
 
-    ``create``: makes a value from either; it raises for what another version wrote.
+    ``create``: makes a value from either, if it is a class from its fields by name; it raises for what another version
+    wrote.
     """
 
     name: str
-    create: Callable[[Any], T]
+    create: Callable[..., T]
     is_json: bool = False
 
     def parse(self, document: Document) -> T:
@@ -56,14 +57,15 @@ class Kind(Generic[T]):
             ValueError: it cannot be used; the message says why.
         """
         try:
-            return self.create(json.loads(str(document["value"])) if self.is_json else document)
+            value = json.loads(str(document["value"])) if self.is_json else document
+            return self.create(**value) if isinstance(self.create, type) else self.create(value)
         except Exception as error:  # whatever a made-up document leads to: it must not reach a group
             raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
 
 
-def json_kind(name: str, parse: Callable[[Any], T]) -> Kind[T]:
-    """Return the kind of documents that `StoredValues.save` writes. ``parse``: makes a value from its JSON."""
-    return Kind(name, parse, is_json=True)
+def json_kind(name: str, create: Callable[..., T]) -> Kind[T]:
+    """Return the kind of documents that `StoredValues.save` writes. ``create``: see `Kind`."""
+    return Kind(name, create, is_json=True)
 
 
 class Debounce:

@@ -1,5 +1,6 @@
 """Everything that is learned from rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
@@ -18,6 +19,7 @@ from darts_server.policy.lengths import (
     LengthEstimate,
     Observation,
     PromptStats,
+    complete_sample,
     estimate_lengths,
     make_prompt_key,
     update_stats,
@@ -25,7 +27,7 @@ from darts_server.policy.lengths import (
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import RATIOS, Expectation
-from darts_server.records import GroupRecord
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome
 
@@ -40,6 +42,8 @@ MIN_COHORT = 8
 """Number of prompts below which the cohort alone says too little."""
 UNLIMITED = 1 << 20
 """Sequences that an engine without a limit runs at once."""
+BIAS_GROUPS = 256
+"""Number of groups that the length bias covers: one step or a few."""
 
 Step = list[tuple[int, LengthEstimate]]
 """Weight version and lengths of each group of a step."""
@@ -58,11 +62,11 @@ def _parse_step(value: Any) -> Step:
 
 
 KIND = "prompt"
-PROMPT = Kind(KIND, lambda document: PromptStats(**document))  # it checks the types itself
-DATASET = json_kind("dataset", lambda value: DatasetStats(**value))
+PROMPT = Kind(KIND, PromptStats)  # it checks the types itself
+DATASET = json_kind("dataset", DatasetStats)
 STEP = json_kind("step", _parse_step)
-PROFILE = json_kind("profile", lambda value: ProfileState(**value))
-LATENCY = json_kind("latency", lambda value: LatencyState(**value))
+PROFILE = json_kind("profile", ProfileState)
+LATENCY = json_kind("latency", LatencyState)
 PROMPT_REWARDS, DATASET_REWARDS = (json_kind(name, restore_stats) for name in ("prompt_rewards", "dataset_rewards"))
 KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
 
@@ -258,6 +262,37 @@ def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
         "difference": stats.difference.tokens,
         "difference_se": stats.difference.error,
     }
+
+
+class LengthBias:
+    """Compare generated and returned lengths over the last groups. Lengths of stopped candidates are estimated."""
+
+    def __init__(self) -> None:
+        self._generated: deque[list[tuple[float, float]]] = deque(maxlen=BIAS_GROUPS)
+        self._returned: deque[Sequence[CandidateRecord]] = deque(maxlen=BIAS_GROUPS)
+
+    def group_ended(self, record: GroupRecord) -> None:
+        if record.outcome is Outcome.COMPLETED:
+            self._generated.append(complete_sample(observations(record, beyond_limit=False)))
+            self._returned.append(record.selected)
+
+    def mean(self, kind: str) -> float | None:
+        """Mean length in tokens; ``kind`` is ``generated`` or ``returned``. ``None`` before a group was completed."""
+        weights, lengths = self._pool(kind)
+        return float(np.average(lengths, weights=weights)) if weights.sum() > 0 else None
+
+    def quantile(self, kind: str, share: float) -> float | None:
+        """The length that a ``share`` of trajectories does not exceed, in tokens."""
+        weights, lengths = self._pool(kind)
+        if not weights.sum() > 0:
+            return None
+        return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
+
+    def _pool(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
+        pairs = [pair for group in self._generated for pair in group]
+        if kind == "returned":
+            pairs = [(1.0, float(c.tokens)) for group in self._returned for c in group]
+        return np.array([w for w, _ in pairs]), np.array([x for _, x in pairs])
 
 
 class Statistics:

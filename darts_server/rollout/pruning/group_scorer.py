@@ -24,20 +24,20 @@ class GroupScorer:
 
     def __init__(
         self,
-        scorer: Pruner,
+        pruner: Pruner,
         group: GroupKey,
         pruning: Pruning,
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
     ) -> None:
-        self._scorer = scorer
+        self.pruner = pruner
         self._group = group
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
         # Read once: a probe that is lost may change the kind of the scores, but not within a group.
-        self._uses_hidden_states = scorer.uses_hidden_states
-        self._uses_logprobs = scorer.uses_logprobs
+        self._uses_hidden_states = pruner.uses_hidden_states
+        self._uses_logprobs = pruner.uses_logprobs
         # Numbers of tokens whose log-probs have not arrived yet, with the hidden states, if they are used.
         self._waiting: dict[int, list[tuple[int, HiddenState | None]]] = {}
         self._early: dict[int, list[Scored]] = {}  # scores of candidates before `mark_started`
@@ -46,13 +46,13 @@ class GroupScorer:
     def probe_for(self, index: int) -> Probe:
         """Create the probe to start a candidate with."""
         self._early[index] = []
-        points = self._scorer.detect_at if self._uses_hidden_states else ()
+        points = self.pruner.detect_at if self._uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
         """Mark a candidate as started; return its scores that came before: the engine may be faster than its answer."""
         if not self._uses_hidden_states:
-            self._waiting[index] = [(tokens, None) for tokens in self._scorer.detect_at]
+            self._waiting[index] = [(tokens, None) for tokens in self.pruner.detect_at]
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
@@ -61,14 +61,14 @@ class GroupScorer:
 
     def record_kept(self, index: int, survival: float) -> None:
         """Record that the group kept a candidate, and with which probability it was kept so far."""
-        self._scorer.record_kept(self._group, index, survival)
+        self.pruner.record_kept(self._group, index, survival)
 
     def drop(self, index: int) -> None:
         """Record, once per candidate, that it will not be returned."""
         if index not in self._dropped:
             self._dropped.add(index)
             self._waiting.pop(index, None)
-            self._scorer.record_dropped(self._group, index)
+            self.pruner.record_dropped(self._group, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
         """Drop the candidates of the ended group that were not selected: no reward will come for them."""
@@ -83,7 +83,7 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append((probed.tokens, probed))
             scores = self._score_waiting(index)
         else:
-            scores = [self._scorer.score(self._group, index, probed, (), self._pruning)]
+            scores = [self.pruner.score(self._group, index, probed, (), self._pruning)]
         for scored in scores:
             if (early := self._early.get(index)) is None:
                 self._on_score(scored)
@@ -106,7 +106,7 @@ class GroupScorer:
         while waiting and waiting[0][0] <= len(generated.logprobs):
             tokens, probed = waiting.pop(0)
             so_far = tuple(generated.logprobs[:tokens])
-            scores.append(self._scorer.score(self._group, index, probed, so_far, self._pruning))
+            scores.append(self.pruner.score(self._group, index, probed, so_far, self._pruning))
         if not waiting:
             del self._waiting[index]
         return scores

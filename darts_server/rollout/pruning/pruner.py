@@ -93,8 +93,8 @@ class PendingLabel:
 class Pruner:
     """Score trajectories, identified by their group and candidate index, and learn from their rewards.
 
-    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept` and
-    `record_dropped` are called in the event loop, return fast and never raise.
+    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept`,
+    `record_dropped` and `group_ended` are called in the event loop, return fast and never raise.
 
     ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
 
@@ -105,7 +105,6 @@ class Pruner:
         documents: where everything learned is saved.
         weight_version: returns the served version of the weights.
         observer: is notified of scores and labels.
-        prunes: whether the policy of that name prunes.
         clock: monotonic seconds.
     """
 
@@ -117,7 +116,6 @@ class Pruner:
         documents: DocumentStore,
         weight_version: Callable[[], int],
         observer: PruningObserver,
-        prunes: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.detect_at = settings.detect_at
@@ -128,7 +126,6 @@ class Pruner:
         self._checkpoint = HeadCheckpoint(self._blobs, clock)
         self._weight_version = weight_version
         self._observer = observer
-        self._prunes = prunes
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         self._pending: dict[tuple[GroupKey, int], PendingLabel] = {}  # oldest first
@@ -286,9 +283,7 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Note what returned trajectories stand for, and count those whose hidden state did not come."""
-        if not self._prunes(record.policy):
-            return
+        """Note what returned trajectories of a scored group stand for, and count missing hidden states."""
         for candidate in record.selected:
             label = self._pending.get((record.key, candidate.index))
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:

@@ -4,7 +4,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +15,17 @@ import safetensors.numpy
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import EngineRefused, GroupAborted
+from darts_server.exceptions import EngineRefused, GroupAborted, NotAcceptable
 from darts_server.http import errors
 from darts_server.http.resources.rollouts import (
     CHUNK_BYTES,
     JSON,
     _respond,
     add_routes,
+    choose_form,
     encode_ascii,
     encode_event,
     encode_json,
@@ -106,6 +108,36 @@ async def test_both_forms_have_the_same_trajectories(harness: Harness, client: h
     for answer in (again, fetched):
         assert (answer.status_code, answer.headers["content-type"]) == (200, TENSORS)
         assert with_lists(safetensors.numpy.load(answer.content)) == plain.json()
+
+
+@pytest.mark.parametrize(
+    ("accept", "chosen"),
+    [
+        ("", JSON),
+        ("*/*", JSON),
+        ("application/*", JSON),
+        ("APPLICATION/JSON", JSON),
+        (TENSORS, TENSORS),
+        (f"{JSON}, {TENSORS}", JSON),
+        (f"{TENSORS}, {JSON}", JSON),
+        (f"{TENSORS}, {JSON};q=0.9", TENSORS),
+        (f"{TENSORS};q=0.5, */*;q=0.1", TENSORS),
+        (f"{TENSORS} ; q = 0.5 , {JSON};charset=utf-8;q=0.6", JSON),
+        (f"*/*, {JSON};q=0", TENSORS),
+        (f"{TENSORS};q=0, text/html", None),
+        ("application/*;q=0, */*", None),
+        ("text/html, application/xhtml+xml;q=0.9", None),
+        ("json", None),
+    ],
+)
+def test_the_preferred_form_is_chosen(accept: str, chosen: str | None) -> None:
+    with nullcontext() if chosen else pytest.raises(NotAcceptable):
+        assert choose_form(Headers({"accept": accept}), streams=False) == chosen
+
+
+def test_several_headers_are_one_list() -> None:
+    raw = [(b"accept", b"text/html"), (b"accept", TENSORS.encode())]
+    assert choose_form(Headers(raw=raw), streams=False) == TENSORS
 
 
 @pytest.mark.parametrize(

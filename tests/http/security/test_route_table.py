@@ -1,7 +1,8 @@
 import pytest
 
 from darts_server.http.security.access import RouteAccess
-from darts_server.http.security.route_table import OWN_LIMITS, TABLE, find_route
+from darts_server.http.security.middleware import find_route
+from darts_server.http.security.route_table import OWN_LIMITS, TABLE
 
 
 @pytest.mark.parametrize(

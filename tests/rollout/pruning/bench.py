@@ -99,7 +99,6 @@ class Bench:
             self.store,
             lambda: self.version,
             self.counter,
-            lambda policy: "arrol" in policy,
             lambda: self.now,
         )
 

@@ -66,6 +66,7 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
     assert {c.selected_as for c in candidates} == {None, SelectedAs.SURVIVOR}
     assert sorted(scorer.kept) == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert sorted(scorer.dropped) == [0, unsampled]
+    assert scorer.ended == ["g"]
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
@@ -132,7 +133,7 @@ async def test_candidates_of_policies_that_do_not_prune_are_not_probed() -> None
     candidates = await run_group(harness, policy="darts")
     assert all(started.probe is None for started in harness.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
-    assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
+    assert (scorer.scored_states, scorer.kept, scorer.dropped, scorer.ended) == ([], [], [], [])
 
 
 # --- by hidden states and log-probs ----------------------------------------------------------------

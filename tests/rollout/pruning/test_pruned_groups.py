@@ -38,7 +38,7 @@ class RewardedGroups:
         self.reward_matcher = RewardMatcher(Rewards(Documents()), self._rewarded, lambda *_: None, on_reward=on_reward)
         events = self.harness.rollouts.observers
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
-        events.group_ended.add(self.reward_matcher.group_ended, self.bench.pruner.group_ended)
+        events.group_ended.add(self.reward_matcher.group_ended)
         self.groups = 0
 
     def _rewarded(self, *_: object) -> None:

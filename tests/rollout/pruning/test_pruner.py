@@ -66,7 +66,7 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     for index in range(3):
         bench.score("g", index, hidden)
         bench.pruner.record_kept((None, "g"), index, 0.5)
-    record = create_record("darts+arrol", *[(20, 0.5)] * 4)
+    record = create_record(*[(20, 0.5)] * 4)
     places = (SelectedAs.SHORT, SelectedAs.LONG, None, SelectedAs.LONG)
     candidates = [replace(c, selected_as=place) for c, place in zip(record.candidates, places, strict=True)]
     bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
@@ -102,7 +102,6 @@ def is_logged(caplog: pytest.LogCaptureFixture, status: PruningStatus) -> bool:
 
 async def test_no_head_is_created_before_a_trajectory_is_scored(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    bench.pruner.group_ended(create_record("uniform"))
     bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
     bench.pruner.record_rewarded_group()
     assert bench.pruner.status.value == "unused"
@@ -168,7 +167,7 @@ async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest
     assert {scored.survival for scored in bench.group()[0]} == {1.0}
     assert bench.pruner.status is PruningStatus.TRAINER_LOST
     bench.width = None
-    bench.pruner.group_ended(create_record("arrol"))
+    bench.pruner.group_ended(create_record())
     assert bench.pruner.uses_hidden_states
     assert is_logged(caplog, PruningStatus.PROBE_LOST)
 
@@ -304,17 +303,16 @@ async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded(
 async def test_missing_hidden_states_are_counted_for_policies_that_prune() -> None:
     bench = Bench()
     last = 10 + MISSING_STATE_TOKENS
-    for policy in ("arrol", "uniform"):
-        bench.pruner.group_ended(create_record(policy, (last, None), (last + 1, None), (last + 1, 0.5)))
+    bench.pruner.group_ended(create_record((last, None), (last + 1, None), (last + 1, 0.5)))
     assert bench.counter.counts == {"states missing": 1}
 
 
-def create_record(policy: str, *candidates: tuple[int, float | None]) -> GroupRecord:
+def create_record(*candidates: tuple[int, float | None]) -> GroupRecord:
     records = [
         CandidateRecord(i, tokens, FinishReason.STOP, None, DiscardReason.MIDDLE, False, 0.0, 1.0, 0, 0, quality)
         for i, (tokens, quality) in enumerate(candidates)
     ]
-    return GroupRecord("g", "p", policy, 1, Outcome.COMPLETED, records, 0.0, 1.0, None)
+    return GroupRecord("g", "p", "arrol", 1, Outcome.COMPLETED, records, 0.0, 1.0, None)
 
 
 # --- the store --------------------------------------------------------------------

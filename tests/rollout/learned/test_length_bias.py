@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from darts_server.records import GroupRecord
-from darts_server.rollout.observers.length_bias import MAX_GROUPS, LengthBias
+from darts_server.rollout.learned.statistics import BIAS_GROUPS, LengthBias
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.learned.test_prompts import candidate, record
 
@@ -47,5 +47,5 @@ def test_a_truncated_trajectory_counts_with_its_length() -> None:
 
 
 def test_old_groups_are_dropped() -> None:
-    bias = bias_of(group(1000), *[group(10)] * MAX_GROUPS)
+    bias = bias_of(group(1000), *[group(10)] * BIAS_GROUPS)
     assert bias.mean("returned") == pytest.approx(10)
