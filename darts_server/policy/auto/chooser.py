@@ -194,7 +194,8 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int, los
     """
     limits, begun, explores, why = auto.limits, offered, False, ""
     if RESUME in limits.allow:
-        begun = min(offered, needed + round(state.ahead * max(0, offered - needed))) if limits.most_stale else needed
+        ahead = state.ahead if limits.most_stale else 0.0
+        begun = min(offered, needed + round(ahead * max(0, offered - needed)))
         if begun > needed:
             best = AHEAD
             if state.count(AHEAD) >= MIN_AHEAD:
