@@ -79,8 +79,8 @@ class RolloutMetrics(Collectors):
         what = "Ended candidates by reason: 'selected', or why they were discarded."
         self._ended = self._counter("darts_candidates_ended", what, "reason", ("selected", *DiscardReason))
         self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
-        what = "Tokens of all candidates (generated), of returned ones and of the others (wasted)."
-        self._tokens = self._counter("darts_tokens", what, "kind", (*KINDS, "wasted"))
+        what = "Tokens of all candidates (generated), of returned ones, of these by older weights (stale), and others "
+        self._tokens = self._counter("darts_tokens", what + "(wasted).", "kind", (*KINDS, "stale", "wasted"))
         what = "Candidates started per group."
         self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
         what = "Time from a group's first candidate to its end."
@@ -151,6 +151,7 @@ class RolloutMetrics(Collectors):
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
+        self._tokens.labels(self._model, "stale").inc(record.stale_tokens)
         if record.chosen is not None:
             self._auto.labels(self._model, record.chosen.rule).inc()
         self._mean_candidates.labels(self._model).set(record.mean_candidates)

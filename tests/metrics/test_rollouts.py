@@ -128,7 +128,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
 def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
-    cohort = CohortRecord("darts_cut", 64, 12.5, 60, False, predicted_seconds=2.0, measured_seconds=2.5)
+    cohort = CohortRecord("darts_cut", 64, 12.5, 60, predicted_seconds=2.0, measured_seconds=2.5, stale_tokens=7)
     metrics.cohort_ended(cohort)
     chosen = ChosenOption("cut 1.5 at 0.9", "2 s a step, off 3 s")
     metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None, chosen=chosen))
@@ -136,7 +136,7 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     for explored in ("false", "true"):
         assert value(registry, "darts_cohorts_total", explored=explored) == 1
     assert value(registry, "darts_auto_cohorts_total", rule="cut") == 1
-    assert value(registry, "darts_auto_cohorts_total", rule="off") == 0
+    assert value(registry, "darts_tokens_total", kind="stale") == 2 * 7
     assert value(registry, "darts_budget_mean_candidates") == 12.5
     assert value(registry, "darts_deadline_tokens") == 60
     assert value(registry, "darts_rollout_seconds_sum", kind="predicted") == 2

@@ -193,11 +193,12 @@ def test_what_is_faster_runs_but_for_what_is_explored(ahead: float) -> None:
 def test_what_is_near_is_measured_again_in_two_batches_of_which_the_second_counts() -> None:
     training = Training(1.05, AutoLimits(exploration=0.1), noise=0.02)
     training.run(10)
-    assert training.run(60) == (explored := "".join(str(int(choice.explores)) for choice in training.choices))
+    explored = training.run(60)
+    assert explored == "".join(str(int(choice.explores)) for choice in training.choices)
     assert set(explored.rstrip("1").replace("0", " ").split()) == {"11"}
     assert 0 < explored.count("1") <= 0.1 * 70
-    first = 10 + explored.index("1")
-    assert [one.batch for one in training.state.measured if one.name == AHEAD][3:4] == [first + 2]
+    measured = [one.batch for one in training.state.measured if one.name == AHEAD]
+    assert measured[3] == 10 + explored.index("1") + 2
 
 
 def test_without_exploration_nothing_is_tried_again() -> None:
@@ -215,8 +216,8 @@ def test_nothing_is_learned_of_batches_that_return_nothing_or_whose_seconds_do_n
 def test_tokens_that_nothing_can_go_on_from_do_not_count_as_generated() -> None:
     training = Training(0.9, lost=1600)
     training.run(4)
-    training.lost = 0
-    assert training.run(30) == 30 * "0", "with more than are needed, a quarter of all was thrown away"
+    training.lost = 0  # of what was needed alone
+    assert training.run(30) == 30 * "0"
 
 
 def test_batches_in_which_nothing_can_be_chosen_change_no_choice() -> None:
@@ -226,14 +227,12 @@ def test_batches_in_which_nothing_can_be_chosen_change_no_choice() -> None:
     assert training.run(3) == "000"
     training.offered = 24
     assert training.run(3) == "111"
-    assert training.state.ahead == 1.0
 
 
 def test_what_runs_no_more_than_it_needs_does_not_say_how_many_older_tokens_more_would_bring() -> None:
     training = Training(1.3, AutoLimits(most_stale=0.25), stale=400)
     training.run(4)
     ahead = training.state.ahead
-    assert ahead < 1.0
     training.run(20)
     assert training.state.ahead == ahead
 
