@@ -1,6 +1,5 @@
 """Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
 
-import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.logs import OURS, log_announced_update, log_cohort, log_group, log_update
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
@@ -208,9 +207,9 @@ def make_rooms(
         bias.group_ended,
         reward_matcher.group_ended,
         monitor.group_ended,
+        log_group,
     )
-    if logging.getLogger(OURS).isEnabledFor(logging.DEBUG):
-        events.group_ended.add(log_group)
+    events.scored_group_ended.add(pruner.group_ended)
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
     retention = BatchRetention(

@@ -88,6 +88,8 @@ class RequestId(logging.Filter):
 
 
 def log_group(record: GroupRecord) -> None:
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
     fields = {
         "group_id": record.group_id,
         "prompt_key": record.prompt_key,

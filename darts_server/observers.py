@@ -54,6 +54,8 @@ class GroupEvents:
         """Once per trajectory when its caller gets it, before its group has ended or after."""
         self.group_ended = Event[[GroupRecord]]()
         """Once per group, with any outcome."""
+        self.scored_group_ended = Event[[GroupRecord]]()
+        """After that, once per group whose candidates were scored."""
         self.cohort_ended = Event[[CohortRecord]]()
         """The last group of a cohort has ended."""
 

@@ -247,6 +247,7 @@ class Stack:
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
         for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor):
             events.group_ended.add(observer.group_ended)
+        events.scored_group_ended.add(self.pruner.group_ended)
         events.cohort_ended.add(self.metrics.cohort_ended)
         retention = BatchRetention(kept_batches=keep["batches"])
         self.batches = BatchRegistry(self.rollouts, Texts(), self.control.new_planner, retention, clock=loop.time)

@@ -150,24 +150,25 @@ def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | No
         nonlocal size, is_complete
         if is_complete:
             return await receive()
-        refusal: InvalidRequest | None = None
-        if not (announced.isdecimal() and int(announced) > limits.max_bytes):
-            try:
-                with anyio.fail_after(limits.stall_seconds):
-                    message = await receive()
-            except TimeoutError:
-                refusal = IncompleteBody()
-            else:
+        try:
+            if not (announced.isdecimal() and int(announced) > limits.max_bytes):
+                try:
+                    with anyio.fail_after(limits.stall_seconds):
+                        message = await receive()
+                except TimeoutError as error:
+                    raise IncompleteBody from error
                 size += len(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
                 if size <= limits.max_bytes:
                     return message
-        if refusal is None:
             flag = f" ({limits.flag})" if limits.flag else ""
-            refusal = TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
-        if who is not None:
-            who.refused = refusal
-        raise refusal
+            raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
+        except (
+            InvalidRequest
+        ) as error:  # a name outside of this block would keep it and the request's frames in a cycle
+            if who is not None:
+                who.refused = error
+            raise
 
     return receive_limited
 

@@ -200,8 +200,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             held.release()
             if on_end is not None:
                 on_end()
-            if (scorer := run.runner.scorer) is not None and run.record is not None:
-                scorer.pruner.group_ended(run.record)
+            if run.runner.scorer is not None and run.record is not None:
+                self.observers.scored_group_ended(run.record)
 
         try:
             order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards

@@ -173,7 +173,7 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
             raise errors[0]
         tensors = TokenTensors() if media_type == SAFETENSORS else None
         # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
-        answer = await asyncio.to_thread(encode_answer, batch, done, tensors)
+        answer = await while_connected(request, asyncio.to_thread(encode_answer, batch, done, tensors))
     if tensors is None:
         return Response(answer, media_type=JSON)
     tensors.answer = answer

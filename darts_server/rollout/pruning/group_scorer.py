@@ -30,7 +30,7 @@ class GroupScorer:
         running: Mapping[int, RunningCandidate[Any]],
         on_score: Callable[[Scored], None],
     ) -> None:
-        self.pruner = pruner
+        self._pruner = pruner
         self._group = group
         self._pruning = pruning
         self._running = running
@@ -46,13 +46,13 @@ class GroupScorer:
     def probe_for(self, index: int) -> Probe:
         """Create the probe to start a candidate with."""
         self._early[index] = []
-        points = self.pruner.detect_at if self._uses_hidden_states else ()
+        points = self._pruner.detect_at if self._uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
         """Mark a candidate as started; return its scores that came before: the engine may be faster than its answer."""
         if not self._uses_hidden_states:
-            self._waiting[index] = [(tokens, None) for tokens in self.pruner.detect_at]
+            self._waiting[index] = [(tokens, None) for tokens in self._pruner.detect_at]
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
@@ -61,14 +61,14 @@ class GroupScorer:
 
     def record_kept(self, index: int, survival: float) -> None:
         """Record that the group kept a candidate, and with which probability it was kept so far."""
-        self.pruner.record_kept(self._group, index, survival)
+        self._pruner.record_kept(self._group, index, survival)
 
     def drop(self, index: int) -> None:
         """Record, once per candidate, that it will not be returned."""
         if index not in self._dropped:
             self._dropped.add(index)
             self._waiting.pop(index, None)
-            self.pruner.record_dropped(self._group, index)
+            self._pruner.record_dropped(self._group, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
         """Drop the candidates of the ended group that were not selected: no reward will come for them."""
@@ -83,7 +83,7 @@ class GroupScorer:
             self._waiting.setdefault(index, []).append((probed.tokens, probed))
             scores = self._score_waiting(index)
         else:
-            scores = [self.pruner.score(self._group, index, probed, (), self._pruning)]
+            scores = [self._pruner.score(self._group, index, probed, (), self._pruning)]
         for scored in scores:
             if (early := self._early.get(index)) is None:
                 self._on_score(scored)
@@ -106,7 +106,7 @@ class GroupScorer:
         while waiting and waiting[0][0] <= len(generated.logprobs):
             tokens, probed = waiting.pop(0)
             so_far = tuple(generated.logprobs[:tokens])
-            scores.append(self.pruner.score(self._group, index, probed, so_far, self._pruning))
+            scores.append(self._pruner.score(self._group, index, probed, so_far, self._pruning))
         if not waiting:
             del self._waiting[index]
         return scores

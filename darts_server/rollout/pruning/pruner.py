@@ -93,8 +93,8 @@ class PendingLabel:
 class Pruner:
     """Score trajectories, identified by their group and candidate index, and learn from their rewards.
 
-    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept`,
-    `record_dropped` and `group_ended` are called in the event loop, return fast and never raise.
+    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept`
+    and `record_dropped` are called in the event loop, return fast and never raise.
 
     ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
 

@@ -8,7 +8,7 @@ from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.records import GroupKey, GroupRecord
+from darts_server.records import GroupKey
 from darts_server.rollout.pruning.pruner import Pruner
 
 
@@ -31,7 +31,6 @@ class FakeScorer(Pruner):
         """The same."""
         self.kept: list[tuple[int, float]] = []
         self.dropped: list[int] = []
-        self.ended: list[str] = []
 
     def score(
         self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
@@ -49,9 +48,6 @@ class FakeScorer(Pruner):
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
         self.dropped.append(index)
-
-    def group_ended(self, record: GroupRecord) -> None:
-        self.ended.append(record.group_id)
 
 
 def create_script(

@@ -15,7 +15,7 @@ from darts_server.policy.deadline import Deadline
 from darts_server.policy.events import Scored
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
-from darts_server.records import CandidateRecord
+from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts
@@ -55,8 +55,9 @@ async def run_group(harness: Harness, size: int = 2, policy: str = "arrol") -> l
 
 
 async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
-    scorer = FakeScorer(4)
+    scorer, ended = FakeScorer(4), list[GroupRecord]()
     harness = create_house(scorer, [20], {0: (0.9, PRUNED), 2: (0.25, KEPT)})
+    harness.rollouts.observers.scored_group_ended.add(ended.append)
     candidates = await run_group(harness)
     [unsampled] = [c.index for c in candidates if c.reason is DiscardReason.MIDDLE]
     assert candidates[0].reason is DiscardReason.PRUNED
@@ -66,7 +67,7 @@ async def test_a_candidate_that_does_not_survive_its_score_is_stopped() -> None:
     assert {c.selected_as for c in candidates} == {None, SelectedAs.SURVIVOR}
     assert sorted(scorer.kept) == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert sorted(scorer.dropped) == [0, unsampled]
-    assert scorer.ended == ["g"]
+    assert ended == [harness.record("g")]
 
 
 async def test_the_latest_score_counts_and_survival_multiplies() -> None:
@@ -133,7 +134,7 @@ async def test_candidates_of_policies_that_do_not_prune_are_not_probed() -> None
     candidates = await run_group(harness, policy="darts")
     assert all(started.probe is None for started in harness.engine.started)
     assert [(c.quality, c.survival) for c in candidates] == [(None, 1.0)] * len(candidates)
-    assert (scorer.scored_states, scorer.kept, scorer.dropped, scorer.ended) == ([], [], [], [])
+    assert (scorer.scored_states, scorer.kept, scorer.dropped) == ([], [], [])
 
 
 # --- by hidden states and log-probs ----------------------------------------------------------------
