@@ -55,12 +55,13 @@ class Marked:
 
     def process(self, kind: str) -> psutil.Process:
         """Return a process of one of the engines that are up: its ``host``, its ``actor``, or ``engine`` itself."""
-        host = max(self.hosts(), key=lambda each: len(each.children()))
+        hosts = sorted(self.hosts(), key=lambda each: -len(each.children()))
         if kind == "host":
-            return host
+            return hosts[0]
         if kind == "actor":
-            return host.parent()
-        return next(child for child in host.children() if any("EngineCore" in word for word in _command(child)))
+            return hosts[0].parent()
+        children = (child for each in hosts for child in each.children())  # one that comes back may have as many
+        return next(child for child in children if any("EngineCore" in word for word in _command(child)))
 
 
 def _command(process: psutil.Process) -> Sequence[str]:
