@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from darts_server.exceptions import UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.held import HeldRequests
@@ -154,6 +155,13 @@ class ControlledLLM(AsyncLLM):
         """As vLLM's, which since 0.32 returns whether the whole engine is awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
+
+    async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
+        """As vLLM's; it adds ranks to an engine, and several engines are not ranks of one."""
+        with note_own_error():
+            if isinstance(self.engine_core, FleetCore):
+                raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
+            await super().scale_elastic_ep(*args, **more)
 
     async def start_weight_update(self) -> None:
         """As vLLM's, but the engine is paused by the server's rule, unless the trainer has paused it."""

@@ -1,8 +1,9 @@
 """Which data-parallel engine runs a group, and vLLM's priorities, by which waiting requests start."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -35,14 +36,12 @@ class Ranks:
     def candidate(self, request: str) -> Iterator[int]:
         """Count one more candidate of a request, or of the group that it was joined to, and yield its engine's rank."""
         group = self._joined.get(request, request)
-        if group not in self._rank_of:
-            up: Sequence[int] = range(len(self._running))
-            if self._core is not None:
-                up = [int.from_bytes(name, "little") for name in self._core.core_engines]
-            least_loaded = min(up, key=self._running.__getitem__, default=0)
-            # A group of single requests goes on when its first candidates have ended before its next request comes.
-            self._rank_of[group] = self._ended.pop(group, least_loaded)
-        rank = self._rank_of[group]
+        up: Iterable[int] = range(len(self._running))
+        if self._core is not None:
+            up = map(partial(int.from_bytes, byteorder="little"), self._core.core_engines)
+        least_loaded = min(up, key=self._running.__getitem__, default=0)
+        # A group of single requests goes on when its first candidates have ended before its next request comes.
+        rank = self._rank_of.setdefault(group, self._ended.pop(group, least_loaded))
         self._running[rank] += 1
         self._candidates[group] += 1
         try:

@@ -40,7 +40,8 @@ RAW_SUFFIX = ":raw"  # suffix of the alias under which a served model is never s
 REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
 XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
 ABORT = "/abort_requests"
-CONTROL_PATHS = frozenset({"/pause", "/resume", ABORT})  # those whose handlers catch all exceptions
+CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
+"""Of the routes whose handlers catch all exceptions."""
 ERROR_EVENT = 'data: {"error":'
 
 Handler = Callable[..., Awaitable[Any]]
@@ -250,12 +251,11 @@ def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
         call = _ControlCall(is_abort)
         token = _control_call.set(call)
         try:
-            answer = await handler(**values)
+            return await handler(**values)
         finally:
             _control_call.reset(token)
-        if call.error is not None:
-            raise call.error
-        return answer
+            if call.error is not None:
+                raise call.error  # in place of vLLM's answer, or exception
 
     return handle
 

@@ -23,6 +23,9 @@ def test_two_engines_serve_as_one_and_end_with_their_server(tmp_path: Path) -> N
         assert answer.status_code == 200, answer.text
         assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [SIZE] * len(prompts)
         assert server.metric("darts_engines_up") == 2
+        scaled = httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 3}, timeout=60)
+        assert scaled.status_code == 501, scaled.text
+        assert "--replicas" in scaled.json()["error"]["message"]
         assert all(server.metric("vllm:generation_tokens_total", engine=str(rank)) for rank in range(2))
         hosts = marked.hosts()
         assert len(hosts) == 2
