@@ -32,8 +32,8 @@ from darts_client import Client, Group
 from darts_server.control import Control
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
 from darts_server.demo.server import DARTS, serving
-from darts_server.policy.latency import LatencyCurve, LatencyModel, LatencyState
-from darts_server.policy.length_profile import LengthProfile, ProfileState
+from darts_server.policy.latency import LatencyCurve, LatencyModel
+from darts_server.policy.length_profile import LengthProfile
 from darts_server.policy.lengths import PromptStats
 from darts_server.policy.shaping import Shaping
 from darts_server.policy.simulation.batch import BatchPlan
@@ -83,9 +83,9 @@ class Learned:
         values = {name: json.loads(row["value"]) for name, row in rows.items() if "value" in row}
         ratios, curve, start = None, None, 0.0
         if (profile := values.get(("profile", "all"))) is not None:
-            ratios = LengthProfile(ProfileState(**profile)).quantiles(RATIOS)
+            ratios = LengthProfile(**profile).quantiles(RATIOS)
         if (latency := values.get(("latency", "engine"))) is not None:
-            model = LatencyModel(LatencyState(**latency))
+            model = LatencyModel(**latency)
             curve, start = model.curve, model.start_seconds or 0.0
         if ratios is None or curve is None:
             raise ValueError("the state lacks lengths or step times: the server needs more batches to learn from")

@@ -14,7 +14,7 @@ import numpy as np
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.state import AutoState
-from darts_server.policy.length_profile import LengthProfile, ProfileState
+from darts_server.policy.length_profile import LengthProfile
 from darts_server.policy.lengths import PromptStats
 from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
@@ -137,7 +137,7 @@ def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None,
             if kind == "prompt":
                 prompts.append(PromptStats(**document))
             elif kind == "profile":
-                profile = LengthProfile(ProfileState(**json.loads(document["value"])))
+                profile = LengthProfile(**json.loads(document["value"]))
             elif kind == "auto":
                 max_tokens = max(max_tokens, AutoState(**json.loads(document["value"])).max_tokens or 0)
         except (KeyError, TypeError, ValueError) as error:

@@ -23,8 +23,7 @@ def state(*, cap: int | None = 2000, means: dict[str, float] = MEANS) -> bytes:
     profile = LengthProfile()
     ratios = np.random.default_rng(0).gamma(4.0, 0.25, 2000)
     profile.observe([(float(ratio), False) for ratio in ratios])
-    counts = {"finished": profile.state.finished, "censored": profile.state.censored}
-    rows = [("profile", "all", json.dumps({"value": json.dumps(counts)}))]
+    rows = [("profile", "all", json.dumps({"value": json.dumps(profile.state)}))]
     if cap is not None:
         rows.append(("auto", "8", json.dumps({"value": json.dumps({"max_tokens": cap})})))
     for key, mean in means.items():

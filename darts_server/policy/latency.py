@@ -13,10 +13,11 @@ kinds of engine, was off by 5 % and 17 %, since some engines' curves bend the ot
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, linear_regression, median
+from typing import Any
 
 import numpy as np
 
@@ -106,76 +107,61 @@ def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None
     return max(0.0, costs[bisect_left(passed, passed[-1] / 2)][0])
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyState:
-    """State of a `LatencyModel`. Plain fields: ``LatencyState(**json)`` restores it.
-
-    One entry for each bin of batch sizes: ``batches`` and ``seconds`` of its last steps, oldest first, and ``ages``:
-    how many steps of all sizes ago it was last seen. ``starts``: the last steps in which sequences started.
-    """
-
-    batches: tuple[tuple[int, ...], ...] = ()
-    seconds: tuple[tuple[float, ...], ...] = ()
-    ages: tuple[int, ...] = ()
-    starts: tuple[Start, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", tuple(map(tuple, self.batches)))  # JSON has lists only
-        object.__setattr__(self, "seconds", tuple(map(tuple, self.seconds)))
-        object.__setattr__(self, "ages", tuple(self.ages))
-        object.__setattr__(self, "starts", tuple(map(tuple, self.starts)))
-        if [*map(len, self.batches)] != [*map(len, self.seconds)] or len(self.ages) != len(self.seconds):
-            raise ValueError("batches, seconds and ages must be equally many")
-        bins: set[int] = set()
-        for batches, seconds, age in zip(self.batches, self.seconds, self.ages, strict=True):
-            check_length("batches", batches, STEPS_PER_BIN)
-            for batch in batches:
-                check_count("batches", batch, 1)
-            indices = set(map(_bin_index, batches))
-            if len(indices) != 1 or indices & bins:
-                raise ValueError(f"batches must be at least one, and of one bin that has no other entry, got {batches}")
-            bins |= indices
-            for value in seconds:
-                check_number("seconds", value, *SECONDS)
-            check_count("ages", age)
-        check_length("starts", self.starts, MAX_STARTS)
-        for batch, started, value in self.starts:
-            check_count("starts", started, 1)
-            check_count("starts", batch, started)
-            check_number("starts", value, *SECONDS)
-
-
 class LatencyModel:
     """PTL(b) from the engine's decode steps, in any order, and from other steps what a sequence costs that starts.
 
     A stall hardly moves it, and an engine that has become slower or faster is believed after some forty steps of a
-    batch size. Batch sizes that were not seen since are overruled where they would make the curve fall. It continues
-    from a ``state``.
+    batch size. Batch sizes that were not seen since are overruled where they would make the curve fall.
+
+    ``LatencyModel(**state)`` continues from a `state`. It has an entry for each bin of batch sizes: ``batches`` and
+    ``seconds`` of its last steps, oldest first, and ``ages``: how many steps of all sizes ago it was last seen.
+    ``starts``: the last steps in which sequences started.
     """
 
-    def __init__(self, state: LatencyState | None = None) -> None:
-        state = state or LatencyState()
+    def __init__(
+        self,
+        batches: Sequence[Sequence[int]] = (),
+        seconds: Sequence[Sequence[float]] = (),
+        ages: Sequence[int] = (),
+        starts: Sequence[Start] = (),
+    ) -> None:
         self._steps = 0
         self._bins: dict[int, deque[tuple[int, float]]] = {}  # last steps with about the same batch size: it, seconds
         self._last_step: dict[int, int] = {}  # number of the latest step of each bin
-        for batches, seconds, age in zip(state.batches, state.seconds, state.ages, strict=True):
-            index = _bin_index(batches[0])
-            self._bins[index] = deque(zip(batches, seconds, strict=True), STEPS_PER_BIN)
+        if [*map(len, batches)] != [*map(len, seconds)] or len(ages) != len(seconds):
+            raise ValueError("batches, seconds and ages must be equally many")
+        for sizes, times, age in zip(batches, seconds, ages, strict=True):
+            check_length("batches", sizes, STEPS_PER_BIN)
+            for size, time in zip(sizes, times, strict=True):
+                check_count("batches", size, 1)
+                check_number("seconds", time, *SECONDS)
+            check_count("ages", age)
+            bins = set(map(_bin_index, sizes))
+            if len(bins) != 1 or not bins.isdisjoint(self._bins):
+                raise ValueError(f"batches must be at least one, and of one bin that has no other entry, got {sizes}")
+            [index] = bins
+            self._bins[index] = deque(zip(sizes, times, strict=True), STEPS_PER_BIN)
             self._last_step[index] = -age
-        self._starts = deque(state.starts, MAX_STARTS)
+        check_length("starts", starts, MAX_STARTS)
+        for batch, started, time in starts:
+            check_count("starts", started, 1)
+            check_count("starts", batch, started)
+            check_number("starts", time, *SECONDS)
+        self._starts = deque(starts, MAX_STARTS)
         self._curve: LatencyCurve | None = None
         self._start_seconds: float | None = None
         self._is_fitted = not self._bins
 
     @property
-    def state(self) -> LatencyState:
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
         batches, seconds, ages = [], [], []
         for index, steps in sorted(self._bins.items()):
             sizes, times = zip(*steps, strict=True)
             batches.append(sizes)
             seconds.append(times)
             ages.append(min(self._steps - self._last_step[index], LARGEST))
-        return LatencyState(tuple(batches), tuple(seconds), tuple(ages), tuple(self._starts))
+        return {"batches": batches, "seconds": seconds, "ages": ages, "starts": [*self._starts]}
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         """Record one step, which took ``seconds`` while ``batch`` sequences ran, of which so many ``started`` in it.

@@ -32,7 +32,6 @@ a group with a low one shows larger ratios than the others before its candidates
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,36 +59,27 @@ OWN_VOTE = 0.5
 """How much a candidate counts in the mean that its length is divided by."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileState:
-    """State of a `LengthProfile`. Plain fields: ``ProfileState(**json)`` restores it.
+class LengthProfile:
+    """The pooled distribution of length / mean length of the prompt.
 
-    ``finished``, ``censored``: faded counts in each bin, shortest first.
+    ``LengthProfile(**state)`` continues from a `state`: ``finished``, ``censored`` are faded counts in each bin,
+    shortest first; all 0 if there are none.
     """
 
-    finished: tuple[float, ...] = ()
-    censored: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("finished", "censored"):
-            counts = tuple(getattr(self, name)) or (0.0,) * (len(EDGES) - 1)  # JSON has lists only
-            if len(counts) != len(EDGES) - 1:
+    def __init__(self, finished: Sequence[float] = (), censored: Sequence[float] = ()) -> None:
+        self._counts: Floats = np.zeros((2, len(EDGES) - 1))
+        for row, (name, counts) in enumerate((("finished", finished), ("censored", censored))):
+            if counts and len(counts) != len(EDGES) - 1:
                 raise ValueError(f"{name} must have {len(EDGES) - 1} counts, got {len(counts)}")
-            for count in counts:
+            for place, count in enumerate(counts):
                 check_number(name, count, NO_COUNT if count else 0)
-            object.__setattr__(self, name, counts)
-
-
-class LengthProfile:
-    """The pooled distribution of length / mean length of the prompt, continued from a ``state``."""
-
-    def __init__(self, state: ProfileState | None = None) -> None:
-        state = state or ProfileState()
-        self._counts: Floats = np.asarray([state.finished, state.censored], dtype=np.float64)
+                self._counts[row, place] = count
 
     @property
-    def state(self) -> ProfileState:
-        return ProfileState(*self._counts.tolist())
+    def state(self) -> dict[str, list[float]]:
+        """JSON values."""
+        finished, censored = self._counts.tolist()
+        return {"finished": finished, "censored": censored}
 
     def observe(self, ratios: Sequence[tuple[float, bool]]) -> None:
         """Record candidates: length over mean length of the prompt, and whether it is censored.

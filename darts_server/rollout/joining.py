@@ -258,7 +258,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                     allocation = await joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
+                rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
+                run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
             async for trajectory in run.trajectories():
                 free = [seat for seat in self.seats if seat.output is None]
                 candidate = run.runner.candidates[trajectory.index]

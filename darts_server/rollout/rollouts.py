@@ -177,7 +177,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``carried``: what its candidates have generated already, by index.
         """
         plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
-        run.open(allocation.rule(plan), allocation, plan.shaping.max_candidates(plan.size))
+        rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
+        run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
         return run
 
     def collect(

@@ -26,8 +26,8 @@ def saved(*, step_seconds: float = 0.01, start_seconds: float = 0.0) -> bytes:
     with Store() as store:
         for number in range(10):
             store.put("prompt", f"p{number}", asdict(PromptStats(0.0, 40.0, 1, SIZE, 0)))
-        store.put("latency", "engine", {"value": json.dumps(asdict(latency.state))})
-        store.put("profile", "all", {"value": json.dumps(asdict(profile.state))})
+        store.put("latency", "engine", {"value": json.dumps(latency.state)})
+        store.put("profile", "all", {"value": json.dumps(profile.state)})
         return store.export()
 
 

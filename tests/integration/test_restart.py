@@ -16,7 +16,7 @@ import pytest
 
 from darts_server.demo.problems import sample_problem
 from darts_server.demo.server import DARTS, Server
-from darts_server.policy.latency import LatencyModel, LatencyState
+from darts_server.policy.latency import LatencyModel
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_counted
@@ -49,8 +49,7 @@ def wait_written(state: Path, keys: int) -> None:
         prompts = found["prompt"].values()
         if not all(found[kind] for kind in WRITTEN):
             return False
-        steps = LatencyState(**json.loads(found["latency"]["engine"]["value"]))
-        is_known = LatencyModel(steps).curve is not None
+        is_known = LatencyModel(**json.loads(found["latency"]["engine"]["value"])).curve is not None
         return is_known and len(prompts) == keys and all(p["groups"] >= 2 for p in prompts)
 
     began = time.monotonic()

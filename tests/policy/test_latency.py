@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from darts_server.policy.latency import (
     STEPS_PER_BIN,
     LatencyCurve,
     LatencyModel,
-    LatencyState,
     Start,
     start_seconds,
 )
@@ -171,18 +169,18 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
     model = taught(taught(LatencyModel(), gpu, 40), cpu, 20, sizes=[1, 5, 16, 17, 300])
     for batch, started, seconds in steps(2 * MAX_STARTS):
         model.observe(batch, seconds, started)
-    restored = LatencyState(**json.loads(json.dumps(asdict(model.state))))
-    assert restored == model.state
-    assert len(restored.starts) == MAX_STARTS
-    twin = LatencyModel(restored)
+    text = json.dumps(model.state)
+    twin = LatencyModel(**json.loads(text))
+    assert json.dumps(twin.state) == text
+    assert len(twin.state["starts"]) == MAX_STARTS
     assert (twin.curve, twin.start_seconds) == (model.curve, model.start_seconds)
     assert taught(twin, gpu, 5).curve == taught(model, gpu, 5).curve
 
 
 def test_the_state_stays_small() -> None:
     model = taught(LatencyModel(), cpu, 2 * STEPS_PER_BIN, sizes=range(1, 1025, 3))
-    assert len(json.dumps(asdict(model.state))) < 50_000
-    assert max(len(steps) for steps in model.state.seconds) == STEPS_PER_BIN
+    assert len(json.dumps(model.state)) < 50_000
+    assert max(len(steps) for steps in model.state["seconds"]) == STEPS_PER_BIN
 
 
 @pytest.mark.parametrize(
@@ -204,7 +202,7 @@ def test_the_state_stays_small() -> None:
 )
 def test_a_state_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LatencyState(**wrong)
+        LatencyModel(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def test_a_step_out_of_range_is_refused(step: tuple[Any, ...], message: str) -> 
     model = LatencyModel()
     with pytest.raises(ValueError, match=message):
         model.observe(*step)
-    assert model.state == LatencyState()
+    assert model.state == LatencyModel().state
 
 
 # --- starts ------------------------------------------------------------------
@@ -287,7 +285,7 @@ def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None
     assert model.start_seconds is None
     model.observe(40, CURVE.step_seconds(40) + 20 * COST, 20)
     assert model.start_seconds == pytest.approx(COST, rel=0.1)
-    assert LatencyModel(LatencyState(starts=((40, 20, 0.1),) * MIN_STARTS)).start_seconds is None
+    assert LatencyModel(starts=((40, 20, 0.1),) * MIN_STARTS).start_seconds is None
 
 
 def test_steps_with_starts_are_no_part_of_the_curve() -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import cast
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.length_profile import EDGES, MEMORY, LengthProfile, ProfileState, ratios_to_mean
+from darts_server.policy.length_profile import EDGES, MEMORY, LengthProfile, ratios_to_mean
 from darts_server.policy.lengths import Observation, PromptStats, update_stats
 
 Floats = NDArray[np.float64]
@@ -117,7 +116,7 @@ def test_quantiles_ascend_and_are_positive_once_a_candidate_has_finished(ratios:
 def test_ratios_off_the_scale_count_in_the_outermost_bins() -> None:
     profile = LengthProfile()
     profile.observe([(1e-9, False), (0.0, False), (1e9, False), (1e300, True)])
-    assert (profile.state.finished[0], profile.state.finished[-1], profile.state.censored[-1]) == (2, 1, 1)
+    assert (profile.state["finished"][0], profile.state["finished"][-1], profile.state["censored"][-1]) == (2, 1, 1)
 
 
 # --- what is remembered -----------------------------------------------------
@@ -131,10 +130,10 @@ def test_old_ratios_fade() -> None:
         for _ in range(5 * MEMORY // 16):
             profile.observe([(float(x), False) for x in scale * rng.lognormal(-0.125, 0.5, 16)])
     assert float(quantiles(profile).mean()) == pytest.approx(0.2, rel=0.05)
-    assert sum(profile.state.finished) == pytest.approx(MEMORY, rel=0.01)
+    assert sum(profile.state["finished"]) == pytest.approx(MEMORY, rel=0.01)
     for _ in range(100):
         profile.observe([(1.0, True)] * MEMORY)
-    assert sum(profile.state.finished) == 0
+    assert sum(profile.state["finished"]) == 0
     assert profile.quantiles(3) is None
 
 
@@ -153,11 +152,10 @@ def test_a_group_without_candidates_changes_nothing() -> None:
 
 def test_the_state_survives_json_and_continues_unchanged() -> None:
     profile = recorded(geometric, sampled_tail, 16)
-    text = json.dumps(asdict(profile.state))
+    text = json.dumps(profile.state)
     assert len(text) < 20_000
-    restored = ProfileState(**json.loads(text))
-    assert restored == profile.state
-    twin = LengthProfile(restored)
+    twin = LengthProfile(**json.loads(text))
+    assert twin.state == profile.state
     for one in (profile, twin):
         one.observe([(0.7, False), (1.1, True)])
     assert twin.state == profile.state
@@ -168,11 +166,11 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
 def test_a_state_out_of_range_or_with_other_bins_is_refused(count: float) -> None:
     bins = len(EDGES) - 1
     with pytest.raises(ValueError, match="finished must be a number in"):
-        ProfileState(finished=(count,) * bins)
+        LengthProfile(finished=(count,) * bins)
     with pytest.raises(ValueError, match="censored must be a number in"):
-        ProfileState(censored=(0.0,) * (bins - 1) + (count,))
+        LengthProfile(censored=(0.0,) * (bins - 1) + (count,))
     with pytest.raises(ValueError, match=r"finished must have \d+ counts, got 3"):
-        ProfileState(finished=(1.0, 2.0, 3.0))
+        LengthProfile(finished=(1.0, 2.0, 3.0))
 
 
 # --- ratios ------------------------------------------------------------------

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from darts_server.policy.deadline import CohortDeadline, Deadline
-from darts_server.policy.selection import SelectionRule
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, GroupRecord
-from darts_server.rollout.plan import Plan
 
 
 class Cohort:
@@ -112,10 +110,6 @@ class Allocation:
     saturated: bool = False
     shaping: Shaping | None = None
     share: Callable[[], float] | None = None
-
-    def rule(self, plan: Plan) -> SelectionRule:
-        """Build the selection rule of the group."""
-        return (self.shaping or plan.shaping).selection_rule(plan.size, self.saturated)
 
     def drop(self) -> None:
         """Give it back unused, so that its cohort does not wait for the group."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from darts_server.engine.port import RequestTokens
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
-from darts_server.policy.latency import LatencyModel, LatencyState
-from darts_server.policy.length_profile import LengthProfile, ProfileState, ratios_to_mean
+from darts_server.policy.latency import LatencyModel
+from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
 from darts_server.policy.lengths import (
     DatasetStats,
     LengthEstimate,
@@ -65,8 +65,8 @@ KIND = "prompt"
 PROMPT = Kind(KIND, PromptStats)  # it checks the types itself
 DATASET = json_kind("dataset", DatasetStats)
 STEP = json_kind("step", _parse_step)
-PROFILE = json_kind("profile", ProfileState)
-LATENCY = json_kind("latency", LatencyState)
+PROFILE = json_kind("profile", LengthProfile)
+LATENCY = json_kind("latency", LatencyModel)
 PROMPT_REWARDS, DATASET_REWARDS = (json_kind(name, restore_stats) for name in ("prompt_rewards", "dataset_rewards"))
 KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
 
@@ -121,7 +121,7 @@ class Dataset:
     def profile(self) -> LengthProfile:
         """Distribution of lengths relative to the mean of their prompt."""
         self.flush()
-        return LengthProfile(self._profiles.load(KEY))
+        return self._profiles.load(KEY) or LengthProfile()
 
     def learn(self, observed: Sequence[Observation], version: int, earlier: PromptStats | None) -> None:
         """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
@@ -135,7 +135,7 @@ class Dataset:
         groups, self._groups = [group for group in self._groups if group[0] == generation], []
         if not groups:
             return
-        profile, step = LengthProfile(self._profiles.load(KEY)), self._steps.load(KEY) or []
+        profile, step = self._profiles.load(KEY) or LengthProfile(), self._steps.load(KEY) or []
         for _, version, estimate, ratios in groups:
             profile.observe(ratios)
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
@@ -143,7 +143,7 @@ class Dataset:
                 self._stats.save(KEY, asdict(stats.with_step(lengths for _, lengths in step)))
                 step = []
             step.append((version, estimate))
-        self._profiles.save(KEY, asdict(profile.state))
+        self._profiles.save(KEY, profile.state)
         self._steps.save(KEY, [(version, estimate.mean, estimate.std) for version, estimate in step])
 
 
@@ -166,7 +166,7 @@ class Latency:
         self.flush = self._write_later.run_pending
         """Write everything that is pending to ``documents``."""
         self._generation = documents.generation()
-        self._model = LatencyModel(self._states.load(ENGINE_KEY))
+        self._model = self._states.load(ENGINE_KEY) or LatencyModel()
 
     @property
     def start_seconds(self) -> float | None:
@@ -200,13 +200,13 @@ class Latency:
         Steps after the restore are forgotten too if this comes later, which it does within `LATENCY_DELAY_SECONDS`.
         """
         if self._generation != (generation := self._documents.generation()):
-            self._generation, self._model = generation, LatencyModel(self._states.load(ENGINE_KEY))
+            self._generation, self._model = generation, self._states.load(ENGINE_KEY) or LatencyModel()
         return self._model
 
     def _write(self) -> None:
         before = self._model
         if self._learned() is before:
-            self._states.save(ENGINE_KEY, asdict(before.state))
+            self._states.save(ENGINE_KEY, before.state)
 
 
 class Rewards:

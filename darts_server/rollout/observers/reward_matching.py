@@ -152,14 +152,16 @@ class RewardMatcher:
         while self._candidates > DEFAULT_KEPT_CANDIDATES and len(self._groups) > 1:
             self._drop(next(iter(self._groups)))
         # Trajectories that were returned while it ran, and rewarded before it ended.
-        stats, is_complete = RewardStats(), group.rewarded == group.size
+        is_complete = group.rewarded == group.size
+        if not group.rewarded and not is_complete:
+            return
+        stats = RewardStats()
         for trajectory in group.returned.values():
             if trajectory.reward is not None:
                 stats += _trajectory_stats(trajectory, record)
         if is_complete:
             stats += _group_stats(group)
-        if group.rewarded or is_complete:
-            self._learn({group.prompt_key: stats}, [group] if is_complete else [])
+        self._learn({group.prompt_key: stats}, [group] if is_complete else [])
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """The rewards that were reported for that group."""
