@@ -199,7 +199,7 @@ def make_rooms(
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
     events.group_sealed.add(metrics.group_sealed)
-    events.candidates_started.add(metrics.candidates_started, monitor.candidates_started)
+    events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
     events.group_ended.add(
         metrics.group_ended,

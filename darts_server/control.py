@@ -56,13 +56,11 @@ class Control:
         return self.current()
 
     def new_planner(self, overrides: Mapping[str, object]) -> Planner:
-        """Return the planner of one caller: ``name`` overrides the policy, other keys the settings in force.
+        """Create the planner of one caller: ``name`` overrides the policy, other keys the settings in force.
 
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
-        if not overrides:
-            return self.planner
         patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
         settings, limit = apply_patch(self.settings, patch), self.settings.max_group_size
         if settings.max_group_size > limit:

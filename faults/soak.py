@@ -243,7 +243,7 @@ class Stack:
         events = self.rollouts.observers
         events.single_request_classified.add(self.metrics.single_request_classified)
         events.group_sealed.add(self.metrics.group_sealed)
-        events.candidates_started.add(self.metrics.candidates_started, self.monitor.candidates_started)
+        events.candidates_started.add(self.metrics.candidates_started)
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
         for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor):
             events.group_ended.add(observer.group_ended)
@@ -266,7 +266,6 @@ class Stack:
             "candidates waiting": self.rollouts.admission.waiting,
             "candidates admitted": self.rollouts.admission.ahead,
             "requests inside the gate": self.gate.inside,
-            "candidates in the monitor": self.monitor.candidates,
             "faults of the store": int(self.store.fault is not None),
         }
         yield from (f"{what}: {count}, not 0" for what, count in gauges.items() if count)

@@ -28,10 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from operator import mul
-
-import numpy as np
 
 from darts_server.policy.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
@@ -55,8 +52,6 @@ EMA_ALPHA = 0.3
 """Weight of the newest group in a prompt's averages: the value of the paper's public code."""
 WINDOW_STEPS = 10
 """Steps over which the data set's spread is averaged: the value of the paper's public code."""
-KEY_BYTES = 12
-"""96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 
 
 # --- one group --------------------------------------------------------------
@@ -351,8 +346,3 @@ class DatasetStats:
             mean=math.fsum(e.mean for e in estimates) / len(estimates),
             steps=min(self.steps + 1, LARGEST),
         )
-
-
-def make_prompt_key(token_ids: Sequence[int]) -> str:
-    """Make the key of a prompt from a hash of its tokens. It is the same in every process and on every host."""
-    return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -192,7 +193,8 @@ class VllmEngine:
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         try:
-            await self._llm.engine_core.abort_requests_async([each.request_id for each in collectors])  # it answers
+            names = list(map(attrgetter("request_id"), collectors))
+            await self._llm.engine_core.abort_requests_async(names)  # it answers
         except Exception as error:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
             for each in collectors:

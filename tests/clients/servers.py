@@ -165,7 +165,6 @@ def application(
         app = FastAPI(lifespan=stepping)
         errors.install(app)
         live, updates = Monitor(rollouts), Mock(spec=Coordinator, version=7, state=State.SERVING)
-        rollouts.observers.candidates_started.add(live.candidates_started)
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
         monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)

@@ -23,7 +23,6 @@ from darts_server.policy.lengths import (
     PromptStats,
     complete_sample,
     estimate_lengths,
-    make_prompt_key,
     update_stats,
 )
 
@@ -301,14 +300,3 @@ def test_statistics_survive_json() -> None:
     dataset = DatasetStats().with_step([LengthEstimate(10, 3)]).with_step([LengthEstimate(11, 4.5)])
     assert PromptStats(**json.loads(json.dumps(asdict(prompt)))) == prompt
     assert DatasetStats(**json.loads(json.dumps(asdict(dataset)))) == dataset
-
-
-def test_a_key_is_the_same_in_every_process() -> None:
-    assert make_prompt_key([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
-    assert make_prompt_key((1, 2, 3)) == make_prompt_key(np.array([1, 2, 3], dtype=np.int32).tolist())
-
-
-@given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
-def test_different_tokens_have_different_keys(one: list[int], other: list[int]) -> None:
-    assert (make_prompt_key(one) == make_prompt_key(other)) == (one == other)
-    assert len(make_prompt_key(one)) == 24

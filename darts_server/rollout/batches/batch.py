@@ -239,7 +239,7 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_
         raise InvalidRequest(
             "carry", 'must be "resume" or "restart" where num_groups may leave carried prompts undecided; add one'
         )
-    planner = new_planner(batch.policy)
+    planner = new_planner(batch.policy) if batch.policy else rollouts.planner
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
     # A group of one would otherwise be taken for a single request, of a group of --group-size.

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
+from hashlib import blake2b
 from operator import add
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,6 @@ from darts_server.policy.lengths import (
     PromptStats,
     complete_sample,
     estimate_lengths,
-    make_prompt_key,
     update_stats,
 )
 from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
@@ -38,6 +38,8 @@ WRITE_DELAY_SECONDS = 0.3
 LATENCY_DELAY_SECONDS = 2.0
 """A write has some 30 KB, and what a killed process loses is learned again in as many seconds."""
 KEY, ENGINE_KEY = "all", "engine"
+KEY_BYTES = 12
+"""96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 MIN_COHORT = 8
 """Number of prompts below which the cohort alone says too little."""
 UNLIMITED = 1 << 20
@@ -72,12 +74,15 @@ KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_RE
 
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
-    """The key of a prompt without a key of its caller's: a hash of its token ids and of its other inputs."""
+    """The key of a prompt without a key of its caller's: a hash of its tokens and its other inputs.
+
+    It is the same in every process and on every host.
+    """
     numbers = list(token_ids)
     for text in other_inputs:
         # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
         numbers += [-1 - byte for byte in text.encode()]
-    return make_prompt_key(numbers)
+    return blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:

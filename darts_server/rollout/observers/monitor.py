@@ -44,8 +44,6 @@ class Monitor:
     ) -> None:
         self.clock = clock
         self.max_groups = max_groups
-        self.candidates = 0
-        """Number of candidates of running groups."""
         self.ended = 0
         """Number of groups that have ended so far."""
         self.rollouts = rollouts
@@ -53,11 +51,7 @@ class Monitor:
         self._records: deque[GroupRecord] = deque()
         self._kept_candidates = 0
 
-    def candidates_started(self, count: int) -> None:
-        self.candidates += count
-
     def group_ended(self, record: GroupRecord) -> None:
-        self.candidates -= len(record.candidates)
         self.ended += 1
         self._records.append(record)
         self._kept_candidates += _shown_candidates(record)
@@ -130,7 +124,7 @@ class Viewer:
         return {
             "now": monitor.clock(),
             "running": monitor.rollouts.running,
-            "candidates": monitor.candidates,
+            "candidates": sum(len(run.candidates) for run in monitor.rollouts.runs),
             "groups": [group for group in changes if len(group) > 2 or group["candidates"]],  # always has its id
             "left": list(previous),
         }

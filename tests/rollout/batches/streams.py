@@ -50,7 +50,7 @@ def new_registry(
     **more: Any,  # of `BatchRegistry`
 ) -> BatchRegistry[str, list[int]]:
     """Create a registry whose listeners poll candidates in every turn of the event loop."""
-    planner = Planner(SHAPINGS, policy, Limits(64))
+    planner = harness.rollouts.planner = Planner(SHAPINGS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
     return BatchRegistry(harness.rollouts, texts or Texts(), lambda _: planner, retention, clock=clock, **more)
 

@@ -44,7 +44,7 @@ async def submit(
     def new_planner(overrides: Mapping[str, object]) -> Planner:
         return Planner(SHAPINGS, str(overrides.get("name", default)), Limits(64), auto)
 
-    kept = CarriedPrompts()
+    kept, harness.rollouts.planner = CarriedPrompts(), new_planner({})
     prepared = await prepare_batch(batch, harness.rollouts, Texts(), new_planner, kept)
     return BatchRun(prepared, harness.rollouts, Texts(), kept, AnswerFormat())
 

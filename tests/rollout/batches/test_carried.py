@@ -299,7 +299,7 @@ async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(server: 
     server.engine.weight_version = int(str(change.pop("version", 0)))
     if "policy" in change:
         planner = Planner({"shortest": Shaping(redundancy=2.0, num_longest=0)}, "shortest", Limits(64))
-        server.registry._new_planner = lambda _: planner
+        server.harness.rollouts.planner = planner
     server.engine.started.clear()
     done = await server.run(replace(resumed("30"), **change))
     assert set(spans(done)["30"]) == {((server.engine.weight_version, 30),)}
@@ -384,7 +384,7 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
 def auto_server(script: Callable[[str, int], Script], most_stale: float) -> Server:
     server = new_server(script)
     options = build_auto(Shaping(), Deadline(), AutoLimits(most_stale=most_stale))
-    server.registry._new_planner = lambda _: Planner({}, "auto", Limits(64), options)
+    server.harness.rollouts.planner = Planner({}, "auto", Limits(64), options)
     return server
 
 
@@ -419,7 +419,7 @@ async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -
 
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner({"arrol": Shaping(pruning=Pruning())}, "arrol", Limits(64))
-    server.registry._new_planner = lambda _: planner
+    server.harness.rollouts.planner = planner
     monkeypatch.setattr(Rollouts, "can_score", True)
     with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
         await server.registry.open(resumed("10"), WHOLE)

@@ -1,6 +1,9 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from darts_server.policy.lengths import Observation, PromptStats
 from darts_server.records import CandidateRecord, GroupRecord
@@ -76,6 +79,23 @@ async def test_without_a_key_only_the_data_set_learns() -> None:
 
 
 def test_the_key_depends_on_tokens_and_other_inputs() -> None:
-    keys = {key_of([1, 2]), key_of([2, 1]), key_of([1, 2, 3]), key_of([1, 2], "\x03"), key_of([1, 2], "adapter")}
+    keys = {
+        key_of([1, 2]),
+        key_of([2, 1]),
+        key_of([1, 2, 3]),
+        key_of([1, 2], "\x03"),
+        key_of([1, 2], "adapter"),
+    }
     assert len(keys) == 5
     assert key_of([1, 2], "adapter") == key_of((1, 2), "adapter")
+
+
+def test_a_key_is_the_same_in_every_process() -> None:
+    assert key_of([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
+    assert key_of((1, 2, 3)) == key_of(np.array([1, 2, 3], dtype=np.int32).tolist())
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
+def test_different_tokens_have_different_keys(one: list[int], other: list[int]) -> None:
+    assert (key_of(one) == key_of(other)) == (one == other)
+    assert len(key_of(one)) == 24

@@ -21,7 +21,6 @@ EVERYTHING = Caller(is_admin=True).may_see
 
 def new_monitor(harness: Harness, **limits: int) -> Monitor:
     monitor = Monitor(harness.rollouts, clock=lambda: float(harness.engine.now), **limits)
-    harness.rollouts.observers.candidates_started.add(monitor.candidates_started)
     harness.rollouts.observers.group_ended.add(monitor.group_ended)
     return monitor
 

@@ -252,6 +252,7 @@ async def test_pruning_is_refused_where_nothing_can_be_scored(scorer: FakeScorer
 async def submit_under(harness: Harness, policy: str, **options: Any) -> BatchRun:
     planner, kept = Planner(SHAPINGS, policy, Limits(64)), CarriedPrompts()
     batch = BatchRequest([PromptSpec(text="5")], 2, **options)
+    harness.rollouts.planner = planner
     prepared = await prepare_batch(batch, harness.rollouts, Texts(), lambda _: planner, kept)
     return BatchRun(prepared, harness.rollouts, Texts(), kept, AnswerFormat())
 
