@@ -205,8 +205,8 @@ class Rollouts(Generic[RequestT, OutputT]):
                 self.observers.scored_group_ended(run.record)
 
         try:
-            order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards
-            stats = None if spec.prompt_key is None else rewards.of_prompt(spec.prompt_key)
+            order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards.prompts
+            stats = None if spec.prompt_key is None else rewards.load(spec.prompt_key)
             self.gate.let_in()
         except BaseException:
             held.release()

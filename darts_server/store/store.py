@@ -74,7 +74,8 @@ class Store(AbstractContextManager["Store"]):
         self._write_lock = threading.Lock()  # of the file, and of a restore; taken before the other lock
         self._texts = _Texts(OrderedDict)
         self._unwritten: dict[Name, str] = {}
-        self._restores = 0
+        self.generation = 0
+        """How often `restore` has replaced everything."""
         self._is_closed = False
         self._stop = threading.Event()
         self._connection: sqlite3.Connection | None = None
@@ -125,10 +126,6 @@ class Store(AbstractContextManager["Store"]):
         """Count the documents of a kind."""
         with self._lock:
             return len(self._texts[kind])
-
-    def generation(self) -> int:
-        """Count how often ``restore`` has replaced everything."""
-        return self._restores
 
     def flush(self) -> None:
         """Write everything that was put before, and wait for it.
@@ -195,7 +192,7 @@ class Store(AbstractContextManager["Store"]):
                     raise StateError(str(error)) from error
             with self._lock:
                 self._texts, self._unwritten = restored, {}
-                self._restores += 1
+                self.generation += 1
 
     def add_carried(self, values: Iterable[bytes]) -> None:
         """Keep values for the next server, in their order. All are on the disk when this returns.

@@ -244,9 +244,10 @@ class ShapingLLM(ControlledLLM):
                         output.prompt_logprobs = None
                     yield output
                 if not streaming:
-                    order = sorted(selected)
-                    merged = to_choice(request.request_id, selected[order[0]], 0, last=True)
-                    merged.outputs = [replace(selected[at].outputs[0], index=index) for index, at in enumerate(order)]
+                    first, *others = map(selected.__getitem__, sorted(selected))
+                    merged = to_choice(request.request_id, first, 0, last=True)
+                    for index, other in enumerate(others, 1):
+                        merged.outputs.append(replace(other.outputs[0], index=index))
                     yield merged
             finally:
                 run.cancel()

@@ -96,7 +96,7 @@ class Documents:
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, str], dict[str, Scalar]] = {}
-        self.restored = 0
+        self.generation = 0
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
         return self.kept.get((kind, key))
@@ -104,13 +104,10 @@ class Documents:
     def put(self, kind: str, key: str, document: Mapping[str, Scalar]) -> None:
         self.kept[kind, key] = dict(document)
 
-    def generation(self) -> int:
-        return self.restored
-
     def restore(self, kept: Mapping[tuple[str, str], dict[str, Scalar]]) -> None:
         """Replace everything, as `Store.restore` does."""
         self.kept = dict(kept)
-        self.restored += 1
+        self.generation += 1
 
     def add_stds(self, **stds: float) -> "Documents":
         """Add prompts with these length stds."""

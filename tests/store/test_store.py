@@ -114,7 +114,7 @@ def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -
             assert saved_documents(other, "prompt") == saved_documents(store, "prompt")
             assert other.get("prompt", "waiting") is None
             assert other.get("singleton", "dataset") == {"mean": 1.0}
-            assert (other.export(), other.generation()) == (data, 1)
+            assert (other.export(), other.generation) == (data, 1)
     with Store(tmp_path / "other") as other:
         assert other.export() == data
 
@@ -127,4 +127,4 @@ def test_a_refused_restore_changes_nothing(store: Store) -> None:
     for bad, limit in ((data[:-1], 10**9), (b"", 10**9), (data, 10)):
         with pytest.raises(StateDamaged):
             store.restore(bad, limit)
-        assert (store.export(), store.generation()) == (data, 0)
+        assert (store.export(), store.generation) == (data, 0)

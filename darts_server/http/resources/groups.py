@@ -181,6 +181,6 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
                 "prompt_key",
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
-        reward_stats = summarize(statistics.rewards.of_prompt(prompt_key))
+        reward_stats = summarize(statistics.rewards.prompts.load(prompt_key))
         answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
         return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)

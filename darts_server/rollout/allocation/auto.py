@@ -80,7 +80,7 @@ class AutoCohorts:
         self._learning = asyncio.Lock()
         self._one_at_a_time = CapacityLimiter(1)  # several threads would take the interpreter from the event loop
         self._activities: defaultdict[int, _Activity] = defaultdict(_Activity)
-        self._generation = statistics.documents.generation()
+        self._generation = statistics.documents.generation
 
     def state(self, size: int, resumes: bool = False) -> AutoState:
         """What was learned about groups of ``size``, in batches whose prompts go on later, or in others."""
@@ -235,7 +235,7 @@ class AutoCohorts:
 
     def _forget_replaced(self) -> int:
         """Forget what is in memory alone if learned state was restored; return how often it was."""
-        if self._generation != (generation := self._statistics.documents.generation()):
+        if self._generation != (generation := self._statistics.documents.generation):
             self._generation = generation
             for activity in self._activities.values():
                 activity.returned, activity.idle_since, activity.not_forecast = 0.0, None, None

@@ -34,8 +34,9 @@ class DocumentStore(Protocol):
 
     def put(self, kind: str, key: str, document: Document) -> None: ...
 
+    @property
     def generation(self) -> int:
-        """Count how often all documents were replaced by a saved state."""
+        """How often all documents were replaced by a saved state."""
 
 
 @dataclass(frozen=True, slots=True)

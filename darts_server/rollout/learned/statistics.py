@@ -91,11 +91,11 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
     ``beyond_limit``: whether the length of a truncated candidate is censored too.
     """
     complete = {FinishReason.STOP} if beyond_limit else {FinishReason.STOP, FinishReason.LENGTH}
-    return [
-        Observation(c.tokens, censored=c.cut or c.finish_reason not in complete)
-        for c in record.candidates[record.restarted_from :]
-        if c.tokens > 0
-    ]
+    observed = []
+    for c in record.candidates[record.restarted_from :]:
+        if c.tokens > 0:
+            observed.append(Observation(c.tokens, censored=c.cut or c.finish_reason not in complete))
+    return observed
 
 
 class Dataset:
@@ -130,13 +130,13 @@ class Dataset:
 
     def learn(self, observed: Sequence[Observation], version: int, earlier: PromptStats | None) -> None:
         """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
-        generation = self._documents.generation()
+        generation = self._documents.generation
         self._groups.append((generation, version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
         self._write_later.request()
 
     def _write(self) -> None:
         # Not those that ended before learned state was restored.
-        generation = self._documents.generation()
+        generation = self._documents.generation
         groups, self._groups = [group for group in self._groups if group[0] == generation], []
         if not groups:
             return
@@ -170,7 +170,7 @@ class Latency:
         self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
         """Write everything that is pending to ``documents``."""
-        self._generation = documents.generation()
+        self._generation = documents.generation
         self._model = self._states.load(ENGINE_KEY) or LatencyModel()
 
     @property
@@ -204,7 +204,7 @@ class Latency:
 
         Steps after the restore are forgotten too if this comes later, which it does within `LATENCY_DELAY_SECONDS`.
         """
-        if self._generation != (generation := self._documents.generation()):
+        if self._generation != (generation := self._documents.generation):
             self._generation, self._model = generation, self._states.load(ENGINE_KEY) or LatencyModel()
         return self._model
 
@@ -218,12 +218,9 @@ class Rewards:
     """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
-        self._prompts = StoredValues(documents, PROMPT_REWARDS)
+        self.prompts = StoredValues(documents, PROMPT_REWARDS)
+        """By prompt key; none where none of its trajectories has a reward."""
         self._dataset = StoredValues(documents, DATASET_REWARDS)
-
-    def of_prompt(self, key: str) -> RewardStats | None:
-        """Statistics of a prompt; ``None`` if none of its trajectories has a reward."""
-        return self._prompts.load(key)
 
     @property
     def dataset(self) -> RewardStats:
@@ -239,7 +236,7 @@ class Rewards:
         """Add statistics of newly rewarded trajectories, by prompt key."""
         for key, stats in new_stats.items():
             if key is not None:
-                self._prompts.save(key, ((self.of_prompt(key) or RewardStats()) + stats).state)
+                self.prompts.save(key, ((self.prompts.load(key) or RewardStats()) + stats).state)
         if new_stats:
             self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
 

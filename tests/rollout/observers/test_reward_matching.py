@@ -46,7 +46,7 @@ class Trainer:
         return asyncio.run(self.reward_matcher.report(rewards))
 
     def prompt(self, key: str) -> RewardStats:
-        return self.rewards.of_prompt(key) or RewardStats()
+        return self.rewards.prompts.load(key) or RewardStats()
 
 
 def by_id(trajectory_id: str, reward: float) -> Reward:
