@@ -110,7 +110,7 @@ class ShapingLLM(ControlledLLM):
                         raise InvalidRequest("X-Darts-Prompt-Key", what)
         # Last, as what raises must not hold candidates.
         if rollouts is not None and plan is not None:
-            ticket = self.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
+            ticket = rollouts.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
             if plan.single:
                 turn.group_size = plan.size
             else:
