@@ -135,8 +135,8 @@ class CohortDeadline:
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
         self.tokens = rule.fixed if tokens is None and rule is not None else tokens
         """The deadline in tokens; ``None`` while it is not known."""
-        self.waits_beyond: int | None = None
-        """Length in tokens beyond which groups that have not reported their need shall report a minimum of it."""
+        self.pending_bound: int | None = None
+        """In tokens: what the bound will be if all groups that have not reported their need say that they need more."""
         self._rule = rule
         self._reporting = groups  # groups that have reported their need, or still may
         self._have_reported: set[object] = set()  # their need
@@ -167,7 +167,7 @@ class CohortDeadline:
         rule, known = self._rule, self._lengths
         if rule is None or self.tokens is not None:
             return
-        self.waits_beyond = None
+        self.pending_bound = None
         is_too_few = len(known) + 1 < min(rule.quantile, MIN_KNOWN) * self._reporting  # one more for rounding
         if is_too_few and rule.recent is None:
             return
@@ -184,7 +184,7 @@ class CohortDeadline:
         if len(minimums) == others and all(minimum is None or minimum > bound for minimum in minimums):
             self.tokens = tokens
         else:
-            self.waits_beyond = bound
+            self.pending_bound = bound
 
 
 class RecentCompletionLengths:

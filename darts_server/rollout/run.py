@@ -86,7 +86,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._cohort: Cohort | None = None  # one that was allocated alone has none
         self._need_place = 1  # see `place_of_need`
         self._tokens_needed: int | None = None  # as reported to the cohort
-        self._reported_limit: int | None = None  # the `CohortDeadline.waits_beyond` for which a minimum was reported
+        self._reported_limit: int | None = None  # the `CohortDeadline.pending_bound` for which a minimum was reported
         self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
@@ -185,7 +185,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                         self._act(decisions)
             if (
                 self._cohort is not None
-                and (limit := self._cohort.deadline.waits_beyond) not in (None, self._reported_limit)
+                and (limit := self._cohort.deadline.pending_bound) not in (None, self._reported_limit)
                 and self._tokens_needed is None
                 and not self._group.is_paused
             ):

@@ -74,14 +74,14 @@ def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_
         assert cohort.tokens == 70
         for group in range(10):
             cohort.report_need(group, 10)
-        assert [cohort.tokens, cohort.waits_beyond] == [70, None]
+        assert [cohort.tokens, cohort.pending_bound] == [70, None]
 
 
 def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
     cohort = CohortDeadline(Deadline(), 10)
     for group in range(8):
         cohort.report_need(group, 20)
-    assert cohort.waits_beyond == 40
+    assert cohort.pending_bound == 40
     cohort.report_minimum(8, 41)
     assert cohort.tokens is None
     cohort.report_minimum(9, None)
@@ -90,11 +90,11 @@ def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
 
 def test_a_deadline_of_earlier_groups_bounds_a_cohort_in_which_no_group_has_a_need() -> None:
     cohort = CohortDeadline(Deadline(recent=20), 10)
-    assert cohort.waits_beyond == 160
+    assert cohort.pending_bound == 160
     for group in range(10):
         assert cohort.tokens is None
         cohort.report_minimum(group, 161 if group % 2 else None)
-    assert [cohort.tokens, cohort.waits_beyond] == [80, None]
+    assert [cohort.tokens, cohort.pending_bound] == [80, None]
 
 
 def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_does() -> None:
@@ -142,7 +142,7 @@ def test_what_is_known_follows_from_the_reports(
         bound = None if others is None else rule.bound_of(others)
         if bound is not None and all(minimum is None or minimum > bound for minimum in minimums.values()):
             expected, bound = others, None
-        assert [cohort.tokens, cohort.waits_beyond] == [expected, bound]
+        assert [cohort.tokens, cohort.pending_bound] == [expected, bound]
         if expected is not None:
             return
 

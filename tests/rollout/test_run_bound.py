@@ -120,7 +120,7 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
     harness, runs, tasks, cohort = await eight(script)
     await harness.steps(15)
-    assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20)
+    assert (cohort.deadline.tokens, cohort.deadline.pending_bound) == (None, 20)
     assert runs[7].suspend()
     for _ in range(10):
         runs[7].poll()
@@ -136,7 +136,7 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
     script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
     harness, _, tasks, cohort = await eight(script)
     await harness.steps(25)
-    assert (cohort.deadline.tokens, cohort.deadline.waits_beyond) == (None, 20), (
+    assert (cohort.deadline.tokens, cohort.deadline.pending_bound) == (None, 20), (
         "it is beyond that, the group before is not"
     )
     script[GROUPS[7]] = Script(13)
@@ -159,7 +159,7 @@ async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monk
     for _ in range(40):
         await harness.engine.step()
         runs[6].poll()
-    assert cohort.deadline.waits_beyond == 20
+    assert cohort.deadline.pending_bound == 20
     assert reports == [21, 21], "of two groups"
     for task in tasks:
         task.cancel()

@@ -127,6 +127,13 @@ class RolloutsIn(Body):
         100, ge=1, description='Minimum tokens of a candidate per event. Only with "stream": "tokens".'
     )
 
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _check_policy(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError(f'must be an object; write {{"name": {json.dumps(value)}}}')
+        return value
+
     @field_validator("chunk_tokens")
     @classmethod
     def _check_chunk_tokens(cls, value: int, info: ValidationInfo) -> int:

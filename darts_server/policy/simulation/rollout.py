@@ -149,8 +149,8 @@ def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Float
     # Steps, and their seconds, at which groups report that they need more than the limit.
     steps, passes, limit = np.full(needs.size, inf), np.full(needs.size, inf), None
     while cohort.tokens is None:
-        if cohort.waits_beyond not in (None, limit):
-            limit = cohort.waits_beyond
+        if cohort.pending_bound not in (None, limit):
+            limit = cohort.pending_bound
             steps = np.maximum(clocks.steps_at(now), limit)
             passes = np.where(ends < inf, clocks.seconds_at(steps), inf)
         group = int(np.minimum(ends, passes).argmin())  # of several at once, the first

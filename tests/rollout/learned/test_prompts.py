@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +91,6 @@ def test_the_key_depends_on_tokens_and_other_inputs() -> None:
 
 def test_a_key_is_the_same_in_every_process() -> None:
     assert key_of([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
-    assert key_of((1, 2, 3)) == key_of(np.array([1, 2, 3], dtype=np.int32).tolist())
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
