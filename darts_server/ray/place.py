@@ -9,15 +9,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from darts_server.exceptions import InvalidSetting
@@ -32,6 +34,27 @@ STOP_SECONDS = 15.0
 END_SECONDS = 2.0  # within which an actor ends its host, and notices it
 HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Beginnings of the names of environment variables that engines get from this process."""
+
+
+T = TypeVar("T")
+
+
+def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
+    """Make a call of Ray's outside the event loop: it takes a while, and waits for the head of a cluster that is gone.
+
+    In a thread that the end of the process does not wait for.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+    threading.Thread(target=run, name="darts-ray", daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
 class HostActor:
@@ -75,31 +98,27 @@ class Placed:
         failures, pause = 0, FIRST_PAUSE
         while True:
             began = time.monotonic()
-            actor = self._actors[rank] = (
-                ray.remote(HostActor)
-                .options(
-                    num_cpus=self._wanted["CPU"],
-                    num_gpus=self._wanted.get("GPU", 0.0),
-                    max_concurrency=2,  # so that `end` is called while it runs
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=rank
-                    ),
-                )
-                .remote()
-            )
             try:
-                reason = f"exit code {await actor.run.remote(start, self._environment)}; its log says why"
-            except RayError as error:
+                self._actors[rank] = actor = await in_thread(partial(self._make_actor, rank))
+                code = await (await in_thread(partial(actor.run.remote, start, self._environment)))
+                reason = f"exit code {code}; its log says why"
+            except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-            finally:
-                with suppress(Exception):
-                    ray.kill(actor)
+            if (ended := self._actors.pop(rank, None)) is not None:
+                in_thread(partial(ray.kill, ended))
             lasted = time.monotonic() - began > LASTED_SECONDS
             failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
             logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
             if failures == MAX_FAILURES:
                 self.failure = InvalidSetting(f"engine {rank} does not start: {reason}")
             await asyncio.sleep(pause)
+
+    def _make_actor(self, rank: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        options = {"num_cpus": self._wanted["CPU"], "num_gpus": self._wanted.get("GPU", 0.0)}
+        # Two calls at once, so that `end` is called while it runs.
+        made = ray.remote(HostActor).options(**options, max_concurrency=2, scheduling_strategy=strategy)
+        return made.remote()
 
     def restart(self, rank: int) -> None:
         if (actor := self._actors.get(rank)) is not None:
@@ -111,16 +130,18 @@ class Placed:
         """End a host that hangs, and then an actor that does."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
-                await actor.end.remote(signal.SIGKILL)
+                await (await in_thread(partial(actor.end.remote, signal.SIGKILL)))
         await asyncio.sleep(END_SECONDS)
         with suppress(Exception):
-            ray.kill(actor)
+            await in_thread(partial(ray.kill, actor))
 
     async def stop(self) -> None:
-        calls = [actor.end.remote() for actor in self._actors.values()]
+        async def end(actor: Any) -> None:
+            await (await in_thread(actor.end.remote))
+
         with suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(*calls, return_exceptions=True)
+                await asyncio.gather(*map(end, self._actors.values()), return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +175,6 @@ class Cluster:
             wanted = {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
             group = placement_group([wanted for _ in starts])
             if not await asyncio.to_thread(group.wait, 30):
-                remove_placement_group(group)
                 raise InvalidSetting(
                     f"Ray's cluster has not {len(starts)} x ({gpus:g} GPUs, {self.cpus:g} CPUs) on single nodes that "
                     f"are free; it has {ray.cluster_resources()}"
@@ -169,6 +189,7 @@ class Cluster:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                remove_placement_group(group)
         finally:
-            ray.shutdown()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await in_thread(ray.shutdown)

@@ -36,12 +36,14 @@ class Ranks:
     def candidate(self, request: str) -> Iterator[int]:
         """Count one more candidate of a request, or of the group that it was joined to, and yield its engine's rank."""
         group = self._joined.get(request, request)
-        up: Iterable[int] = range(len(self._running))
-        if self._core is not None:
-            up = map(partial(int.from_bytes, byteorder="little"), self._core.core_engines)
-        least_loaded = min(up, key=self._running.__getitem__, default=0)
-        # A group of single requests goes on when its first candidates have ended before its next request comes.
-        rank = self._rank_of.setdefault(group, self._ended.pop(group, least_loaded))
+        if group not in self._rank_of:
+            up: Iterable[int] = range(len(self._running))
+            if self._core is not None:
+                up = map(partial(int.from_bytes, byteorder="little"), self._core.core_engines)
+            least_loaded = min(up, key=self._running.__getitem__, default=0)
+            # A group of single requests goes on when its first candidates have ended before its next request comes.
+            self._rank_of[group] = self._ended.pop(group, least_loaded)
+        rank = self._rank_of[group]
         self._running[rank] += 1
         self._candidates[group] += 1
         try:

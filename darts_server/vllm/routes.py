@@ -250,12 +250,17 @@ def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
     async def handle(**values: Any) -> Any:
         call = _ControlCall(is_abort)
         token = _control_call.set(call)
+        answer = None
         try:
-            return await handler(**values)
+            answer = await handler(**values)
+        except Exception:
+            if call.error is None:
+                raise
         finally:
             _control_call.reset(token)
-            if call.error is not None:
-                raise call.error  # in place of vLLM's answer, or exception
+        if call.error is not None:  # in place of vLLM's answer, or exception
+            raise call.error from None
+        return answer
 
     return handle
 

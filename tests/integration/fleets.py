@@ -54,14 +54,22 @@ class Marked:
         return False
 
     def process(self, kind: str) -> psutil.Process:
-        """Return a process of one of the engines that are up: its ``host``, its ``actor``, or ``engine`` itself."""
+        """Return a process of one of the engines that are up: its ``host``, its ``actor``, or ``engine`` itself.
+
+        Or Ray's ``gcs_server``, the head of its cluster.
+        """
+        if kind == "gcs_server":
+            return next(each for each in psutil.process_iter() if each.name() == kind and self._is_ours(each))
         hosts = sorted(self.hosts(), key=lambda each: -len(each.children()))
         if kind == "host":
             return hosts[0]
         if kind == "actor":
             return hosts[0].parent()
-        children = (child for each in hosts for child in each.children())  # one that comes back may have as many
-        return next(child for child in children if any("EngineCore" in word for word in _command(child)))
+        while True:  # its name may not be there at once
+            for child in (child for each in hosts for child in each.children()):  # one that comes back may have as many
+                if any("EngineCore" in word for word in _command(child)):
+                    return child
+            time.sleep(0.1)
 
 
 def _command(process: psutil.Process) -> Sequence[str]:

@@ -155,7 +155,6 @@ def test_a_prompt_has_the_same_key_as_text_as_a_chat_and_as_tokens(server: Serve
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ({"sampling": {"n": 3}}, "sampling.n"),
         ({"policy": {"redundancy": 99}}, "redundancy"),
-        ({"policy": "uniform"}, "policy"),
         ({"stream": "words"}, "stream"),
         ({"chunk_tokens": 100}, "chunk_tokens"),
         ({"stream": "tokens", "chunk_tokens": 0}, "chunk_tokens"),

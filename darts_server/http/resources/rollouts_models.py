@@ -35,7 +35,7 @@ from darts_server.http.resources.trajectories import (
     shared_fields,
     trajectory_fields,
 )
-from darts_server.identifiers import Name
+from darts_server.identifiers import NAME_CHARS, Name
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
@@ -131,7 +131,8 @@ class RolloutsIn(Body):
     @classmethod
     def _check_policy(cls, value: object) -> object:
         if isinstance(value, str):
-            raise ValueError(f'must be an object; write {{"name": {json.dumps(value)}}}')
+            name = value if len(value) <= NAME_CHARS else "NAME"
+            raise ValueError(f'must be an object; write {{"name": {json.dumps(name)}}}')
         return value
 
     @field_validator("chunk_tokens")

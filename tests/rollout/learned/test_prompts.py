@@ -1,8 +1,7 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from darts_server.policy.lengths import Observation, PromptStats
 from darts_server.records import CandidateRecord, GroupRecord
@@ -77,23 +76,8 @@ async def test_without_a_key_only_the_data_set_learns() -> None:
     assert {kind for kind, _ in documents.kept} == {"profile", "step"}
 
 
-def test_the_key_depends_on_tokens_and_other_inputs() -> None:
-    keys = {
-        key_of([1, 2]),
-        key_of([2, 1]),
-        key_of([1, 2, 3]),
-        key_of([1, 2], "\x03"),
-        key_of([1, 2], "adapter"),
-    }
-    assert len(keys) == 5
+def test_the_key_depends_on_tokens_and_other_inputs_alone() -> None:
+    inputs: list[tuple[Any, ...]] = [([1, 2],), ([2, 1],), ([1, 2, 3],), ([1, 2], "\x03"), ([1, 2], "adapter")]
+    assert len({key_of(*each) for each in inputs}) == 5
     assert key_of([1, 2], "adapter") == key_of((1, 2), "adapter")
-
-
-def test_a_key_is_the_same_in_every_process() -> None:
     assert key_of([1, 2, 3]) == "ab44942e43d9d2af667cb73e"
-
-
-@given(st.lists(st.integers(0, 200_000), max_size=6), st.lists(st.integers(0, 200_000), max_size=6))
-def test_different_tokens_have_different_keys(one: list[int], other: list[int]) -> None:
-    assert (key_of(one) == key_of(other)) == (one == other)
-    assert len(key_of(one)) == 24
