@@ -65,11 +65,8 @@ class Marked:
             return hosts[0]
         if kind == "actor":
             return hosts[0].parent()
-        while True:  # its name may not be there at once
-            for child in (child for each in hosts for child in each.children()):  # one that comes back may have as many
-                if any("EngineCore" in word for word in _command(child)):
-                    return child
-            time.sleep(0.1)
+        children = (child for each in hosts for child in each.children())
+        return max(children, key=lambda each: len(each.children()))  # it has a worker
 
 
 def _command(process: psutil.Process) -> Sequence[str]:
