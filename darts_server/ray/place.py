@@ -57,6 +57,12 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
     return asyncio.wrap_future(future)
 
 
+def end_actor(actor: Any) -> None:
+    """End an actor with its host, if it has not ended."""
+    with suppress(Exception):
+        ray.kill(actor)
+
+
 class HostActor:
     """Runs one host as its child, with the devices that Ray gives this actor, until that ends."""
 
@@ -105,7 +111,7 @@ class Placed:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
             if (ended := self._actors.pop(rank, None)) is not None:
-                in_thread(partial(ray.kill, ended))
+                in_thread(partial(end_actor, ended))
             lasted = time.monotonic() - began > LASTED_SECONDS
             failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
             logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
@@ -132,8 +138,7 @@ class Placed:
             async with asyncio.timeout(END_SECONDS):
                 await (await in_thread(partial(actor.end.remote, signal.SIGKILL)))
         await asyncio.sleep(END_SECONDS)
-        with suppress(Exception):
-            await in_thread(partial(ray.kill, actor))
+        await in_thread(partial(end_actor, actor))
 
     async def stop(self) -> None:
         async def end(actor: Any) -> None:
