@@ -54,10 +54,7 @@ class Marked:
         return False
 
     def process(self, kind: str) -> psutil.Process:
-        """Return a process of one of the engines that are up: its ``host``, its ``actor``, or ``engine`` itself.
-
-        Or Ray's ``gcs_server``, the head of its cluster.
-        """
+        """Return Ray's ``gcs_server``, or of an engine that is up its ``host``, its ``actor``, or ``engine`` itself."""
         if kind == "gcs_server":
             return next(each for each in psutil.process_iter() if each.name() == kind and self._is_ours(each))
         hosts = sorted(self.hosts(), key=lambda each: -len(each.children()))

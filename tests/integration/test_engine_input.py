@@ -2,7 +2,9 @@
 
 import json
 import re
+import time
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,10 @@ def post(server: Server, path: str, sampling: Sampling, **more: Any) -> httpx.Re
     }
     content = json.dumps(bodies[path] | more)  # with Infinity, which httpx would refuse
     headers = {"Content-Type": "application/json"}
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=240)
+    send = partial(httpx.post, f"{server.url}{path}", content=content, headers=headers, timeout=240)
+    while (answer := send()).status_code == 429:  # on a busy machine the check of a grammar takes longer than it may
+        time.sleep(1)
+    return answer
 
 
 def check_refused(server: Server, answer: httpx.Response, param: str) -> None:
