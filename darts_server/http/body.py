@@ -163,9 +163,7 @@ def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | No
                     return message
             flag = f" ({limits.flag})" if limits.flag else ""
             raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
-        except (
-            InvalidRequest
-        ) as error:  # a name outside of this block would keep it and the request's frames in a cycle
+        except InvalidRequest as error:  # no name outside of this block: it would keep the request's frames in a cycle
             if who is not None:
                 who.refused = error
             raise

@@ -105,9 +105,8 @@ class Placed:
         while True:
             began = time.monotonic()
             try:
-                self._actors[rank] = actor = await in_thread(partial(self._make_actor, rank))
-                code = await (await in_thread(partial(actor.run.remote, start, self._environment)))
-                reason = f"exit code {code}; its log says why"
+                self._actors[rank], code = await in_thread(partial(self._start, rank, start))
+                reason = f"exit code {await code}; its log says why"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
             if (ended := self._actors.pop(rank, None)) is not None:
@@ -119,12 +118,14 @@ class Placed:
                 self.failure = InvalidSetting(f"engine {rank} does not start: {reason}")
             await asyncio.sleep(pause)
 
-    def _make_actor(self, rank: int) -> Any:
+    def _start(self, rank: int, start: bytes) -> tuple[Any, Any]:
+        """Return an actor that runs a host, and the reference of the host's exit code."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         options = {"num_cpus": self._wanted["CPU"], "num_gpus": self._wanted.get("GPU", 0.0)}
         # Two calls at once, so that `end` is called while it runs.
         made = ray.remote(HostActor).options(**options, max_concurrency=2, scheduling_strategy=strategy)
-        return made.remote()
+        actor = made.remote()
+        return actor, actor.run.remote(start, self._environment)
 
     def restart(self, rank: int) -> None:
         if (actor := self._actors.get(rank)) is not None:
