@@ -25,7 +25,7 @@ from darts_server.serving.admission import Admission, Ticket, caller
 from darts_server.types import FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
 from darts_server.vllm.engine import VllmRollouts
-from darts_server.vllm.outputs import ABORTED, make_deferred, to_choice
+from darts_server.vllm.outputs import ABORTED, NoTokens, make_deferred, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import RANK, place
 from darts_server.vllm.routes import RouteCall, route_call
@@ -174,6 +174,10 @@ class ShapingLLM(ControlledLLM):
             async with aclosing(outputs):
                 async for output in outputs:
                     for choice in output.outputs:
+                        if choice.finish_reason is not None:
+                            generation.route.aborted |= choice.finish_reason == ABORTED
+                            if is_delta and not choice.token_ids:
+                                choice.token_ids = NoTokens()
                         if turns is None or (choice.finish_reason is None and not is_delta):
                             continue
                         tokens.setdefault(choice.index, []).extend(choice.token_ids)
