@@ -167,7 +167,7 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         # As bytes, since NumPy does not have all types of tensors.
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{value.dtype} {list(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"
+        return f"{value.dtype} {list(value.shape)} {blake2b(data.data, digest_size=16).hexdigest()}"
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     return str(uuid4())
