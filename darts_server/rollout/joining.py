@@ -340,10 +340,13 @@ class Member:
         group.groups.observer.trajectory_returned(trajectory)
         self._end(len(token_ids), reason, None)
 
-    def leave(self, reason: DiscardReason) -> None:
-        """Record that it has ended without a trajectory. Harmless after it has finished."""
+    def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
+        """Record that it has ended without a trajectory. Harmless after it has finished.
+
+        ``tokens``: that its caller got. The engine may have forgotten it.
+        """
         if self.record is None:
-            self._end(self.generated(), None, reason)
+            self._end(max(tokens, self.generated()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
         selected_as = None

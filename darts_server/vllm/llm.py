@@ -205,18 +205,19 @@ class ShapingLLM(ControlledLLM):
                             if member is not None and (finish_reason := FINISH_REASONS.get(reason)) is not None:
                                 member.finish(output.prompt_token_ids or (), answer, finish_reason)
                             elif member is not None:
-                                member.leave(DiscardReason.ABORTED if reason == ABORTED else DiscardReason.FAILED)
+                                aborted = DiscardReason.ABORTED if reason == ABORTED else DiscardReason.FAILED
+                                member.leave(aborted, len(answer))
                     yield output
         except (EngineRefused, EngineBusy, EngineDead) as error:
             raise (error.__cause__ or error) from None  # vLLM's own, which its routes map to the right HTTP status
         except Exception:
             if member is not None:
-                member.leave(DiscardReason.FAILED)
+                member.leave(DiscardReason.FAILED, len(tokens.get(0, ())))
             raise
         finally:
             generation.ticket.release()
             if member is not None:
-                member.leave(DiscardReason.CANCELLED)
+                member.leave(DiscardReason.CANCELLED, len(tokens.get(0, ())))
             if generation.answers_at_stop:
                 self._answered_at_stop.remove(request.request_id)
         if plan is not None or rollouts is None or not generation.prompt_key:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
+from tests.integration.waiting import POLL_SECONDS
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PROMPT = "3a*7b+2c-5d*9>"
@@ -94,19 +96,27 @@ async def test_a_size_of_the_server_makes_groups_of_opening_requests_alone(serve
         assert "X-Darts-Group-Id" not in answered
 
 
-async def test_an_aborted_request_leaves_its_place_to_the_one_that_is_sent_again(server: Server) -> None:
+async def test_a_caller_that_disconnects_leaves_its_place_to_the_one_that_comes_again(server: Server) -> None:
     group = {"X-Darts-Group": "id=left;size=2"}
+    endless = {"max_tokens": 250, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        slow = asyncio.create_task(send(client, group, max_tokens=250, ignore_eos=True, min_tokens=250))
-        async with client.stream(
-            "POST",
-            "/v1/completions",
-            json=BODY | {"stream": True, "max_tokens": 250, "ignore_eos": True, "seed": 1},
-            headers=group,
-        ) as leaving:
+        left = BODY | endless | {"stream": True}
+        async with client.stream("POST", "/v1/completions", json=left, headers=group) as leaving:
             await anext(leaving.aiter_lines())
-        _, chunks = await slow
-        again = await send(client, group, max_tokens=250, ignore_eos=True, min_tokens=250)
-        [record] = (await client.get(f"/darts/v1/groups/{again[0]['X-Darts-Group-Id']}")).json()["groups"]
+        await asyncio.to_thread(wait_until_free, server)
+        first, second = await asyncio.gather(*(send(client, group, **endless) for _ in range(2)))
+        assert first[0]["X-Darts-Group-Id"] == second[0]["X-Darts-Group-Id"] == leaving.headers["X-Darts-Group-Id"]
+        [record] = (await client.get("/darts/v1/groups/left")).json()["groups"]
         assert record["outcome"] == "completed"
-        assert len(tokens_of(chunks)) == 250
+        gone, *returned = record["candidates"]
+        assert gone["reason"] == "cancelled"
+        assert 0 < gone["length"] < 250
+        assert [candidate["length"] for candidate in returned] == [250, 250]
+
+
+def wait_until_free(server: Server, seconds: float = 60.0) -> None:
+    """Wait until the engine runs nothing."""
+    began = time.monotonic()
+    while server.busy():
+        assert time.monotonic() - began < seconds
+        time.sleep(POLL_SECONDS)
