@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import fields
 from functools import partial, wraps
@@ -40,6 +40,8 @@ CHECK_SECONDS = 0.5
 WAITED_SECONDS, WINDOW_SECONDS = 1.0, 5.0
 """For how many of the last seconds the event loop waits for all checks together. A lone caller may use half of
 that: one check that takes long, or a hundred usual ones."""
+MAX_PENDING = 32
+"""Checks of one caller that run or wait, each with its own thread. What is sent again finds its verdict."""
 NEGLIGIBLE_SECONDS = 1e-4  # of waiting, after which a caller is forgotten
 KEPT_VERDICTS = 256  # of all callers together. All requests of a training run have one schema or a few
 BRACKET = re.compile(r"[(\[{)\]}]")
@@ -99,8 +101,8 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     def check(params: SamplingParams, *args: Any, **more: Any) -> None:
         """Check as vLLM does, or give the verdict of an earlier time.
 
-        In a thread, where the libraries let the event loop go on. One that takes too long can be waited for, but not
-        ended, and some never end: its caller begins no other before it is over. Other callers do.
+        In a thread, where the libraries let the event loop go on. A check that takes too long can be waited for, but
+        not ended, and some never end. The next checks of its caller begin when it is over, other callers' at once.
         """
         if (outputs := params.structured_outputs) is None:
             return
@@ -118,13 +120,16 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             if len(encoded) > MAX_SAMPLING_BYTES:
                 raise too_large(FIELD, len(encoded))
             check_depth(content)
-        is_known = verdict is not None and verdict.done()
-        if not is_known and not all(each.done() for each in list(_verdicts.of(who).values())):
-            raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
-        if verdict is None:
+        pending = [each for each in list(_verdicts.of(who).values()) if not each.done()]
+        if verdict is None and len(pending) < MAX_PENDING:
             verdict, trial = Future(), copy(params)
             trial.structured_outputs = copy(outputs)
-            Thread(target=_run, args=(verdict, partial(validate, trial, *args, **more), trial), daemon=True).start()
+            previous = pending[-1] if pending else None
+            checking = (verdict, partial(validate, trial, *args, **more), trial, previous)
+            Thread(target=_run, args=checking, daemon=True).start()
+            _verdicts.put(who, key, verdict)
+        if verdict is None or (pending and not verdict.done()):
+            raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
         _verdicts.put(who, key, verdict)
         left = _waits.left(who)
         began = time.monotonic()
@@ -144,8 +149,16 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
-def _run(verdict: Future[Converted], validate: Callable[[], None], trial: SamplingParams) -> None:
+def _run(
+    verdict: Future[Converted],
+    validate: Callable[[], None],
+    trial: SamplingParams,
+    previous: Future[Converted] | None,
+) -> None:
+    """``previous``: of the same caller, which is checked first."""
     assert trial.structured_outputs is not None
+    if previous is not None:
+        wait([previous])
     try:
         validate()
         verdict.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))

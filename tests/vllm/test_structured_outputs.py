@@ -150,11 +150,33 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
     assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    [verdict] = structured_outputs._verdicts.of("").values()
-    verdict.result(60)
+    for verdict in structured_outputs._verdicts.of("").values():
+        verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
     assert count() == 3
+
+
+def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_finds_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0)
+    go_on = threading.Event()
+    count, validate = counted(go_on)
+    schemas = [STRING | {"title": str(number)} for number in range(structured_outputs.MAX_PENDING + 1)]
+    for schema in schemas:
+        with pytest.raises(Overloaded):
+            validate(params(json=schema))
+    assert count() == 1
+    verdicts = [*structured_outputs._verdicts.of("").values()]
+    assert len(verdicts) == structured_outputs.MAX_PENDING
+    go_on.set()
+    for verdict in verdicts:
+        verdict.result(60)
+    assert count() == len(verdicts)
+    for schema in schemas[:-1]:
+        validate(params(json=schema))
+    assert count() == len(verdicts)
 
 
 def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_share(
@@ -164,7 +186,7 @@ def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_sha
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 1.0)
     now = 100.0
     waits = Waits(lambda: now)
-    granted = {}
+    granted: dict[str, float] = {}
     for who in ("greedy", "second", "third"):
         for _ in range(40):
             left = waits.left(who)
