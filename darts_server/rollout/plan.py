@@ -16,7 +16,8 @@ UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The policy of a group of ``size``. ``single``: the group joins requests for one trajectory each.
+    """The policy of a group of ``size``. ``single``: the group joins requests for one trajectory each. Under `OFF` the
+    group is only counted, see `CountedGroups`.
 
     ``auto``: what is chosen from when the group is allocated; its shaping then takes the place of ``shaping``.
     """
@@ -112,6 +113,8 @@ class Planner:
             )
         idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
         if name == OFF or idle or size <= 1:
+            if size > 1 and n <= 1 and options.policy != OFF and not in_batch:
+                return Plan(OFF, UNSHAPED, size, single=True)
             return None
         if limits.group_size not in (None, size):
             raise InvalidRequest(

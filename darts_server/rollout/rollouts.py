@@ -98,7 +98,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
-            self.collect, self.allocator, self.observers, intervals.join, intervals.join_named
+            self.collect,
+            self.allocator,
+            self.observers,
+            intervals.join,
+            intervals.join_named,
+            lambda: engine.weight_version,
+            clock,
         )
         self.engine = engine
         self._brownout = brownout or Brownout(0, 0)
@@ -290,6 +296,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Record what running candidates have generated so far, before the paused model gets other weights."""
         for run in list(self.runs):
             run.runner.weights_change()
+        self.joiner.counted.weights_change()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates. Harmless if there are none."""

@@ -3,9 +3,9 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import ExitStack, aclosing, nullcontext, suppress
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import finalize
 
@@ -17,15 +17,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
-from darts_server.rollout.joining import JoinRequest
+from darts_server.rollout.joining import JoinRequest, Member
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket, caller
-from darts_server.types import FinishReason, RequestOptions
+from darts_server.types import OFF, DiscardReason, FinishReason, RequestOptions
 from darts_server.vllm.controlled import ControlledLLM
-from darts_server.vllm.engine import VllmRollouts
-from darts_server.vllm.outputs import ABORTED, make_deferred, to_choice
+from darts_server.vllm.engine import FINISH_REASONS, VllmRollouts
+from darts_server.vllm.outputs import ABORTED, NoTokens, make_deferred, to_choice
 from darts_server.vllm.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.ranks import RANK, place
 from darts_server.vllm.routes import RouteCall, route_call
@@ -44,7 +44,8 @@ class Generation:
     ``ticket``: holds its candidates. ``turn``: gets the rank of the engine that runs it, before its first output.
     ``turns``: where its answers are remembered; ``None``: nowhere. ``plan``: by which it is shaped, if it is.
     ``prompt_key``: for which its lengths are learned; empty for none. ``group_name``: the caller's, of single requests.
-    ``answers_at_stop``: the caller takes what was generated, if the server stops, in place of an error.
+    ``answers_at_stop``: the caller takes what was generated, if the server stops, in place of an error. ``member``: it
+    is one of a group that is only counted.
     """
 
     request: PromptRequest
@@ -56,6 +57,7 @@ class Generation:
     prompt_key: str = ""
     group_name: str | None = None
     answers_at_stop: bool = False
+    member: Member | None = None
 
 
 class ShapingLLM(ControlledLLM):
@@ -93,12 +95,14 @@ class ShapingLLM(ControlledLLM):
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
         rollouts, n = self.rollouts, sampling_params.n
         turns, turn, plan, prompt_key, group_name = None, Turn(), None, "", None
+        is_counted = False
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns, turn = rollouts.turns, make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
             group_name = shaping.group_id or rollouts.planner.limits.group_name(turn.session)
             turn.names_group = group_name is not None
             plan = rollouts.plan(n, shaping, turn)
-            if plan is not None:
+            is_counted = plan is not None and plan.policy == OFF
+            if plan is not None and not is_counted:
                 check_group(self, request)
             # What names `off` itself, or the model `MODEL:raw`, may be an evaluation: none of what is trained on.
             if plan is not None or (n > 1 and shaping.policy is None):
@@ -111,10 +115,10 @@ class ShapingLLM(ControlledLLM):
         # Last, as what raises must not hold candidates.
         if rollouts is not None and plan is not None:
             ticket = rollouts.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
-            if plan.single:
-                turn.group_size = plan.size
-            else:
+            if not plan.single:
                 route.groups.append(request_id)
+            elif not is_counted:
+                turn.group_size = plan.size
         elif not route.beams:
             ticket = self.admission.admit(n)
         else:
@@ -124,11 +128,23 @@ class ShapingLLM(ControlledLLM):
             ticket = route.ticket.split(0)
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
+        member = None
+        if rollouts is not None and plan is not None and is_counted:
+            join_key = self._join_key(generation, plan)
+            generated = partial(self._count_tokens, request_id)
+            member = rollouts.joiner.counted.join(request_id, plan, prompt_key, join_key, group_name, generated)
+            generation.member = member
+            route.groups.append(member.group.group_id)
         outputs, loop = self._serve(generation), asyncio.get_running_loop()
+
+        def give_up() -> None:
+            ticket.release()
+            if member is not None:
+                member.leave(DiscardReason.CANCELLED)
 
         def release() -> None:  # in any thread: that of the garbage collector
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ticket.release)
+                loop.call_soon_threadsafe(give_up)
 
         finalize(outputs, release).atexit = False  # one that is never iterated does not run its `finally`
         return outputs
@@ -161,7 +177,8 @@ class ShapingLLM(ControlledLLM):
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs, and record its answers before its caller gets their ends."""
         plan, request, turns, rollouts = generation.plan, generation.request, generation.turns, self.rollouts
-        if plan is None:
+        member = generation.member
+        if plan is None or member is not None:
             outputs = self._generate_unshaped(generation)
         else:
             outputs = (self._generate_joined if plan.single else self._generate_group)(generation, plan)
@@ -174,6 +191,10 @@ class ShapingLLM(ControlledLLM):
             async with aclosing(outputs):
                 async for output in outputs:
                     for choice in output.outputs:
+                        if choice.finish_reason is not None:
+                            generation.route.aborted |= choice.finish_reason == ABORTED
+                            if is_delta and not choice.token_ids:
+                                choice.token_ids = NoTokens()
                         if turns is None or (choice.finish_reason is None and not is_delta):
                             continue
                         tokens.setdefault(choice.index, []).extend(choice.token_ids)
@@ -181,11 +202,22 @@ class ShapingLLM(ControlledLLM):
                             answer = tokens.pop(choice.index)
                             ends[choice.index] = len(answer), reason
                             turns.add_answer(generation.turn, answer, aborted=reason == ABORTED)
+                            if member is not None and (finish_reason := FINISH_REASONS.get(reason)) is not None:
+                                member.finish(output.prompt_token_ids or (), answer, finish_reason)
+                            elif member is not None:
+                                aborted = DiscardReason.ABORTED if reason == ABORTED else DiscardReason.FAILED
+                                member.leave(aborted, len(answer))
                     yield output
         except (EngineRefused, EngineBusy, EngineDead) as error:
             raise (error.__cause__ or error) from None  # vLLM's own, which its routes map to the right HTTP status
+        except Exception:
+            if member is not None:
+                member.leave(DiscardReason.FAILED, len(tokens.get(0, ())))
+            raise
         finally:
             generation.ticket.release()
+            if member is not None:
+                member.leave(DiscardReason.CANCELLED, len(tokens.get(0, ())))
             if generation.answers_at_stop:
                 self._answered_at_stop.remove(request.request_id)
         if plan is not None or rollouts is None or not generation.prompt_key:
@@ -200,12 +232,19 @@ class ShapingLLM(ControlledLLM):
         request, turn = generation.request, generation.turn
         # Its place is among the candidates of groups.
         order = None if self.rollouts is None else self.rollouts.starting_order(None)(0)
-        options = place(self.vllm_config, request.options, turn.rank, order)
-        turn.rank = options.get(RANK)
-        outputs = super().generate(request.prompt, request.params, request.request_id, **options)
-        with nullcontext() if turn.rank is None else self.ranks.running_on(turn.rank):
+        with ExitStack() as placed:
+            if (member := generation.member) is not None:
+                placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
+                turn.rank = placed.enter_context(self.ranks.candidate(request.request_id))
+            options = place(self.vllm_config, request.options, turn.rank, order)
+            turn.rank = options.get(RANK)
+            if member is None and turn.rank is not None:
+                placed.enter_context(self.ranks.running_on(turn.rank))
+            outputs = super().generate(request.prompt, request.params, request.request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
                 generation.ticket.mark_started()
+                if member is not None:
+                    member.start()
                 try:
                     async for output in outputs:
                         yield output
@@ -257,8 +296,7 @@ class ShapingLLM(ControlledLLM):
         request, name, ticket = generation.request, generation.group_name, generation.ticket
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        # Callers with different keys must not answer each other's requests.
-        join_key = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{name}/{request.join_key}"
+        join_key = self._join_key(generation, plan)
         joining = JoinRequest(
             request, request.request_id, plan, generation.prompt_key, join_key, ticket, name, request.tokens
         )
@@ -275,6 +313,17 @@ class ShapingLLM(ControlledLLM):
             generation.turn.rank = self.ranks.of(request.request_id, request.options)
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
+
+    def _join_key(self, generation: Generation, plan: Plan) -> str:
+        """Return what requests have in common that may be of one group."""
+        # Callers with different keys must not answer each other's requests.
+        common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
+        return f"{common}/{generation.request.join_key}"
+
+    def _count_tokens(self, request_id: str) -> int:
+        """Return how many tokens the request with that id has generated, if it runs."""
+        ids = self.output_processor.external_req_ids.get(request_id, ())
+        return max((self.held.tokens(each) or 0 for each in ids), default=0)
 
     def observe_outputs(self) -> None:
         """Note the engine's death, and let other tasks run between two of its outputs.

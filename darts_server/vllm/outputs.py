@@ -42,6 +42,16 @@ STOP = "stop"  # vLLM's finish reason of an output whose last token may be no pa
 _one_at_a_time = anyio.CapacityLimiter(1)  # several tasks would each make a slice in every turn of the event loop
 
 
+class NoTokens(list[int]):
+    """The tokens of a stream's last output that has none: an empty list that counts as true.
+
+    vLLM's stream generators skip an output whose tokens are false, and its finish reason with it.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class CachingTokenizer:
     """A tokenizer that remembers the text of single tokens, which log-probs name again and again."""
 

@@ -4,10 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
+from uuid import uuid4
 from zlib import crc32
 
 import numpy as np
+import torch
 from msgspec import structs
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -40,6 +43,19 @@ the reasoning, or leaves it out at once, and white space joins that of the answe
 LONGEST_END = 24  # tokens of it, at most
 SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group, as may our own extra arguments."""
+SCHEDULING = frozenset({"trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints", "prompt_text"})
+"""Options of ``generate()`` that may differ too: they say when and where a request runs, not what is sampled."""
+NAMED = ("prompt_token_ids", "prompt", "mm_hashes")
+"""Fields of a prompt that its key has by themselves."""
+DERIVED = frozenset(
+    {
+        *("type", "arrival_time", "prompt_token_offsets"),
+        *("mm_kwargs", "mm_placeholders"),  # vLLM itself identifies what they are by the hashes
+        "cache_salt",  # part of the join key: statistics outlive a salt that changes with every step of training
+    }
+)
+"""Fields of a prompt that follow from others, or change nothing that the model sees. All other fields are part of the
+prompt's key, also those of later versions of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +79,10 @@ class PromptRequest:
         prompt = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
         tokens, lora = prompt.get("prompt_token_ids"), self.options.get("lora_request")
         text = None if tokens else prompt.get("prompt")
-        others = [text, prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
-        return key_of(tokens or (), *map(repr, filter(None, others)))
+        named = [text, prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
+        rest = {name: value for name, value in prompt.items() if name not in NAMED and value is not None}
+        texts = [*map(repr, filter(None, named)), describe(rest)]
+        return key_of(tokens or (), *filter(None, texts))
 
     @property
     def tokens(self) -> RequestTokens:
@@ -89,7 +107,12 @@ class PromptRequest:
             for name, value in (params["extra_args"] or {}).items()
             if not name.startswith("darts_") and name != SESSION_ARGUMENT
         }
-        return f"{self.prompt_key} {params | SEED_FIELDS | {'extra_args': extra}}"
+        options = {name: value for name, value in self.options.items() if name not in SCHEDULING and value is not None}
+        if (lora := options.get("lora_request")) is not None:
+            options["lora_request"] = (lora.lora_name, lora.lora_int_id)
+        prompt = self.prompt if isinstance(self.prompt, dict) else {}
+        salt = prompt.get("cache_salt") or prompt.get("decoder_prompt", {}).get("cache_salt")
+        return f"{self.prompt_key} {salt!r} {options} {params | SEED_FIELDS | {'extra_args': extra}}"
 
     # --- candidates ---------------------------------------------------------
 
@@ -129,6 +152,25 @@ class PromptRequest:
         child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
         return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
+
+
+def describe(value: object) -> str:
+    """Return a text that two parts of prompts have in common only if they are equal.
+
+    A part of a type that is not known here gets a text that no other part has. A mapping of derived fields has none.
+    """
+    if isinstance(value, Mapping):
+        fields = sorted((str(name), describe(each)) for name, each in value.items() if name not in DERIVED)
+        return f"{{{fields}}}" if fields else ""
+    if isinstance(value, list | tuple):
+        return repr([describe(each) for each in value])
+    if isinstance(value, torch.Tensor):
+        # As bytes, since NumPy does not have all types of tensors.
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{value.dtype} {list(value.shape)} {blake2b(data.data, digest_size=16).hexdigest()}"
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    return str(uuid4())
 
 
 def leave_rest(params: SamplingParams, tokens: int) -> None:
@@ -183,7 +225,10 @@ def make_turn(
     prompt, params = request.prompt, request.params
     name = shaping.session or request.options.get("session_id") or session
     is_greedy = params.temperature == 0
-    token_ids = (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or ()
+    token_ids: Sequence[int] = ()
+    # Beside embeddings, tokens are only a part of a prompt: another prompt may have the same.
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is None:
+        token_ids = prompt.get("prompt_token_ids") or ()
     scores_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     return Turn(
         token_ids,

@@ -105,7 +105,7 @@ class RouteCall:
     ``options``: of its headers and model name. ``session``: that a header names. ``beams``: of a beam search, over all
     its prompts; it calls ``generate()`` for every token of every beam, and is admitted once: ``ticket`` holds them from
     the first call to the end. ``groups``: ids of those that it is served as. ``named``: prompts that the caller's
-    prompt key is used for.
+    prompt key is used for. ``aborted``: whether an answer ended by an abort.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -114,6 +114,7 @@ class RouteCall:
     ticket: Ticket | None = None
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
+    aborted: bool = False
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
@@ -289,9 +290,19 @@ def _make_error(vllms: Callable[..., Any], fields_of: ErrorFields, message: Any,
 
 
 def _end_responses(responses: Any) -> None:
-    """End streams of the Responses API by an event, and let responses in the background fail."""
+    """End streams of the Responses API by an event, let responses in the background fail, and report aborts."""
     stream, stream_stored = responses.responses_stream_generator, responses.responses_background_stream_generator
     run = responses._run_background_request
+    make_whole = responses.responses_full_generator
+
+    async def make_whole_or_cancelled(*args: Any, **more: Any) -> Any:
+        # vLLM says "cancelled" of an aborted response for one family of models, and "completed" for all others.
+        response = await make_whole(*args, **more)
+        call = route_call.get()
+        if call is not None and call.aborted and getattr(response, "status", None) in ("completed", "incomplete"):
+            response.status = "cancelled"
+            response.incomplete_details = None
+        return response
 
     async def mark_failed(response_id: str) -> None:
         """Say of a response that runs in the background, and is stored, that it has failed, as vLLM does."""
@@ -333,6 +344,7 @@ def _end_responses(responses: Any) -> None:
 
     # vLLM's converts an error of the engine to an event that it has no type for.
     responses._convert_generation_error_to_streaming_response = _raise
+    responses.responses_full_generator = make_whole_or_cancelled
     responses.responses_stream_generator = stream_with_error
     responses.responses_background_stream_generator = stream_stored_until_error
     responses._run_background_request = run_and_mark

@@ -7,12 +7,14 @@ Here what is too large or too deep is refused before a library sees it, and the 
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import fields
 from functools import partial, wraps
 from hashlib import sha256
+from math import exp
 from threading import Thread
 from typing import Any
 
@@ -35,6 +37,12 @@ MAX_BRACKETS = 256
 """Brackets in each other, in a pattern, regular expression or grammar. xgrammar's stack has room for some 20,000."""
 CHECK_SECONDS = 0.5
 """For which the event loop waits for a check: usual ones take a few milliseconds, and the worst that fit a minute."""
+WAITED_SECONDS, WINDOW_SECONDS = 1.0, 5.0
+"""For how many of the last seconds the event loop waits for all checks together. A lone caller may use half of
+that: one check that takes long, or a hundred usual ones."""
+MAX_PENDING = 32
+"""Checks of one caller that run or wait, each with its own thread. What is sent again finds its verdict."""
+NEGLIGIBLE_SECONDS = 1e-4  # of waiting, after which a caller is forgotten
 KEPT_VERDICTS = 256  # of all callers together. All requests of a training run have one schema or a few
 BRACKET = re.compile(r"[(\[{)\]}]")
 
@@ -43,6 +51,38 @@ Converted = tuple[list[str] | None, str | None]
 
 _verdicts: Kept[tuple[str, bytes], Future[Converted]] = Kept(KEPT_VERDICTS)
 """By the name of the check and a digest of what was checked, of each caller."""
+
+
+class Waits:
+    """How long the event loop has waited for the checks of each caller. The past counts less with time.
+
+    ``clock``: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waited: dict[str, float] = {}
+        self._at = clock()
+
+    def left(self, who: str) -> float:
+        """Return for how many seconds the event loop may wait for a check of this caller.
+
+        A caller may use half of what the others leave, so that something is left for the next caller.
+        """
+        now = self._clock()
+        remaining = exp((self._at - now) / WINDOW_SECONDS)
+        self._at = now
+        waited = {name: seconds * remaining for name, seconds in self._waited.items()}
+        self._waited = {name: seconds for name, seconds in waited.items() if seconds > NEGLIGIBLE_SECONDS}
+        own = self._waited.get(who, 0.0)
+        others = sum(self._waited.values()) - own
+        return max(0.0, min(CHECK_SECONDS, (WAITED_SECONDS - others) / 2 - own))
+
+    def add(self, who: str, seconds: float) -> None:
+        self._waited[who] = self._waited.get(who, 0.0) + seconds
+
+
+_waits = Waits()
 
 
 def limit_checks() -> None:
@@ -61,8 +101,8 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     def check(params: SamplingParams, *args: Any, **more: Any) -> None:
         """Check as vLLM does, or give the verdict of an earlier time.
 
-        In a thread, where the libraries let the event loop go on. One that takes too long can be waited for, but not
-        ended, and some never end: its caller begins no other before it is over. Other callers do.
+        In a thread, where the libraries let the event loop go on. A check that takes too long can be waited for, but
+        not ended, and some never end. The next checks of its caller begin when it is over, other callers' at once.
         """
         if (outputs := params.structured_outputs) is None:
             return
@@ -80,22 +120,28 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             if len(encoded) > MAX_SAMPLING_BYTES:
                 raise too_large(FIELD, len(encoded))
             check_depth(content)
-        is_known = verdict is not None and verdict.done()
-        if not is_known and not all(each.done() for each in list(_verdicts.of(who).values())):
-            raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
-        if verdict is None:
+        pending = [each for each in list(_verdicts.of(who).values()) if not each.done()]
+        if verdict is None and len(pending) < MAX_PENDING:
             verdict, trial = Future(), copy(params)
             trial.structured_outputs = copy(outputs)
-            Thread(target=_run, args=(verdict, partial(validate, trial, *args, **more), trial), daemon=True).start()
+            previous = pending[-1] if pending else None
+            checking = (verdict, partial(validate, trial, *args, **more), trial, previous)
+            Thread(target=_run, args=checking, daemon=True).start()
+            _verdicts.put(who, key, verdict)
+        if verdict is None or (pending and not verdict.done()):
+            raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
         _verdicts.put(who, key, verdict)
+        left = _waits.left(who)
+        began = time.monotonic()
         try:
-            failure = verdict.exception(CHECK_SECONDS)
+            failure = verdict.exception(left)
         except TimeoutError:
-            raise Overloaded(
-                f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it, or send it "
-                "again when it has been checked",
-                RETRY_SECONDS,
-            ) from None
+            what = f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it"
+            if left < CHECK_SECONDS:
+                what = "this schema or grammar, and those of the last seconds, take long to check; simplify them"
+            raise Overloaded(f"{what}, or send it again when it has been checked", RETRY_SECONDS) from None
+        finally:
+            _waits.add(who, time.monotonic() - began)
         if failure is not None:
             raise failure.with_traceback(None)  # or it would keep all requests that it refuses
         outputs.choice, outputs.grammar = verdict.result()
@@ -103,8 +149,16 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
-def _run(verdict: Future[Converted], validate: Callable[[], None], trial: SamplingParams) -> None:
+def _run(
+    verdict: Future[Converted],
+    validate: Callable[[], None],
+    trial: SamplingParams,
+    previous: Future[Converted] | None,
+) -> None:
+    """``previous``: of the same caller, which is checked first."""
     assert trial.structured_outputs is not None
+    if previous is not None:
+        wait([previous])
     try:
         validate()
         verdict.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))

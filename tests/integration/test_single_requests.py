@@ -1,20 +1,27 @@
 """Groups joined from single requests, one per trajectory, on real vLLM."""
 
 import asyncio
+import base64
+import io
+import json
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import httpx
 import pytest
+import torch
 
 from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import Server
+from darts_server.demo.server import DARTS, MODEL, Server
+from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE = 8
 PROMPTS = 12
 GROUP = {"X-Darts-Group": f"size={SIZE}"}
+HIDDEN: int = json.loads((MODEL / "config.json").read_text())["hidden_size"]
 NO_LIMIT = httpx.Limits(max_connections=None)
 
 
@@ -77,3 +84,24 @@ async def test_a_lone_request_is_answered_like_an_unshaped_one(server: Server) -
         name = answer.headers["X-Darts-Group-Id"]
         [group] = (await client.get(f"{server.url}/darts/v1/groups/{name}")).json()["groups"]
         assert len(group["candidates"]) == 1
+
+
+def embedded(value: float) -> dict[str, object]:
+    """A prompt of embeddings, as vLLM's clients send them."""
+    buffer = io.BytesIO()
+    torch.save(torch.full((6, HIDDEN), value), buffer)
+    return {"model": "tiny", "prompt_embeds": base64.b64encode(buffer.getvalue()).decode(), "max_tokens": 8}
+
+
+async def test_requests_with_other_embeddings_are_other_prompts(serve: Serve, tmp_path: Path) -> None:
+    pair = {"X-Darts-Group": "size=2"}
+    with serve(DARTS, tmp_path / "log", "--enable-prompt-embeds", "--group-wait", "60") as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+            posts = [
+                client.post("/v1/completions", json=embedded(value), headers=pair) for value in (0.25, 0.5, 0.25, 0.5)
+            ]
+            answers = await asyncio.gather(*posts)
+            assert {answer.status_code for answer in answers} == {200}, answers[0].text
+            groups = [answer.headers["X-Darts-Group-Id"] for answer in answers]
+            assert groups[:2] == groups[2:], "the same embeddings are the same prompt"
+            assert groups[0] != groups[1]

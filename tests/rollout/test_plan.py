@@ -31,8 +31,9 @@ def test_a_request_for_several_trajectories_is_a_group() -> None:
 
 @pytest.mark.parametrize("n", [1, 8])
 def test_off_is_never_shaped_even_if_a_policy_has_that_name(n: int) -> None:
-    assert planner(8, default="off").plan(n, RequestOptions()) is None
-    assert planner(8).plan(n, RequestOptions(policy="off")) is None
+    assert planner(default="off").plan(n, RequestOptions()) is None
+    for default in ("uniform", "off"):
+        assert planner(8, default).plan(n, RequestOptions(policy="off")) is None
     assert list(planner().names()) == ["off", "uniform", "eight"]
 
 
@@ -65,6 +66,18 @@ def test_a_single_request_joins_a_group_if_the_request_or_the_server_gives_a_siz
 )
 def test_a_single_request_without_a_group_is_not_shaped(group_size: int | None, options: RequestOptions) -> None:
     assert planner(group_size).plan(1, options) is None
+
+
+@pytest.mark.parametrize("default", ["off", "auto"])
+def test_where_nothing_is_shaped_a_group_of_single_requests_is_only_counted(default: str) -> None:
+    idle = Planner(POLICIES, default, Limits(64), AUTO_OPTIONS)
+    counted = Plan("off", UNSHAPED, 4, single=True)
+    assert idle.plan(1, RequestOptions(group_id="g", group_size=4)) == counted
+    assert planner(4, "off").plan(1, RequestOptions()) == counted
+    assert idle.plan(1, RequestOptions("off", group_id="g", group_size=4)) is None, "an evaluation"
+    assert idle.plan(1, RequestOptions()) is None
+    assert planner(4, "off").plan(1, RequestOptions(), in_batch=True) is None
+    assert planner(4, "off").plan(4, RequestOptions()) is None
 
 
 # --- refusals -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import SamplingParams
@@ -19,6 +20,8 @@ from darts_server.types import RequestOptions, TurnKind
 from darts_server.vllm.prompt_request import PromptRequest, check_resumable, count_stable, make_turn
 
 TRAINING = SamplingParams(temperature=1.0)
+RENDERED: dict[str, Any] = {"type": "token", "prompt_token_ids": [5, 6, 7], "arrival_time": 1.5}
+IMAGE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}, "mm_kwargs": {}, "mm_placeholders": {}}
 _trl = importlib.util.find_spec("trl")
 assert _trl is not None
 assert _trl.origin is not None
@@ -47,9 +50,43 @@ def test_the_same_tokens_have_the_same_key_whether_they_came_as_text_or_not() ->
     assert key(rendered | {"prompt": "a text"}) == key(rendered | {"cache_salt": "salt"}) == key(rendered)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "expected"),
+    [
+        (RENDERED, {}, "2615aba4460de48d34687a4e"),
+        (RENDERED, {"lora_request": LoRARequest("a", 1, "/a")}, "bae82c917a2fe27767d04fee"),
+        (RENDERED | IMAGE, {}, "092339ff72b8041b7b47b385"),
+        ("text", {}, "8cea47dbd908a5a8cd47f0f2"),
+    ],
+    ids=["tokens", "adapter", "image", "text"],
+)
+def test_keys_of_plain_prompts_are_those_of_statistics_on_disk(prompt: Any, options: Any, expected: str) -> None:
+    assert key(prompt, **options) == expected
+
+
 def test_prompts_that_differ_in_what_the_model_sees_have_different_keys() -> None:
     tokens = {"prompt_token_ids": [5, 6, 7]}
+    ones, zeros = torch.ones(3, 4), torch.zeros(3, 4)
+    mixed = {"type": "embeds", "prompt_token_ids": [5, 6, 7]}
+    encoded = {"type": "enc_dec", "decoder_prompt": tokens}
     keys = [
+        key({"type": "embeds", "prompt_embeds": ones}),
+        key({"type": "embeds", "prompt_embeds": zeros}),
+        key({"type": "embeds", "prompt_embeds": zeros.to(torch.bfloat16)}),
+        key({"type": "embeds", "prompt_embeds": torch.zeros(4, 3)}),
+        key({"type": "embeds", "prompt_embeds": torch.zeros(0, 4)}),
+        key(mixed | {"prompt_embeds": ones, "is_token_ids": [True, False, False]}),
+        key(mixed | {"prompt_embeds": zeros, "is_token_ids": [True, False, False]}),
+        key(mixed | {"prompt_embeds": zeros, "is_token_ids": [False, True, False]}),
+        key(encoded | {"encoder_prompt": {"prompt_token_ids": [1]}}),
+        key(encoded | {"encoder_prompt": {"prompt_token_ids": [2]}}),
+        key(encoded | {"encoder_prompt": {"prompt_token_ids": [2], "mm_hashes": {"audio": ["a"]}}}),
+        key({"type": "multimodal", "encoder_prompt_token_ids": [1]} | tokens),
+        key({"prompt": "a", "multi_modal_data": {"image": "a"}}),
+        key({"prompt": "a", "multi_modal_data": {"image": "a"}, "mm_processor_kwargs": {"crops": 4}}),
+        key({"prompt": "a", "multi_modal_data": {"image": object()}}),
+        key({"prompt": "a", "multi_modal_data": {"image": object()}}),
+        key(tokens | {"a field of a later version": 1}),
         key(tokens),
         key({"prompt_token_ids": [5, 6]}),
         key(tokens | {"mm_hashes": {"image": ["a"]}}),
@@ -60,6 +97,43 @@ def test_prompts_that_differ_in_what_the_model_sees_have_different_keys() -> Non
         key("another"),
     ]
     assert len({*keys}) == len(keys)
+
+
+def test_equal_embeddings_have_the_same_key() -> None:
+    for rows in (torch.ones(3, 4), torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4, 3).T):
+        once, twice = ({"type": "embeds", "prompt_embeds": rows.clone(), "arrival_time": now} for now in (1.0, 2.0))
+        assert key(once) == key(twice)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ({"cache_salt": "b"}, {}),
+        ({"type": "enc_dec", "decoder_prompt": {"cache_salt": "b"}}, {}),
+        ({"prompt_embeds": torch.ones(3, 4)}, {}),
+        ({}, {"lora_request": LoRARequest("a", 2, "/a")}),
+        ({}, {"reasoning_ended": False}),
+        ({}, {"tokenization_kwargs": {"truncation": True}}),
+    ],
+    ids=lambda each: next(iter(each), ""),
+)
+def test_requests_that_differ_in_a_part_of_the_prompt_are_never_joined(prompt: Any, options: Any) -> None:
+    common: Any = {"lora_request": LoRARequest("a", 1, "/a"), "reasoning_ended": True}
+    for other in (True, False):
+        same = PromptRequest(RENDERED | prompt, TRAINING, "a", common | options | {"priority": 1}).join_key
+        changed = PromptRequest(
+            RENDERED | (prompt if other else {}), TRAINING, "b", common | (options if other else {})
+        )
+        assert (same == changed.join_key) is other
+
+
+def test_the_tokens_beside_embeddings_do_not_show_a_later_turn() -> None:
+    turns = Turns()
+    prompts = [{"prompt_token_ids": [5, 6, 7], "prompt_embeds": torch.full((3, 4), each)} for each in (1.0, 2.0)]
+    first, second = (PromptRequest(each, TRAINING, "r") for each in prompts)
+    turns.add_answer(make_turn(first, RequestOptions(), None, None), [8, 9])
+    second.prompt["prompt_token_ids"] += [8, 9, 10]
+    assert turns.classify(make_turn(second, RequestOptions(), None, None)) is TurnKind.OPENING
 
 
 @pytest.mark.parametrize("values", [{"logprobs": 1}, {"stop": "whole words"}, {"stop": ["a", "bcd"]}])

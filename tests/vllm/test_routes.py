@@ -47,6 +47,9 @@ class Responses(Completions):
     async def _run_background_request(self, request: Any) -> None:
         raise self.error
 
+    async def responses_full_generator(self, status: str) -> Any:
+        return SimpleNamespace(status=status, incomplete_details="max_output_tokens")
+
     async def responses_background_stream_generator(self, response_id: str) -> AsyncGenerator[Any, None]:
         """Go on until a response is completed."""
         async for event in self.responses_stream_generator(SimpleNamespace(request_id=response_id)):
@@ -118,6 +121,18 @@ async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
         *_, event = [event async for event in stream]
     assert (event.type, event.code, event.sequence_number) == ("error", "503", 2)
     assert responses.response_store["r"].status == "failed"
+
+
+@pytest.mark.parametrize("status", ["completed", "incomplete"])
+async def test_a_response_whose_answer_was_aborted_is_cancelled(status: str) -> None:
+    responses = Responses(GroupAborted("no"))
+    attach_to(openai_serving_responses=responses)
+    call = RouteCall()
+    route_call.set(call)
+    assert (await responses.responses_full_generator(status)).status == status
+    call.aborted = True
+    response = await responses.responses_full_generator(status)
+    assert (response.status, response.incomplete_details) == ("cancelled", None)
 
 
 async def test_errors_of_vllm_stay_as_they_are() -> None:

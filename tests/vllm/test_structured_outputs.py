@@ -12,10 +12,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest, Overloaded
 from darts_server.rollout.turns import Kept
-from darts_server.serving.admission import Caller, caller
+from darts_server.serving.admission import RETRY_SECONDS, Caller, caller
 from darts_server.vllm import structured_outputs
 from darts_server.vllm.sampling import REFUSALS
-from darts_server.vllm.structured_outputs import MAX_BRACKETS, MAX_DEPTH, MAX_SAMPLING_BYTES, limit_checks
+from darts_server.vllm.structured_outputs import MAX_BRACKETS, MAX_DEPTH, MAX_SAMPLING_BYTES, Waits, limit_checks
 
 STRING: Any = {"type": "string"}
 PATH = STRING | {"description": "of the file :( such as (a/b", "pattern": r"^[^\0]{1,64}$"}
@@ -33,6 +33,8 @@ TOOL = {
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_checks()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
+    monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 3600)
+    monkeypatch.setattr(structured_outputs, "_waits", Waits())
     monkeypatch.setattr(structured_outputs, "_verdicts", Kept(structured_outputs.KEPT_VERDICTS))
 
 
@@ -148,11 +150,76 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
     assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    [verdict] = structured_outputs._verdicts.of("").values()
-    verdict.result(60)
+    for verdict in structured_outputs._verdicts.of("").values():
+        verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
     assert count() == 3
+
+
+def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_finds_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0)
+    go_on = threading.Event()
+    count, validate = counted(go_on)
+    schemas = [STRING | {"title": str(number)} for number in range(structured_outputs.MAX_PENDING + 1)]
+    for schema in schemas:
+        with pytest.raises(Overloaded):
+            validate(params(json=schema))
+    assert count() == 1
+    verdicts = [*structured_outputs._verdicts.of("").values()]
+    assert len(verdicts) == structured_outputs.MAX_PENDING
+    go_on.set()
+    for verdict in verdicts:
+        verdict.result(60)
+    assert count() == len(verdicts)
+    for schema in schemas[:-1]:
+        validate(params(json=schema))
+    assert count() == len(verdicts)
+
+
+def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 1.0)
+    now = 100.0
+    waits = Waits(lambda: now)
+    granted: dict[str, float] = {}
+    for who in ("greedy", "second", "third"):
+        for _ in range(40):
+            left = waits.left(who)
+            granted[who] = granted.get(who, 0.0) + left
+            waits.add(who, left)
+    assert granted == pytest.approx({"greedy": 0.5, "second": 0.25, "third": 0.125})
+    now += 60
+    assert waits.left("greedy") == pytest.approx(0.5)
+    assert waits._waited == {}, "callers are forgotten"
+
+
+def test_many_checks_that_take_long_stop_the_event_loop_only_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 0.02)
+    go_on = threading.Event()
+    count, validate = counted(go_on)
+    granted: list[float] = []
+
+    class Recorded(Waits):
+        def left(self, who: str) -> float:
+            granted.append(super().left(who))
+            return granted[-1]
+
+    monkeypatch.setattr(structured_outputs, "_waits", Recorded(lambda: 0.0))
+    for number in range(40):
+        token = caller.set(Caller(str(number)))
+        with pytest.raises(Overloaded) as refused:
+            validate(params(json=STRING | {"title": str(number)}))
+        caller.reset(token)
+        assert refused.value.retry_after == RETRY_SECONDS
+    go_on.set()
+    assert count() == 40, "each check goes on, so that it is known when the request is sent again"
+    assert sum(granted) <= 0.02
 
 
 def test_a_library_that_panics_is_a_refusal_and_not_a_check_without_an_end() -> None:
