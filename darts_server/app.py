@@ -17,8 +17,9 @@ from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.routes import router, serve_metrics_in_the_loop
+from darts_server.http.routes import router, share_answers
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
+from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
@@ -272,7 +273,7 @@ def extend(
         )
     )
     page.add_routes(application.router)
-    serve_metrics_in_the_loop(application)
+    share_answers(application)
     dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.

@@ -1,5 +1,6 @@
 """vLLM's own HTTP server around the engine that shapes: its flags, its app, its routes."""
 
+import asyncio
 import os
 import socket
 from argparse import Namespace
@@ -116,8 +117,14 @@ async def make_app(
     return application
 
 
-async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shutdown: Shutdown) -> None:
-    """Serve the app until the server stops."""
+async def serve(
+    application: FastAPI,
+    args: Namespace,
+    sock: socket.socket,
+    shutdown: Shutdown,
+    protocol: type[asyncio.Protocol],
+) -> None:
+    """Serve the app until the server stops. ``protocol``: uvicorn's of HTTP/1.1, as its ``--http``."""
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     log_config = get_uvicorn_log_config(args)
 
@@ -141,8 +148,7 @@ async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shut
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
-            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-            h11_max_header_count=args.h11_max_header_count,
+            http=protocol,
             **({} if log_config is None else {"log_config": log_config}),
         )
     await ended
