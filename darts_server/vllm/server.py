@@ -28,6 +28,7 @@ from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.routes import RAW_SUFFIX, ErrorFields, Extension, ReadOptions, attach
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
+from darts_server.vllm.text_limits import limit_texts, tokenize_in_threads
 
 logger = getLogger(__name__)
 
@@ -110,6 +111,8 @@ async def make_app(
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
+    limit_texts(llm.renderer)
+    tokenize_in_threads(application.state)
     attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
