@@ -5,6 +5,7 @@ import copy
 import time
 from typing import Any
 
+import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -108,7 +109,7 @@ def share_answers(application: FastAPI) -> None:
         elif isinstance(route, Mount) and route.path == METRICS:
             route.app = SharedAnswers(route.app)  # of all other paths that begin so
         elif isinstance(route, Route) and route.path == application.openapi_url:
-            application.routes.insert(0, _made_once(route))
+            application.routes.insert(0, _made_once(application, route))
 
 
 def _metrics_in_the_loop(route: APIRoute) -> Route:
@@ -121,14 +122,16 @@ def _metrics_in_the_loop(route: APIRoute) -> Route:
     return Route(METRICS, SharedAnswers(metrics), methods=["GET"], include_in_schema=False)
 
 
-def _made_once(route: Route) -> Route:
-    """The description of the API does not change while the server runs."""
-    body: bytes | None = None
+def _made_once(application: FastAPI, route: Route) -> Route:
+    """The description of the API does not change while the server runs. Making it takes a second of a thread."""
+    made: list[bytes] = []
+    one_at_a_time = asyncio.Lock()
 
     async def description(request: Request) -> Response:
-        nonlocal body
-        if body is None:
-            body = bytes((await route.endpoint(request)).body)
-        return Response(body, media_type="application/json")
+        async with one_at_a_time:
+            if not made:
+                await anyio.to_thread.run_sync(application.openapi)  # which the app keeps
+                made.append(bytes((await route.endpoint(request)).body))
+        return Response(made[0], media_type="application/json")
 
     return Route(route.path, description, include_in_schema=False)

@@ -135,24 +135,29 @@ async def test_many_requests_leave_most_of_the_time_to_others() -> None:
     assert time.monotonic() - begin > 4 * PAUSE * 0.005
 
 
-def test_the_description_is_rendered_once() -> None:
+def test_the_description_is_rendered_once_and_outside_of_the_event_loop() -> None:
     application = FastAPI()
-    rendered: list[int] = []
+    threads: list[int] = []
     schema = application.openapi
 
     def openapi() -> dict[str, object]:
-        rendered.append(1)
+        threads.append(get_ident())
         return schema()
 
     application.openapi = openapi  # type: ignore[method-assign]
+
+    @application.get("/loop")
+    async def loop() -> int:
+        return get_ident()
+
     with TestClient(application) as client:
         plain = client.get("/openapi.json")
-    share_answers(application)
-    rendered.clear()
-    with TestClient(application) as client:
+        share_answers(application)
+        threads.clear()
         for _ in range(3):
             shared = client.get("/openapi.json")
             assert shared.content == plain.content
             assert shared.headers == plain.headers
         assert client.head("/openapi.json").status_code == 200
-    assert rendered == [1]
+        assert len(threads) == 2  # FastAPI's own route, which is called once, reads what is kept then
+        assert threads[0] != client.get("/loop").json()

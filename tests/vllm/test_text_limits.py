@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,14 +39,15 @@ def test_texts_within_the_limit_are_tokenized_as_before(tokenizer: Any) -> None:
 
 def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
     long_chat = [{"role": "user", "content": LONG}]
-    for tokenize in (
+    calls: list[Callable[[], object]] = [
         lambda: tokenizer(LONG, truncation=True, max_length=5),
         lambda: tokenizer([LONG[:-1], "7"]),
         lambda: tokenizer(text="7", text_pair=LONG),
         lambda: tokenizer.encode(text=LONG),
         lambda: tokenizer.apply_chat_template(long_chat),
         lambda: tokenizer.decode([5] * (MAX_TOKENIZED + 1)),
-    ):
+    ]
+    for tokenize in calls:
         with pytest.raises(VLLMValidationError, match=f"at most {MAX_TOKENIZED}") as caught:
             tokenize()
         assert caught.value.parameter in ("input_text", "input_tokens")
