@@ -56,13 +56,11 @@ def limit_texts(renderer: Any) -> None:
 
 def _check(what: str, size: int, most: int) -> None:
     if size > most:
-        unit = "characters" if what == "input_text" else "token ids"
-        raise VLLMValidationError(
-            f"The input has {size} {unit}, and this server takes at most {most}. Please send less; a prompt that is "
-            "to be truncated may be longer if truncation_side is set.",
-            parameter=what,
-            value=size,
-        )
+        unit, remedy = "token ids", "send less"
+        if what == "input_text":
+            unit, remedy = "characters", "send less, or set truncation_side if the prompt is to be truncated"
+        message = f"The input has {size} {unit}, and this server takes at most {most}: {remedy}"
+        raise VLLMValidationError(message, parameter=what, value=size)
 
 
 def _characters(value: object) -> int:

@@ -10,14 +10,22 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tokenizers.hf import maybe_make_thread_pool
 
 from darts_server.demo.server import MODEL
-from darts_server.vllm.text_limits import MAX_TOKENIZED, limit_texts, tokenize_in_threads
+from darts_server.vllm import text_limits
+from darts_server.vllm.text_limits import limit_texts, tokenize_in_threads
 
-LONG = "7" * (MAX_TOKENIZED + 1)
+MOST = 10_000
+LONG = "7" * (MOST + 1)
 CHAT = [{"role": "user", "content": "7a>"}]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["single", "pool"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(autouse=True)
+def lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing a million characters takes seconds."""
+    monkeypatch.setattr(text_limits, "MAX_TOKENIZED", MOST)
+
+
+@pytest.fixture(params=[False, True], ids=["single", "pool"])
+def tokenizer(lower_limit: None, request: pytest.FixtureRequest) -> Any:
     tokenizer = get_tokenizer(MODEL)
     if request.param:
         tokenizer = maybe_make_thread_pool(tokenizer, 2)
@@ -34,7 +42,7 @@ def test_texts_within_the_limit_are_tokenized_as_before(tokenizer: Any) -> None:
     for tokenize in (True, False):
         chat = tokenizer.apply_chat_template(CHAT, tokenize=tokenize, return_dict=False)
         assert chat == plain.apply_chat_template(CHAT, tokenize=tokenize, return_dict=False)
-    assert len(tokenizer.encode(LONG[1:])) == MAX_TOKENIZED
+    assert len(tokenizer.encode(LONG[1:])) == MOST
 
 
 def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
@@ -45,10 +53,10 @@ def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
         lambda: tokenizer(text="7", text_pair=LONG),
         lambda: tokenizer.encode(text=LONG),
         lambda: tokenizer.apply_chat_template(long_chat),
-        lambda: tokenizer.decode([5] * (MAX_TOKENIZED + 1)),
+        lambda: tokenizer.decode([5] * (MOST + 1)),
     ]
     for tokenize in calls:
-        with pytest.raises(VLLMValidationError, match=f"at most {MAX_TOKENIZED}") as caught:
+        with pytest.raises(VLLMValidationError, match=f"at most {MOST}") as caught:
             tokenize()
         assert caught.value.parameter in ("input_text", "input_tokens")
     assert len(tokenizer.apply_chat_template(long_chat, tokenize=False)) >= len(LONG)  # checked when it is tokenized
@@ -56,7 +64,7 @@ def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
 
 def test_a_model_that_holds_longer_texts_gets_them() -> None:
     tokenizer: Any = get_tokenizer(MODEL)
-    model = SimpleNamespace(max_model_len=MAX_TOKENIZED + 1)
+    model = SimpleNamespace(max_model_len=MOST + 1)
     limit_texts(SimpleNamespace(tokenizer=tokenizer, model_config=model))
     assert len(tokenizer.encode(LONG)) == len(tokenizer.decode([5] * len(LONG)))
     limit_texts(SimpleNamespace(tokenizer=None, model_config=model))
