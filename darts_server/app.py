@@ -17,8 +17,10 @@ from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
-from darts_server.http.routes import router, serve_metrics_in_the_loop
+from darts_server.http.routes import router, share_answers
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
+from darts_server.http.security.heads import LimitedHttp
+from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
 from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
@@ -152,7 +154,7 @@ async def _serve(
             rooms.batches.restore()
             try:
                 shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
-                await server.serve(application, args, sock, shutdown)
+                await server.serve(application, args, sock, shutdown, LimitedHttp)
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)
@@ -249,6 +251,7 @@ def extend(
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
+    limit_json(application)
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,
@@ -272,7 +275,7 @@ def extend(
         )
     )
     page.add_routes(application.router)
-    serve_metrics_in_the_loop(application)
+    share_answers(application)
     dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
     limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
     # Added last, so that it is the outermost.

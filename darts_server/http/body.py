@@ -54,7 +54,7 @@ ONLY_DIGITS = bytes(ord("0") if chr(char).isdecimal() else ord(" ") for char in 
 LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
-_one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
+one_at_a_time = anyio.CapacityLimiter(1)  # several threads would take the interpreter from the event loop in turns
 
 ModelT = TypeVar("ModelT", bound="Body")
 ValidatedT = TypeVar("ValidatedT")
@@ -175,7 +175,7 @@ async def parse_body(model: type[ModelT], body: bytes, items: str | None = None)
     """Parse a JSON body, a large one in a thread and one after the other. ``items``, raises: see `parsed`."""
     if len(body) <= INLINE_BYTES:
         return parsed(model, body)
-    return await anyio.to_thread.run_sync(parsed, model, body, items, limiter=_one_at_a_time)
+    return await anyio.to_thread.run_sync(parsed, model, body, items, limiter=one_at_a_time)
 
 
 async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
@@ -200,15 +200,15 @@ def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT
             in it.
     """
     if items is None or len(body) <= INLINE_BYTES or (split := split_objects(body, items)) is None:
-        _check_at_once(body)
+        check_at_once(body)
         return _validated(model.model_validate_json, body)
     head, objects = split
-    _check_at_once(head)
+    check_at_once(head)
     whole = _validated(model.model_validate_json, head)
     (item,) = get_args(model.__annotations__[items])
     values = []
     for number, text in enumerate(objects):
-        _check_at_once(text)
+        check_at_once(text)
         values.append(_validated(item.model_validate_json, text, (items, number)))
     assign = partial(model.__pydantic_validator__.validate_assignment, whole, items)
     _validated(assign, values)  # by what the field requires beyond its items, which are not validated again
@@ -242,7 +242,7 @@ def split_objects(body: bytes, field: str) -> tuple[bytes, list[bytes]] | None:
         msgspec.json.decode(listed, type=list[_AnyObject])  # so that there are as many as parts at most
         objects = msgspec.json.decode(listed, type=list[msgspec.Raw])
         if parts - sum(map(_count_parts, _outside_strings(listed))) > MAX_PARTS_AT_ONCE:  # each name is one below
-            raise _too_much(MAX_PARTS_AT_ONCE, PARTS)
+            raise _too_much(MAX_PARTS_AT_ONCE, PARTS, "beside the list")
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.ValidationError, RecursionError):
         return None
@@ -273,8 +273,17 @@ def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tupl
         raise InvalidRequest(field or "body", message) from None  # the cause would keep the whole body
 
 
-def _check_at_once(text: bytes) -> None:
-    """Check a text that is parsed at once.
+def check_at_once(text: bytes, most_parts: int | None = None) -> None:
+    """Check a text that is parsed at once. ``most_parts``: in place of `MAX_PARTS_AT_ONCE`.
+
+    Raises as `check_structure`.
+    """
+    where = "in one prompt or reward, or in all fields beside a list of these alone"
+    check_structure(text, most_parts or MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, MAX_UNQUOTED_AT_ONCE, where)
+
+
+def check_structure(text: bytes, most_parts: int, most_values: int, most_unquoted: int, where: str) -> None:
+    """Check how much a JSON text has in it. ``where``: what the limits hold for, for messages.
 
     Raises:
         InvalidRequest: it has a number of more than `MAX_DIGITS` digits.
@@ -290,16 +299,15 @@ def _check_at_once(text: bytes) -> None:
             raise InvalidRequest("body", f"has a number of more than {MAX_DIGITS} digits; send it as a string")
         parts, values, unquoted = parts + _count_parts(outside), values + outside.count(b","), unquoted + len(outside)
         for count, most, what in (
-            (parts, MAX_PARTS_AT_ONCE, PARTS),
-            (values, MAX_VALUES_AT_ONCE, "numbers"),
-            (unquoted, MAX_UNQUOTED_AT_ONCE, "bytes outside strings"),
+            (parts, most_parts, PARTS),
+            (values, most_values, "numbers"),
+            (unquoted, most_unquoted, "bytes outside strings"),
         ):
             if count > most:
-                raise _too_much(most, what)
+                raise _too_much(most, what, where)
 
 
-def _too_much(most: int, what: str) -> TooLarge:
-    where = "in one prompt or reward, or in all fields beside a list of these alone"
+def _too_much(most: int, what: str, where: str) -> TooLarge:
     return TooLarge("body", f"must have at most {most} {what} {where}; send less")
 
 

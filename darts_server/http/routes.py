@@ -1,10 +1,16 @@
-"""All routes of our own API, under ``/darts/v1``."""
+"""All routes of our own API, under ``/darts/v1``, and how vLLM's public routes stay cheap."""
 
+import asyncio
+import copy
+import time
 from typing import Any
 
+import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
-from starlette.routing import Route
+from starlette.datastructures import Headers
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.http.body import refuse_removed_parameters
 from darts_server.http.openapi import BEARER, FAILURES
@@ -18,6 +24,8 @@ from darts_server.store import Store
 from darts_server.weights.updates import Updates
 
 METRICS = "/metrics"
+PAUSE = 4.0
+"""Least pause between two answers that are made, in multiples of the time that the first took: milliseconds."""
 
 
 def router(
@@ -47,13 +55,83 @@ def router(
     return api
 
 
-def serve_metrics_in_the_loop(application: FastAPI) -> None:
-    """Serve vLLM's ``/metrics`` in the event loop, not in a thread: our gauges read what the loop changes meanwhile."""
-    found = [each.endpoint for each in application.routes if isinstance(each, APIRoute) and each.path == METRICS]
+class SharedAnswers:
+    """ASGI app that makes one answer for all requests that wait for the same one.
 
-    async def metrics(request: Request) -> Response:
-        answer: Response = found[0](request)
-        return answer
+    An answer is made after its requests have arrived, so it shows all that had happened when they were sent. While
+    there are many requests, answers are made for a fifth of the time at most. They are made in the event loop, whose
+    changes our gauges read.
+    """
 
-    if found:
-        application.routes.insert(0, Route(METRICS, metrics, include_in_schema=False))
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._pending: dict[object, asyncio.Task[list[Message]]] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._not_before = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        accepted = tuple(headers.getlist("accept")), tuple(headers.getlist("accept-encoding"))
+        key = (scope["method"], scope["query_string"], accepted)
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = asyncio.create_task(self._make(key, scope))
+            self._pending[key] = pending
+        for message in await asyncio.shield(pending):
+            await send(copy.deepcopy(message))  # middleware adds headers to it
+
+    async def _make(self, key: object, scope: Scope) -> list[Message]:
+        messages: list[Message] = []
+
+        async def no_body() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        async with self._one_at_a_time:
+            await asyncio.sleep(self._not_before - time.monotonic())
+            del self._pending[key]
+            begin = time.monotonic()
+            try:
+                await self._app(scope, no_body, keep)
+            finally:
+                end = time.monotonic()
+                self._not_before = end + PAUSE * (end - begin)
+        return messages
+
+
+def share_answers(application: FastAPI) -> None:
+    """Let public routes of vLLM's, whose answers take milliseconds to make, make few of them."""
+    for route in list(application.routes):
+        if isinstance(route, APIRoute) and route.path == METRICS:
+            application.routes.insert(0, _metrics_in_the_loop(route))
+        elif isinstance(route, Mount) and route.path == METRICS:
+            route.app = SharedAnswers(route.app)  # of all other paths that begin so
+        elif isinstance(route, Route) and route.path == application.openapi_url:
+            application.routes.insert(0, _made_once(application, route))
+
+
+def _metrics_in_the_loop(route: APIRoute) -> Route:
+    """vLLM's own route runs in a thread."""
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: Response = route.endpoint(Request(scope))
+        await answer(scope, receive, send)
+
+    return Route(METRICS, SharedAnswers(metrics), methods=["GET"], include_in_schema=False)
+
+
+def _made_once(application: FastAPI, route: Route) -> Route:
+    """The description of the API does not change while the server runs. Making it takes a second of a thread."""
+    made: list[bytes] = []
+    one_at_a_time = asyncio.Lock()
+
+    async def description(request: Request) -> Response:
+        async with one_at_a_time:
+            if not made:
+                await anyio.to_thread.run_sync(application.openapi)  # which the app keeps
+                made.append(bytes((await route.endpoint(request)).body))
+        return Response(made[0], media_type="application/json")
+
+    return Route(route.path, description, include_in_schema=False)

@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -28,9 +29,14 @@ class VllmPromptRenderer:
 
     def __init__(self, llm: AsyncLLM, chat_template: str | None = None) -> None:
         self._llm = llm
+        # As vLLM's routes: a template that tokenizes does so before the length of the text is checked.
+        is_mistral = getattr(type(llm.renderer.tokenizer), "IS_MISTRAL_TOKENIZER", False)
+        tokenize = is_mistral or llm.model_config.enable_prompt_embeds
         self._chat = ChatParams(
-            chat_template=load_chat_template(chat_template), chat_template_kwargs={"add_generation_prompt": True}
+            chat_template=load_chat_template(chat_template),
+            chat_template_kwargs={"add_generation_prompt": True, "tokenize": tokenize},
         )
+        self._chat_tokens = replace(llm.renderer.default_chat_tok_params, add_special_tokens=False)
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
         self.effective_sampling = self._sampling.effective
 
@@ -47,7 +53,7 @@ class VllmPromptRenderer:
         rendered: Any
         try:
             if conversation is not None:
-                _, (rendered,) = await renderer.render_chat_async([conversation], self._chat)
+                _, (rendered,) = await renderer.render_chat_async([conversation], self._chat, self._chat_tokens)
             else:
                 given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
                 parsed = parse_model_prompt(self._llm.model_config, given)

@@ -198,7 +198,7 @@ async def move_xargs(params: Any, raw_request: Any) -> None:
     body = await raw_request.body()  # it was read before, and is kept
     if XARGS.encode() not in body:
         return
-    sent = json.loads(body)
+    sent = await raw_request.json()  # it was parsed before, and is kept
     places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
     merged = dict(params.extra_args or {})
     for place, xargs in places.items():

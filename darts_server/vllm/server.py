@@ -1,5 +1,6 @@
 """vLLM's own HTTP server around the engine that shapes: its flags, its app, its routes."""
 
+import asyncio
 import os
 import socket
 from argparse import Namespace
@@ -27,6 +28,7 @@ from darts_server.vllm.platform import prepare, refuse_speculation
 from darts_server.vllm.routes import RAW_SUFFIX, ErrorFields, Extension, ReadOptions, attach
 from darts_server.vllm.sampling import PROCESSED_LOGPROBS
 from darts_server.vllm.shutdown import CONNECTION_SECONDS, Shutdown
+from darts_server.vllm.text_limits import limit_texts, tokenize_in_threads
 
 logger = getLogger(__name__)
 
@@ -109,6 +111,8 @@ async def make_app(
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
     raw_names = set(names[len(names) // 2 :])
+    limit_texts(llm.renderer)
+    tokenize_in_threads(application.state)
     attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
@@ -116,8 +120,14 @@ async def make_app(
     return application
 
 
-async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shutdown: Shutdown) -> None:
-    """Serve the app until the server stops."""
+async def serve(
+    application: FastAPI,
+    args: Namespace,
+    sock: socket.socket,
+    shutdown: Shutdown,
+    protocol: type[asyncio.Protocol],
+) -> None:
+    """Serve the app until the server stops. ``protocol``: uvicorn's of HTTP/1.1, as its ``--http``."""
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     log_config = get_uvicorn_log_config(args)
 
@@ -141,8 +151,7 @@ async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shut
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
-            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-            h11_max_header_count=args.h11_max_header_count,
+            http=protocol,
             **({} if log_config is None else {"log_config": log_config}),
         )
     await ended

@@ -1,3 +1,5 @@
+import asyncio
+import time
 from collections.abc import Iterator
 from threading import get_ident
 
@@ -5,9 +7,11 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_fastapi_instrumentator import Instrumentator
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 
-from darts_server.http.routes import serve_metrics_in_the_loop
+from darts_server.http.routes import PAUSE, SharedAnswers, share_answers
 from tests.http.serving import client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
@@ -65,7 +69,7 @@ def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:
     Gauge("shown", "What the loop changes.", registry=registry).set_function(read)
     application = FastAPI()
     Instrumentator(registry=registry).expose(application)
-    serve_metrics_in_the_loop(application)
+    share_answers(application)
 
     @application.get("/loop")
     async def loop() -> int:
@@ -74,3 +78,86 @@ def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:
     with TestClient(application) as client:
         assert "shown 1.0" in client.get("/metrics").text
         assert threads == [client.get("/loop").json()]
+
+
+class Counted:
+    """An app whose answer is the number of its answers. Each takes a moment of the event loop."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.answers += 1
+        time.sleep(0.005)
+        await receive()
+        await PlainTextResponse(str(self.answers))(scope, receive, send)
+
+
+async def ask(app: SharedAnswers, query: bytes = b"", **headers: str) -> str:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        for _, value in message.get("headers", []):
+            assert value != b"of another"
+        if "headers" in message:
+            message["headers"].append((b"x", b"of another"))  # as middleware does
+        sent.append(message)
+
+    async def never() -> Message:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    raw = [(name.encode().replace(b"_", b"-"), value.encode()) for name, value in headers.items()]
+    await app({"type": "http", "method": "GET", "query_string": query, "headers": raw}, never, send)
+    return bytes(sent[1]["body"]).decode()
+
+
+@pytest.mark.anyio
+async def test_requests_that_wait_together_get_one_answer_and_each_later_one_a_new_one() -> None:
+    app = SharedAnswers(counted := Counted())
+    assert set(await asyncio.gather(*(ask(app) for _ in range(100)))) == {"1"}
+    assert [await ask(app) for _ in range(3)] == ["2", "3", "4"]
+    assert counted.answers == 4
+
+
+@pytest.mark.anyio
+async def test_answers_differ_by_what_their_requests_ask_for() -> None:
+    app = SharedAnswers(Counted())
+    asked = [ask(app), ask(app, b"name[]=a"), ask(app, accept="text/plain"), ask(app, accept_encoding="text/plain")]
+    assert sorted(await asyncio.gather(*asked, ask(app))) == ["1", "1", "2", "3", "4"]
+
+
+@pytest.mark.anyio
+async def test_many_requests_leave_most_of_the_time_to_others() -> None:
+    app = SharedAnswers(Counted())
+    begin = time.monotonic()
+    await asyncio.gather(*(ask(app, b"%d" % number) for number in range(5)))
+    assert time.monotonic() - begin > 4 * PAUSE * 0.005
+
+
+def test_the_description_is_rendered_once_and_outside_of_the_event_loop() -> None:
+    application = FastAPI()
+    threads: list[int] = []
+    schema = application.openapi
+
+    def openapi() -> dict[str, object]:
+        threads.append(get_ident())
+        return schema()
+
+    application.openapi = openapi  # type: ignore[method-assign]
+
+    @application.get("/loop")
+    async def loop() -> int:
+        return get_ident()
+
+    with TestClient(application) as client:
+        plain = client.get("/openapi.json")
+        share_answers(application)
+        threads.clear()
+        for _ in range(3):
+            shared = client.get("/openapi.json")
+            assert shared.content == plain.content
+            assert shared.headers == plain.headers
+        assert client.head("/openapi.json").status_code == 200
+        assert len(threads) == 2  # FastAPI's own route, which is called once, reads what is kept then
+        assert threads[0] != client.get("/loop").json()

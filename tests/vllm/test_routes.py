@@ -248,6 +248,9 @@ class Body:
     async def body(self) -> bytes:
         return self._body
 
+    async def json(self) -> Any:
+        return json.loads(self._body)
+
 
 @pytest.mark.parametrize("inside", [True, False])
 async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:

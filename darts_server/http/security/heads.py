@@ -1,0 +1,126 @@
+"""Limit the heads of requests, and the requests that wait on one connection, before any of our code sees a request."""
+
+import json
+from asyncio import TimerHandle
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from darts_server.http.body import STALL_SECONDS
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Limit of a URL and all headers of its request together. Clients and proxies send some kilobytes at most."""
+MAX_HEADERS = 256
+"""vLLM's default for its flag ``--h11-max-header-count``, which this server's parser ignores."""
+MAX_PIPELINED = 32
+"""Requests that wait on a connection for the answer before theirs. Each takes kilobytes, and its text 30 bytes."""
+SLICE_BYTES = 64 * 1024
+"""Bytes that the parser gets at once. It joins the pieces of a header by itself, and has no limit for that."""
+
+_MESSAGES = {
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: (
+        f"the URL and the headers must have at most {MAX_HEAD_BYTES} bytes, in at most {MAX_HEADERS} headers; "
+        "send fewer or shorter ones, and data in the body"
+    ),
+    HTTPStatus.TOO_MANY_REQUESTS: (
+        f"at most {MAX_PIPELINED} requests may wait on one connection; read the answers before you send more"
+    ),
+    HTTPStatus.REQUEST_TIMEOUT: f"the headers were not complete within {STALL_SECONDS:.0f} seconds; send them at once",
+}
+
+
+class _Refused(Exception):
+    """The request that is being parsed is refused."""
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """uvicorn's faster HTTP protocol with limits, which uvicorn has for h11 alone.
+
+    It holds at most three times `MAX_HEAD_BYTES` of a head. A refused connection is closed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        # Bytes since the parser has last reported a part of a request: it keeps them, if they are of a header.
+        self._unreported = 0
+        self._in_head = False
+        self._head_timer: TimerHandle | None = None
+        self._refusal = HTTPStatus.BAD_REQUEST
+
+    def data_received(self, data: bytes) -> None:
+        for begin in range(0, len(data), SLICE_BYTES):
+            part = data[begin : begin + SLICE_BYTES]
+            self._unreported += len(part)
+            super().data_received(part)
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # refused, or a WebSocket
+                return
+            if self._unreported > MAX_HEAD_BYTES:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+                return
+        # Most heads arrive in one piece and need no timer.
+        if self._in_head and self._head_timer is None:
+            self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+
+    def on_message_begin(self) -> None:
+        self._unreported = 0
+        self._head_bytes = 0
+        self._in_head = True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HTTPStatus.TOO_MANY_REQUESTS
+            raise _Refused
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._add_to_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Also of a trailer, a header after a body in chunks.
+        self._add_to_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _add_to_head(self, size: int) -> None:
+        self._unreported = 0
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        self._unreported = 0
+        self._in_head = False
+        self._cancel_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unreported = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unreported = 0
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser does not take: uvicorn's answer, or our refusal if that is why it stopped."""
+        if self._refusal is HTTPStatus.BAD_REQUEST:
+            super().send_400_response(msg)
+        else:
+            self._refuse(self._refusal)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        error = {"message": _MESSAGES[status], "type": status.phrase, "param": None, "code": status.value}
+        body = json.dumps({"error": error}).encode()
+        headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + headers + body)
+        self.transport.close()
+
+    def _cancel_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
