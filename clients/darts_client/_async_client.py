@@ -152,7 +152,7 @@ class AsyncClient:
         prompts: RolloutPrompts,
         *,
         group_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         temperature: float = 1.0,
         seed: int | None = None,
         policy: str | Mapping[str, Any] | None = None,
@@ -176,7 +176,8 @@ class AsyncClient:
             async for group in groups: ...
         ```
 
-        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
+        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. With `max_tokens=None` an answer
+        may take as many tokens as its prompt leaves of the model's length. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
         With `num_groups` the batch ends with the first that many groups; with `min_groups` the policy `auto` chooses
         how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol`,
@@ -222,7 +223,7 @@ class AsyncClient:
         prompts: RolloutPrompts,
         *,
         group_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         chunk_tokens: int = 100,
         timeout: float | None = None,
         progress: bool = False,
@@ -240,7 +241,7 @@ class AsyncClient:
         return self._start_batch(request, lambda event: event, timeout, progress)
 
     async def stream(
-        self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
+        self, prompts: Any, *, group_size: int, max_tokens: int | None, ahead: int = 256, **options: Any
     ) -> AsyncGenerator[Group]:
         """Yield a group for each prompt, while the server goes on with the next `ahead` prompts.
 
@@ -277,7 +278,13 @@ class AsyncClient:
                 await batch.aclose()
 
     async def batch(
-        self, prompts: RolloutPrompts, *, group_size: int, max_tokens: int, timeout: float | None = None, **options: Any
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int | None,
+        timeout: float | None = None,
+        **options: Any,
     ) -> Batch:
         """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
 
@@ -320,7 +327,7 @@ class AsyncClient:
         *,
         n: int,
         pattern: str | Sequence[str],
-        max_tokens: int,
+        max_tokens: int | None,
         weights: Weights = "majority",
         score: Score | None = None,
         temperature: float = 1.0,
@@ -341,12 +348,12 @@ class AsyncClient:
         "lowest_logprob". Any other of vLLM's sampling parameters is passed on.
         """
         prompt_json = prompt_body(prompt)
-        own = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        own = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
         body = {
             "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
             "n": n,
             "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-            "sampling": drop_none(own) | sampling,
+            "sampling": {"max_tokens": max_tokens} | drop_none(own) | sampling,
             **drop_none({"weights": weights, "score": score, "key": key}),
         }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)

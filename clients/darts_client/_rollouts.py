@@ -84,7 +84,7 @@ def rollouts_request(
     /,
     *,
     group_size: int,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float = 1.0,
     seed: int | None = None,
     policy: str | Mapping[str, Any] | None = None,
@@ -106,7 +106,7 @@ def rollouts_request(
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
     prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
-    own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+    own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
@@ -120,7 +120,7 @@ def rollouts_request(
     body = {
         "prompts": prompt_list,
         "group_size": group_size,
-        "sampling": drop_none(own_sampling) | sampling,
+        "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
         **drop_none({"stream": stream, **options}),
     }
     return RolloutsRequest(

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
@@ -57,9 +58,7 @@ class VllmPromptRenderer:
         except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
             reason = f"cannot be rendered for this model: {type(error).__name__}: {error}"
             raise InvalidRequest(_prompt_field(prompt), reason) from error
-        # What the prompt leaves of the model's context, as by vLLM's routes.
-        left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
-        params.max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+        _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
         # Check it before the first candidate starts; errors name the fields of our own API.
         try:
@@ -89,6 +88,37 @@ class VllmPromptRenderer:
         logprobs = None if values is None else array("d", values)
         reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
         return Sample(tokens, logprobs, completion.text, reason)
+
+
+def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
+    """Check that prompt and answer fit into the model's length, and set ``max_tokens`` where the caller leaves it open.
+
+    ``max_tokens`` is never made smaller, as on vLLM's completions and chats: a trainer that takes an answer of fewer
+    tokens for a whole one would learn from a truncated one. ``length``: of the prompt. ``limit``: the model's length.
+
+    Raises:
+        InvalidRequest: names the prompt, unless it is the sampling parameter alone that does not fit.
+    """
+    if params.max_tokens is not None:
+        needed = params.max_tokens
+        name = "max_tokens"
+        cause = (
+            f"sampling.max_tokens is {needed} (16 if it is left out); shorten the prompt, lower max_tokens, or send "
+            "null for what the prompt leaves"
+        )
+    else:
+        needed = max(1, params.min_tokens)
+        name = "min_tokens"
+        cause = f"its answer has {needed} or more; shorten the prompt, or use a server with a larger --max-model-len"
+    if needed >= limit:
+        raise InvalidRequest(f"sampling.{name}", f"must be below the model's length of {limit} tokens, got {needed}")
+    if length + needed > limit:
+        raise InvalidRequest(
+            _prompt_field(prompt),
+            f"has {length} tokens, and may have at most {limit - needed}: the model's length is {limit}, and {cause}",
+        )
+    if params.max_tokens is None:
+        params.max_tokens = limit - length
 
 
 def _prompt_field(prompt: PromptSpec) -> str:

@@ -169,10 +169,10 @@ async def test_only_batches_that_carry_over_take_what_was_carried_over(server: S
 
 
 class Picky(Texts):
-    """Renders no prompt ``"40"``, and ``"30"`` only without sampling parameters."""
+    """Renders no prompt ``"40"``, and ``"30"`` only for an answer of one token."""
 
     async def make_request(self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str) -> str:
-        if prompt.text == "40" or (prompt.text == "30" and sampling):
+        if prompt.text == "40" or (prompt.text == "30" and sampling.get("max_tokens") != 1):
             raise InvalidRequest("text", f"{prompt.text} is refused")
         return await super().make_request(prompt, {}, size, request_id)
 
@@ -186,10 +186,11 @@ async def test_a_refused_batch_takes_nothing_and_a_prompt_that_cannot_be_rendere
         await server.registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
     assert server.registry._carried.count(None) == 3
     assert "dropped" not in caplog.text
+    short = {"sampling": {"max_tokens": 1}}
     with pytest.raises(InvalidRequest, match="num_groups"):
-        await server.registry.open(request("11", carried=True, num_groups=4), WHOLE)
+        await server.registry.open(request("11", carried=True, num_groups=4, **short), WHOLE)
     assert names([prompt for _, prompt in server.registry._carried]) == ["30", "50"], "they are given back"
-    done = await server.run(request("11", carried=True, carry=Carry.DROP))
+    done = await server.run(request("11", carried=True, carry=Carry.DROP, **short))
     assert [(result.number, key(result)) for result in done.results] == [(0, "11"), (1, "30"), (2, "50")]
     assert done.carried == 0
     assert "1 prompts that were carried over are dropped" in caplog.text
