@@ -1,7 +1,7 @@
 """`/darts/v1/rollouts`: requests are built, and the groups of its answers are checked."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
@@ -98,6 +98,10 @@ def rollouts_request(
     durable: bool = True,
     idempotency_key: str | None = None,
     chunk_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     **sampling: Any,
 ) -> RolloutsRequest:
     """Build one request for all of `prompts`. The arguments are those of the clients' `rollouts`."""
@@ -116,6 +120,10 @@ def rollouts_request(
         "carry": carry,
         "carried": carried or None,
         "chunk_tokens": chunk_tokens,
+        "chat_template_kwargs": chat_template_kwargs,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
     }
     body = {
         "prompts": prompt_list,

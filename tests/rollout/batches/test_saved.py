@@ -120,6 +120,19 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
         assert SavedPrompts(file, "model").take(0) == [], "also if this server is killed"
 
 
+def test_chat_options_are_kept_and_prompts_of_servers_without_them_still_read(
+    file: InMemory, saved: SavedPrompts
+) -> None:
+    specs = [PromptSpec(messages=b"[{}]"), PromptSpec(messages=b"[{}]", chat_options=b'{"tools":[{}]}')]
+    prompts: list[Owned] = [(None, CarriedPrompt(spec, ("chat", "content"))) for spec in specs]
+    saved.save(prompts)
+    documents: list[Any] = [msgspec.msgpack.decode(value) for value in file.values]  # type: ignore[arg-type]
+    assert [document[0] for document in documents] == [2, 3], "servers without them refuse the second"
+    del documents[0][3]["chat_options"]
+    file.values[0] = msgspec.msgpack.encode(documents[0])
+    assert plain(saved.take(0)) == plain(prompts)
+
+
 @pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
 def test_what_other_weights_have_generated_is_not_used(
     model: str, version: int, file: InMemory, saved: SavedPrompts
