@@ -118,11 +118,12 @@ class VllmPromptRenderer:
         # vLLM's route would refuse tools that it has no parser for, which a batch does not need, unless this is null.
         request = ChatCompletionRequest(messages=[], tool_choice=None, **options)
         # Not validated, as its parser takes what it needs: pydantic collects all errors of all messages, for seconds.
-        request.messages = json.loads(messages)
-        for message in request.messages:
+        conversation = json.loads(messages)
+        for message in conversation:
             reasoning = message.pop("reasoning_content", None)  # as vLLM's route does it while it validates
             if reasoning is not None and message.get("reasoning") is None:
                 message["reasoning"] = reasoning
+        request.messages = conversation
         rendered = await self._chats.render_chat(request)
         if isinstance(rendered, ErrorResponse):
             raise ValueError(rendered.error.message)

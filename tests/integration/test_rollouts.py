@@ -141,6 +141,28 @@ def test_a_prompt_has_the_same_key_as_text_as_a_chat_and_as_tokens(server: Serve
     assert other != keys[0]
 
 
+def test_groups_that_end_in_one_step_are_returned_by_the_batches_that_want_them(server: Server) -> None:
+    """All answers have the same length: in every step of the engine all groups that run may be complete."""
+    requested = [{"text": text, "key": f"together/{i}"} for i, text in enumerate(prompts(8, seed=7))]
+    sampling = {"max_tokens": 30, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    body: dict[str, Any] = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+    expected = {
+        group["prompt_key"]: [_content(t) for t in group["trajectories"]]
+        for group in post(server, body | {"prompts": requested}).json()["groups"]
+    }
+    body |= {"carry": "resume", "carried": True, "num_groups": 3}
+    returned: dict[str, Any] = {}
+    for number in range(3):
+        answer = post(server, body | {"prompts": requested if number == 0 else []}).json()
+        if number == 1:
+            body["num_groups"] = 2
+        keys = [group["prompt_key"] for group in answer["groups"]]
+        assert (len(keys), answer["carried"]) == [(3, 5), (3, 2), (2, 0)][number]
+        assert not returned.keys() & keys
+        returned |= {group["prompt_key"]: [_content(t) for t in group["trajectories"]] for group in answer["groups"]}
+    assert returned == expected
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "most"),
     [

@@ -17,7 +17,8 @@ def chat_options(prompts: list[dict[str, Any]], **shared: Any) -> list[bytes | N
 def test_all_chats_of_a_batch_have_its_options_as_one_object() -> None:
     tools = [{"type": "function", "function": {"name": "a" * 1000}}]
     first, text, second = chat_options([CHAT, {"text": "b"}, CHAT], tools=tools, add_generation_prompt=False)
-    assert first is second is not None, "a batch must not take the memory of its options for every prompt"
+    assert first is not None
+    assert first is second, "a batch must not take the memory of its options for every prompt"
     assert json.loads(first) == {"tools": tools, "add_generation_prompt": False}
     assert text is None
     assert chat_options([CHAT]) == [None]

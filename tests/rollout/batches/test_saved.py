@@ -396,6 +396,17 @@ async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_to
         assert all(prompt.group is not None for _, prompt in server.registry._carried)
 
 
+async def test_a_group_that_ended_with_the_last_wanted_one_is_returned_by_the_next_server(file: InMemory) -> None:
+    async with serving(file) as server:
+        done = await finish(server.harness, await server.begin(0, "10", "10", "10", carry=Carry.RESUME, num_groups=1))
+        assert len(done.results) == 1
+        await server.stop()
+    async with serving(file) as server:
+        done = await finish(server.harness, await server.begin(0, "50", carry=Carry.RESUME, num_groups=2, carried=True))
+        assert [(key(result), len(result.samples)) for result in done.results] == [("10", 4)] * 2
+        assert server.engine.now < 10, "nothing is generated again"
+
+
 async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
     """Before they have reached the engine again, and those that had finished."""
     async with serving(None) as server:
