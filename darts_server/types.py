@@ -188,7 +188,8 @@ class PromptSpec:
     """A caller's prompt: exactly one of token ids, chat messages and text.
 
     ``messages``: as JSON, and ``metadata``: a JSON object, returned with the group unchanged; as Python objects they
-    would take many times the memory. ``key``: the caller's key for the prompt's statistics.
+    would take many times the memory. ``key``: the caller's key for the prompt's statistics. ``chat_options``: how
+    ``messages`` become tokens, a JSON object with fields of vLLM's chat route, such as ``tools``; ``None`` for none.
     """
 
     token_ids: Sequence[int] | None = None
@@ -196,11 +197,12 @@ class PromptSpec:
     text: str | None = None
     key: str | None = None
     metadata: bytes | None = None
+    chat_options: bytes | None = None
 
     @property
     def size_bytes(self) -> int:
         """Memory that it takes: 36 for each token id in a list, and that of everything else."""
-        others = (self.messages, self.text, self.metadata)
+        others = (self.messages, self.text, self.metadata, self.chat_options)
         return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(each) for each in others if each is not None)
 
 

@@ -152,7 +152,7 @@ class AsyncClient:
         prompts: RolloutPrompts,
         *,
         group_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         temperature: float = 1.0,
         seed: int | None = None,
         policy: str | Mapping[str, Any] | None = None,
@@ -167,6 +167,10 @@ class AsyncClient:
         idempotency_key: str | None = None,
         timeout: float | None = None,
         progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         **sampling: Any,
     ) -> AsyncRollouts[Group]:
         """Yield each group of a batch as soon as it is complete; at the end the iterator has `usage` and `unfinished`.
@@ -176,7 +180,8 @@ class AsyncClient:
             async for group in groups: ...
         ```
 
-        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. `policy` is a name, or a mapping
+        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. With `max_tokens=None` an answer
+        may take as many tokens as its prompt leaves of the model's length. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
         With `num_groups` the batch ends with the first that many groups; with `min_groups` the policy `auto` chooses
         how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol`,
@@ -194,7 +199,9 @@ class AsyncClient:
         The same `idempotency_key` with the same arguments finds the same batch while the server keeps it. Leaving the
         iterator early, by `break` or an exception, cancels the batch on the server at the end of `async with`.
 
-        `timeout` bounds the seconds of the whole batch. `progress` draws a bar.
+        `timeout` bounds the seconds of the whole batch. `progress` draws a bar. `chat_template_kwargs`, such as
+        `{"enable_thinking": False}`, `tools`, `add_generation_prompt` and `continue_final_message` are vLLM's, for all
+        chats of the batch; a `PromptSpec` may have others.
         """
         request = rollouts_request(
             prompts,
@@ -213,6 +220,10 @@ class AsyncClient:
             logprobs=logprobs,
             durable=durable,
             idempotency_key=idempotency_key,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **sampling,
         )
         return self._start_batch(request, completed_group, timeout, progress)
@@ -222,7 +233,7 @@ class AsyncClient:
         prompts: RolloutPrompts,
         *,
         group_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         chunk_tokens: int = 100,
         timeout: float | None = None,
         progress: bool = False,
@@ -240,7 +251,7 @@ class AsyncClient:
         return self._start_batch(request, lambda event: event, timeout, progress)
 
     async def stream(
-        self, prompts: Any, *, group_size: int, max_tokens: int, ahead: int = 256, **options: Any
+        self, prompts: Any, *, group_size: int, max_tokens: int | None, ahead: int = 256, **options: Any
     ) -> AsyncGenerator[Group]:
         """Yield a group for each prompt, while the server goes on with the next `ahead` prompts.
 
@@ -277,7 +288,13 @@ class AsyncClient:
                 await batch.aclose()
 
     async def batch(
-        self, prompts: RolloutPrompts, *, group_size: int, max_tokens: int, timeout: float | None = None, **options: Any
+        self,
+        prompts: RolloutPrompts,
+        *,
+        group_size: int,
+        max_tokens: int | None,
+        timeout: float | None = None,
+        **options: Any,
     ) -> Batch:
         """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
 
@@ -320,13 +337,17 @@ class AsyncClient:
         *,
         n: int,
         pattern: str | Sequence[str],
-        max_tokens: int,
+        max_tokens: int | None,
         weights: Weights = "majority",
         score: Score | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         logprobs: bool = False,
         key: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         **sampling: Any,
     ) -> Vote:
         """Return the most frequent answer of up to `n` trajectories; the rest is stopped once the answer is certain.
@@ -338,16 +359,26 @@ class AsyncClient:
 
         `pattern` finds the answer: a regular expression with one group, "boxed", or a list of the possible answers.
         `weights` other than "majority" depend on a `score`: "head", the server's quality head, or "logprob" and
-        "lowest_logprob". Any other of vLLM's sampling parameters is passed on.
+        "lowest_logprob". The options of a chat are those of `rollouts`. Any other of vLLM's sampling parameters is
+        passed on.
         """
         prompt_json = prompt_body(prompt)
-        own = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        own = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        options = {
+            "weights": weights,
+            "score": score,
+            "key": key,
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         body = {
             "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
             "n": n,
             "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-            "sampling": drop_none(own) | sampling,
-            **drop_none({"weights": weights, "score": score, "key": key}),
+            "sampling": {"max_tokens": max_tokens} | drop_none(own) | sampling,
+            **drop_none(options),
         }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))

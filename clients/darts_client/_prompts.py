@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
@@ -21,12 +21,17 @@ class PromptSpec:
     """A prompt (text, token ids or a chat) with its key and metadata.
 
     `key`: the name that its statistics are kept under; by default derived from its tokens. `metadata` is returned with
-    the group.
+    the group. The other fields are vLLM's, for a chat: they come before those of its batch, and of
+    `chat_template_kwargs` each argument by itself.
     """
 
     prompt: str | Sequence[int] | Chat
     key: str | None = None
     metadata: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 RolloutPrompt = str | Sequence[int] | Chat | PromptSpec
@@ -58,7 +63,8 @@ def iterate_prompts(prompts: Any) -> Iterator[Any]:
 def prompt_body(prompt: Any) -> dict[str, Any]:
     """Return the JSON of a prompt in any form."""
     if isinstance(prompt, PromptSpec):
-        return prompt_body(prompt.prompt) | drop_none({"key": prompt.key, "metadata": prompt.metadata})
+        others = {field.name: getattr(prompt, field.name) for field in fields(prompt) if field.name != "prompt"}
+        return prompt_body(prompt.prompt) | drop_none(others)
     if isinstance(prompt, str):
         return {"text": prompt}
     if len(prompt) and isinstance(prompt[0], Mapping):

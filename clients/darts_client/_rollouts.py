@@ -1,7 +1,7 @@
 """`/darts/v1/rollouts`: requests are built, and the groups of its answers are checked."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
@@ -84,7 +84,7 @@ def rollouts_request(
     /,
     *,
     group_size: int,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float = 1.0,
     seed: int | None = None,
     policy: str | Mapping[str, Any] | None = None,
@@ -98,6 +98,10 @@ def rollouts_request(
     durable: bool = True,
     idempotency_key: str | None = None,
     chunk_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     **sampling: Any,
 ) -> RolloutsRequest:
     """Build one request for all of `prompts`. The arguments are those of the clients' `rollouts`."""
@@ -106,7 +110,7 @@ def rollouts_request(
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
     prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
-    own_sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+    own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
@@ -116,11 +120,15 @@ def rollouts_request(
         "carry": carry,
         "carried": carried or None,
         "chunk_tokens": chunk_tokens,
+        "chat_template_kwargs": chat_template_kwargs,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
     }
     body = {
         "prompts": prompt_list,
         "group_size": group_size,
-        "sampling": drop_none(own_sampling) | sampling,
+        "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
         **drop_none({"stream": stream, **options}),
     }
     return RolloutsRequest(

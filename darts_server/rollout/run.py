@@ -69,6 +69,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """The group's record; ``None`` until it has ended."""
         self.interrupted: DartsError | None = None
         """Why it was ended from outside; ``None`` if it was not, or if its caller had all of it by then."""
+        self.is_surplus = False
+        """Whether it was stopped to be carried over, as its batch had enough groups."""
         self.engine = context.engine
         self._observer, self._clock = context.observer, context.clock
         self._on_end = on_end
@@ -287,6 +289,11 @@ class GroupRun(Generic[RequestT, OutputT]):
         return self._group.outcome is not None
 
     @property
+    def is_complete(self) -> bool:
+        """Whether its trajectories were selected, though its caller may not have taken all of them yet."""
+        return self._group.outcome is Outcome.COMPLETED
+
+    @property
     def size(self) -> int | None:
         """Trajectories that it returns; ``None`` while its requests are being collected."""
         return self._group.rule.size if self._group.is_open else None
@@ -295,7 +302,15 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _feed(self, *events: Event) -> None:
         """Pass events to the group and carry out its decisions."""
+        quota = self.spec.quota
         try:
+            if quota is not None and not quota.left and not self.has_ended:
+                # Groups may finish in one step of the engine. One that is complete is counted, and could not go on in
+                # another batch: so it is stopped before it hears of its last candidate, which is carried over whole.
+                self.is_surplus = True
+                self.stop_to_carry()
+                self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
+                return
             self._act(self._group.handle(*events))
         except Exception as error:
             self._handle_bug(error, *events)
@@ -331,6 +346,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self.deliveries.put_nowait(index)
                 case Complete(selection=selection):
                     self._selected = len(selection)
+                    if self.spec.quota is not None:
+                        self.spec.quota.left -= 1
                     self._close()
                     for index in selection:
                         if index not in self._group.delivered:

@@ -25,6 +25,13 @@ class OnAbort(Enum):
     """What `CandidateRunner.collect_carried` returns, for another run that goes on with it."""
 
 
+@dataclass(slots=True)
+class Quota:
+    """Groups of one batch that may still be complete. At 0 each of the others is stopped, to be carried over."""
+
+    left: int
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec(Generic[RequestT]):
     """Describe a group before anything of it is started.
@@ -37,6 +44,7 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
         on_abort: what its caller gets if it is aborted.
+        quota: shared by the groups of a batch that carries over what its groups have generated.
     """
 
     plan: Plan
@@ -46,6 +54,7 @@ class GroupSpec(Generic[RequestT]):
     tail_seed: Sequence[int] | None = None
     early: bool = field(default=False, kw_only=True)
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
+    quota: Quota | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

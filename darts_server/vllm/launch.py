@@ -193,7 +193,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
         async with probing(llm) as probes:
             model = VllmModel(llm)
             llm.loras = model.loras
-            port, renderer = VllmEngine(llm, probes), VllmPromptRenderer(llm, args.chat_template)
+            port, renderer = VllmEngine(llm, probes), VllmPromptRenderer(llm, args)
             yield RunningEngine(llm, port, renderer, model, args.served_model_name[0], fingerprint)
     finally:
         if llm.rollouts is not None:

@@ -1,14 +1,19 @@
 """Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
 
 import json
+from argparse import Namespace
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
-from vllm.renderers.params import ChatParams
+from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import RequestTokens
@@ -20,23 +25,26 @@ from darts_server.vllm.prompt_request import PromptRequest
 from darts_server.vllm.sampling import REFUSALS, SamplingReader, named_parameter
 from darts_server.vllm.validation import PROMPT, check_group, check_request
 
+TOO_LONG = ("input_tokens", "input_text")
+"""What vLLM's errors name if a prompt is longer than the model's length."""
+
 
 class VllmPromptRenderer:
     """Implements :class:`darts_server.engine.port.PromptRenderer`.
 
-    ``chat_template``: a template or the path of its file, as for vLLM's flag; ``None`` for the model's own.
+    ``args``: vLLM's flags. Chats become tokens by those of its chat route.
     """
 
-    def __init__(self, llm: AsyncLLM, chat_template: str | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, args: Namespace) -> None:
         self._llm = llm
-        # As vLLM's routes: a template that tokenizes does so before the length of the text is checked.
-        is_mistral = getattr(type(llm.renderer.tokenizer), "IS_MISTRAL_TOKENIZER", False)
-        tokenize = is_mistral or llm.model_config.enable_prompt_embeds
-        self._chat = ChatParams(
-            chat_template=load_chat_template(chat_template),
-            chat_template_kwargs={"add_generation_prompt": True, "tokenize": tokenize},
+        self._chats = OnlineRenderer(
+            llm.model_config,
+            llm.renderer,
+            request_logger=None,
+            chat_template=load_chat_template(args.chat_template),
+            chat_template_content_format=args.chat_template_content_format,
+            default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
         )
-        self._chat_tokens = replace(llm.renderer.default_chat_tok_params, add_special_tokens=False)
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
         self.effective_sampling = self._sampling.effective
 
@@ -45,27 +53,18 @@ class VllmPromptRenderer:
     ) -> PromptRequest:
         params = self._sampling.read(sampling, size)
         # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
-        renderer = self._llm.renderer
-        conversation: Any = None if prompt.messages is None else json.loads(prompt.messages)
-        for number, message in enumerate(conversation or ()):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
         rendered: Any
-        try:
-            if conversation is not None:
-                _, (rendered,) = await renderer.render_chat_async([conversation], self._chat, self._chat_tokens)
-            else:
+        if prompt.messages is not None:
+            rendered = await self._render_chat(prompt.messages, prompt.chat_options)
+        else:
+            renderer = self._llm.renderer
+            try:
                 given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
                 parsed = parse_model_prompt(self._llm.model_config, given)
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
-        except REFUSALS as error:
-            raise InvalidRequest(_prompt_field(prompt), str(error)) from error
-        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
-            reason = f"cannot be rendered for this model: {type(error).__name__}: {error}"
-            raise InvalidRequest(_prompt_field(prompt), reason) from error
-        # What the prompt leaves of the model's context, as by vLLM's routes.
-        left = self._llm.model_config.max_model_len - len(rendered.get("prompt_token_ids") or ())
-        params.max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+            except Exception as error:
+                raise _unrendered(_prompt_field(prompt), error) from error
+        _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
         # Check it before the first candidate starts; errors name the fields of our own API.
         try:
@@ -77,6 +76,58 @@ class VllmPromptRenderer:
         except REFUSALS as error:
             raise InvalidRequest(named_parameter(error, sampling) or _prompt_field(prompt), str(error)) from error
         return request
+
+    async def _render_chat(self, messages: bytes, chat_options: bytes | None) -> Any:
+        """Return the prompt that vLLM's chat route makes of the same fields.
+
+        Raises:
+            InvalidRequest: names the first field without which the rest is a prompt, or the messages.
+        """
+        for number, message in enumerate(json.loads(messages)):
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
+        options = json.loads(chat_options or b"{}")
+        if options.get("continue_final_message") and options.get("add_generation_prompt", True):
+            raise InvalidRequest(
+                "continue_final_message", 'needs "add_generation_prompt": false, as on vLLM\'s chat route; add that'
+            )
+        try:
+            return await self._apply_template(messages, options)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            raise InvalidRequest(place.lstrip("."), first["msg"]) from error
+        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
+            cause = "messages"
+            if getattr(error, "parameter", None) not in TOO_LONG:
+                for name in options:
+                    others = {other: value for other, value in options.items() if other != name}
+                    if await self._has_prompt(messages, others):
+                        cause = name
+                        break
+            raise _unrendered(cause, error) from error
+
+    async def _has_prompt(self, messages: bytes, options: Mapping[str, Any]) -> bool:
+        try:
+            await self._apply_template(messages, options)
+        except Exception:
+            return False
+        return True
+
+    async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
+        # vLLM's route would refuse tools that it has no parser for, which a batch does not need, unless this is null.
+        request = ChatCompletionRequest(messages=[], tool_choice=None, **options)
+        # Not validated, as its parser takes what it needs: pydantic collects all errors of all messages, for seconds.
+        conversation = json.loads(messages)
+        for message in conversation:
+            reasoning = message.pop("reasoning_content", None)  # as vLLM's route does it while it validates
+            if reasoning is not None and message.get("reasoning") is None:
+                message["reasoning"] = reasoning
+        request.messages = conversation
+        rendered = await self._chats.render_chat(request)
+        if isinstance(rendered, ErrorResponse):
+            raise ValueError(rendered.error.message)
+        return rendered[1][0]
 
     def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
@@ -95,6 +146,43 @@ class VllmPromptRenderer:
         logprobs = None if values is None else array("d", values)
         reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
         return Sample(tokens, logprobs, completion.text, reason)
+
+
+def _unrendered(field: str, error: Exception) -> InvalidRequest:
+    if isinstance(error, REFUSALS):
+        return InvalidRequest(field, str(error))
+    return InvalidRequest(field, f"cannot be rendered for this model: {type(error).__name__}: {error}")
+
+
+def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
+    """Check that prompt and answer fit into the model's length, and set ``max_tokens`` where the caller leaves it open.
+
+    ``max_tokens`` is never made smaller, as on vLLM's completions and chats: a trainer that takes an answer of fewer
+    tokens for a whole one would learn from a truncated one. ``length``: of the prompt. ``limit``: the model's length.
+
+    Raises:
+        InvalidRequest: names the prompt, unless it is the sampling parameter alone that does not fit.
+    """
+    if params.max_tokens is not None:
+        needed = params.max_tokens
+        name = "max_tokens"
+        cause = (
+            f"sampling.max_tokens is {needed} (16 if it is left out); shorten the prompt, lower max_tokens, or send "
+            "null for what the prompt leaves"
+        )
+    else:
+        needed = max(1, params.min_tokens)
+        name = "min_tokens"
+        cause = f"its answer has {needed} or more; shorten the prompt, or use a server with a larger --max-model-len"
+    if needed >= limit:
+        raise InvalidRequest(f"sampling.{name}", f"must be below the model's length of {limit} tokens, got {needed}")
+    if length + needed > limit:
+        raise InvalidRequest(
+            _prompt_field(prompt),
+            f"has {length} tokens, and may have at most {limit - needed}: the model's length is {limit}, and {cause}",
+        )
+    if params.max_tokens is None:
+        params.max_tokens = limit - length
 
 
 def _prompt_field(prompt: PromptSpec) -> str:

@@ -35,10 +35,7 @@ def rollouts(
     group_size: int,
     num_groups: int,
 ) -> Rollouts:
-    """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete.
-
-    With a method that resumes, others may be complete at the same moment: these are returned too.
-    """
+    """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete."""
     steps_before = decode_steps(client)
     batch = client.rollouts(
         prompts,

@@ -20,6 +20,17 @@ CHAT = [{"role": "user", "content": "hello"}]
         (CHAT, [{"messages": CHAT}]),
         ([CHAT, "a"], [{"messages": CHAT}, {"text": "a"}]),
         (PromptSpec("a", key="k"), [{"text": "a", "key": "k"}]),
+        (
+            PromptSpec(CHAT, tools=[{"a": 1}], chat_template_kwargs={"b": None}, add_generation_prompt=False),
+            [
+                {
+                    "messages": CHAT,
+                    "tools": [{"a": 1}],
+                    "chat_template_kwargs": {"b": None},
+                    "add_generation_prompt": False,
+                }
+            ],
+        ),
         ([PromptSpec([1], metadata={}), PromptSpec(CHAT)], [{"token_ids": [1], "metadata": {}}, {"messages": CHAT}]),
     ],
 )

@@ -36,6 +36,11 @@ def test_options_are_where_the_server_expects_them() -> None:
     made = body(policy=policy, min_groups=1, carry="restart")
     assert (made["policy"], made["min_groups"], made["carry"]) == (policy, 1, "restart")
     assert "num_groups" not in made
+    options = {"chat_template_kwargs": {"a": False}, "tools": [{}], "continue_final_message": True}
+    made = body(add_generation_prompt=False, **options)
+    assert {name: made[name] for name in options} == options
+    assert made["add_generation_prompt"] is False
+    assert body(max_tokens=None)["sampling"]["max_tokens"] is None, "left out it would be 16"
 
 
 def test_each_durable_batch_has_its_own_key_or_the_callers() -> None:

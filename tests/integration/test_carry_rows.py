@@ -69,7 +69,7 @@ class Row:
             await asyncio.sleep(self.random.uniform(0, 0.2))
             await getattr(self, fault)(batch)
         if fault != "disconnect":
-            self.check(await batch, total)
+            self.check(await batch, total, int(TAKEN * total))
 
     async def update(self, batch: asyncio.Task[httpx.Response]) -> None:
         answer = await self.client.put("/darts/v1/weights", content=save(ORIGINAL))
@@ -90,9 +90,10 @@ class Row:
         self.returned[f"{self.policy}/{self.sent - 1}"] += len(answer.json()["groups"])
         self.carried = answer.json()["carried"]
 
-    def check(self, answer: httpx.Response, total: int) -> None:
+    def check(self, answer: httpx.Response, total: int, most: int) -> None:
         assert answer.status_code == 200, answer.text
         body = answer.json()
+        assert len(body["groups"]) <= most, "as many as were asked for, or fewer after an abort"
         for group in body["groups"]:
             assert group["error"] is None, group["error"]
             assert len(group["trajectories"]) == SIZE
@@ -110,7 +111,8 @@ class Row:
         """Run what is left, if anything is, and check that each prompt was returned once."""
         body = {"prompts": [], "carried": True, "group_size": SIZE, "sampling": {"max_tokens": 160, "logprobs": True}}
         if self.carried:
-            self.check(await self.client.post("/darts/v1/rollouts", json=body | self.options), self.carried)
+            answer = await self.client.post("/darts/v1/rollouts", json=body | self.options)
+            self.check(answer, self.carried, self.carried)
         assert set(self.returned.values()) == {1}
         assert {f"{self.policy}/{i}" for i in range(self.sent)} - self.returned.keys() <= self.unsure
 

@@ -66,7 +66,9 @@ def check_serves(server: Server) -> None:
         ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"repetition_detection": {"max_pattern_size": 2**64, "min_count": 2}}, "repetition_detection"),
-        ({"min_tokens": 314, "max_tokens": 318}, "min_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"max_tokens": 320}, "max_tokens"),
+        ({"min_tokens": 320, "max_tokens": None}, "min_tokens"),
     ],
 )
 def test_a_sampling_parameter_that_the_engine_cannot_take_is_named(

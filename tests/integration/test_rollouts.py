@@ -141,6 +141,67 @@ def test_a_prompt_has_the_same_key_as_text_as_a_chat_and_as_tokens(server: Serve
     assert other != keys[0]
 
 
+def test_groups_that_end_in_one_step_are_returned_by_the_batches_that_want_them(server: Server) -> None:
+    """All answers have the same length: in every step of the engine all groups that run may be complete."""
+    requested = [{"text": text, "key": f"together/{i}"} for i, text in enumerate(prompts(8, seed=7))]
+    sampling = {"max_tokens": 30, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    body: dict[str, Any] = {"group_size": 1, "sampling": sampling, "policy": {"name": "off"}}
+    expected = {
+        group["prompt_key"]: [_content(t) for t in group["trajectories"]]
+        for group in post(server, body | {"prompts": requested}).json()["groups"]
+    }
+    body |= {"carry": "resume", "carried": True, "num_groups": 3}
+    returned: dict[str, Any] = {}
+    for number in range(3):
+        answer = post(server, body | {"prompts": requested if number == 0 else []}).json()
+        if number == 1:
+            body["num_groups"] = 2
+        keys = [group["prompt_key"] for group in answer["groups"]]
+        assert (len(keys), answer["carried"]) == [(3, 5), (3, 2), (2, 0)][number]
+        assert not returned.keys() & keys
+        returned |= {group["prompt_key"]: [_content(t) for t in group["trajectories"]] for group in answer["groups"]}
+    assert returned == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "most"),
+    [
+        ({"token_ids": [5] * 320}, {"max_tokens": 1}, 319),
+        ({"token_ids": [5] * 320}, {"max_tokens": None}, 319),
+        ({"text": "7" * 310}, {"max_tokens": 100}, 220),
+        ({"messages": [{"role": "user", "content": "7" * 310}]}, {}, 304),
+        ({"token_ids": [5] * 316}, {"max_tokens": None, "min_tokens": 5}, 315),
+    ],
+)
+def test_a_prompt_without_room_for_its_answer_is_named_with_its_length(
+    server: Server, prompt: dict[str, Any], sampling: dict[str, object], most: int
+) -> None:
+    """Never with a value that the caller has not sent, nor by a shorter answer than the one that was asked for."""
+    [(field, content)] = prompt.items()
+    length = len(content) if field != "messages" else len(content[0]["content"])
+    answer = post(server, {"prompts": [{"text": "7"}, prompt], "group_size": 2, "sampling": sampling})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == f"prompts[1].{field}"
+    assert f"has {length} tokens, and may have at most {most}:" in answer.text
+    if field != "messages":
+        vote = {"prompt": content, "n": 2, "pattern": "(7)", "sampling": sampling}
+        answer = httpx.post(f"{server.url}/darts/v1/vote", json=vote, timeout=240)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "prompt"
+    if sampling.get("max_tokens", 0) is not None and field != "messages":
+        completion = {"model": "tiny", "prompt": content} | sampling
+        assert httpx.post(f"{server.url}/v1/completions", json=completion, timeout=240).status_code == 400
+
+
+def test_an_answer_may_take_all_that_its_prompt_leaves(server: Server) -> None:
+    body = {"prompts": [{"token_ids": [5] * 310}], "group_size": 2, "policy": {"name": "off"}}
+    for max_tokens in (10, None):
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True}
+        answer = post(server, body | {"sampling": sampling}).json()
+        assert answer["sampling"].get("max_tokens") == max_tokens, "what was asked for, or nothing"
+        assert [t["length"] for t in answer["groups"][0]["trajectories"]] == [10, 10]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

@@ -50,7 +50,7 @@ class Batch:
 
 Carry = Literal["restart", "resume"]
 Request = Callable[[Sequence[TokenIds], int], Sequence[Group]]
-"""Requests groups of prompts, and returns the first so many that are complete, or a few more."""
+"""Requests groups of prompts, and returns the first so many that are complete; of an earlier server a few more."""
 
 
 class BatchesAhead:
@@ -83,7 +83,7 @@ class BatchesAhead:
     ) -> None:
         self._order = order
         self._drawn, self._pending = position.drawn, position.pending
-        self._spare: list[tuple[int, TokenIds, Group]] = []  # complete at the same moment as the last one needed
+        self._spare: list[tuple[int, TokenIds, Group]] = []  # more than were needed, of an earlier server
         self._size = size
         self._most = ceil(size * (1 + ahead))
         self._batches = batches

@@ -3,6 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from msgspec import Raw
 from pydantic import (
     BaseModel,
@@ -18,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from darts_server.exceptions import DartsError
+from darts_server.exceptions import DartsError, InvalidRequest, TooLarge
 from darts_server.http.body import Body
 from darts_server.http.errors import fields_of
 from darts_server.http.resources.trajectories import (
@@ -42,13 +43,22 @@ from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinish
 from darts_server.types import FinishReason, PromptSpec
 
 MAX_PROMPTS = 100_000
+MAX_OPTION_BYTES = 256 * 1024
+"""Of a prompt's tools, and of its template's arguments: more than a hundred tools with their descriptions have less."""
+MAX_TOOLS = 1024
+"""vLLM validates all of them before it names the first that is wrong: some milliseconds."""
+MAX_SHARED_BYTES = 64 * 1024 * 1024
+"""Of a batch's chat options, times the chats that are rendered with them: as much as a body may have."""
 
 
-def _as_json(kind: Any) -> GetPydanticSchema:
+def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
     """Validate a field as of that type, and keep it as JSON, which takes a fraction of the memory of the objects."""
 
     def encode(value: object) -> bytes:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        encoded = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        if max_bytes is not None and len(encoded) > max_bytes:
+            raise ValueError(f"must have at most {max_bytes} bytes as JSON, got {len(encoded)}; send less")
+        return encoded
 
     return GetPydanticSchema(lambda _, handler: no_info_after_validator_function(encode, handler(kind)))
 
@@ -70,7 +80,56 @@ JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
 
 
-class PromptIn(Body):
+Tools = Annotated[
+    bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)], MAX_OPTION_BYTES)
+]
+TemplateKwargs = Annotated[bytes, _as_json(dict[str, Any], MAX_OPTION_BYTES)]
+
+
+class ChatOptionsIn(Body):
+    """How messages become tokens, by fields of vLLM's chat route."""
+
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None, description="Arguments of the chat template, such as `enable_thinking`."
+    )
+    tools: Tools | None = Field(None, description="Functions that the chat template shows, in OpenAI's form.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with what begins an answer. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Whether the answer goes on with the last message. Needs `add_generation_prompt` to be false.",
+    )
+
+    def chat_options(self) -> dict[str, Raw]:
+        """Return the options that were sent, by name, as JSON."""
+        given = {name: getattr(self, name) for name in ChatOptionsIn.model_fields}
+        return {
+            name: Raw(value if isinstance(value, bytes) else msgspec.json.encode(value))
+            for name, value in given.items()
+            if value is not None
+        }
+
+    def check_messages(self, messages: bytes | None) -> None:
+        """
+        Raises:
+            ValueError: there are options, and no messages for them.
+        """
+        if messages is None and (options := self.chat_options()):
+            raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
+
+
+def merge_chat_options(common: dict[str, Raw], own: dict[str, Raw]) -> dict[str, Raw]:
+    """Return the options of one prompt: its own before those of the batch, and of template arguments each by itself."""
+    name = "chat_template_kwargs"
+    merged = common | own
+    if name in common and name in own:
+        both = [msgspec.json.decode(options[name], type=dict[str, Raw]) for options in (common, own)]
+        merged[name] = Raw(msgspec.json.encode(both[0] | both[1]))
+    return merged
+
+
+class PromptIn(ChatOptionsIn):
     """A prompt, as exactly one of token ids, messages and text."""
 
     token_ids: TokenIds | None = Field(None, min_length=1)
@@ -84,11 +143,12 @@ class PromptIn(Body):
         if (self.token_ids is not None) + (self.messages is not None) + (self.text is not None) != 1:
             given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
             raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
+        self.check_messages(self.messages)
         return self
 
 
-class RolloutsIn(Body):
-    """A batch of prompts."""
+class RolloutsIn(ChatOptionsIn):
+    """A batch of prompts. Its chat options are those of all its messages, where a prompt has no others."""
 
     prompts: list[PromptIn] = Field(max_length=MAX_PROMPTS, description='At least one, unless "carried" has some.')
     group_size: int = Field(ge=1, description="Trajectories returned per prompt.")
@@ -143,9 +203,38 @@ class RolloutsIn(Body):
         return value
 
     def request(self) -> BatchRequest:
-        """Return the batch that runs: all fields but those of the answer's form."""
-        prompts = [PromptSpec(p.token_ids, p.messages, p.text, p.key, p.metadata) for p in self.prompts]
-        return BatchRequest(prompts, **self.model_dump(exclude={"prompts", "stream", "chunk_tokens"}))
+        """Return the batch that runs: all fields but those of the answer's form.
+
+        Raises:
+            InvalidRequest: the batch has chat options, and no messages.
+            TooLarge: its chat options would be rendered too often.
+        """
+        common = self.chat_options()
+        shared = msgspec.json.encode(common) if common else None
+        if shared is not None:
+            chats = sum(prompt.messages is not None for prompt in self.prompts)
+            name = next(iter(common))
+            if not chats:
+                raise InvalidRequest(
+                    name, "is for prompts with messages alone, and there is none (carried prompts keep their own)"
+                )
+            if len(shared) * chats > MAX_SHARED_BYTES:
+                raise TooLarge(
+                    max(common, key=lambda name: len(bytes(common[name]))),
+                    f"is rendered with each of {chats} prompts: the batch's chat options may have at most "
+                    f"{MAX_SHARED_BYTES // chats} bytes together; send fewer prompts per request",
+                )
+        prompts = []
+        for prompt in self.prompts:
+            options = None
+            if prompt.messages is not None:
+                own = prompt.chat_options()
+                options = msgspec.json.encode(merge_chat_options(common, own)) if own else shared
+            prompts.append(
+                PromptSpec(prompt.token_ids, prompt.messages, prompt.text, prompt.key, prompt.metadata, options)
+            )
+        others = {"prompts", "stream", "chunk_tokens", *ChatOptionsIn.model_fields}
+        return BatchRequest(prompts, **self.model_dump(exclude=others))
 
 
 class TrajectoryOut(SampleOut):

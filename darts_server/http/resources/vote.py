@@ -2,13 +2,14 @@
 
 from typing import Annotated, Any, Self
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
-from darts_server.http.resources.rollouts_models import Messages, TokenIds
+from darts_server.http.resources.rollouts_models import ChatOptionsIn, Messages, TokenIds
 from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
@@ -47,7 +48,7 @@ Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")], _
 PatternIn = Annotated[Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")], _text_or(dict)]
 
 
-class VoteIn(Body):
+class VoteIn(ChatOptionsIn):
     """A question, as exactly one of prompt and messages, and how answers are found and weighted."""
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
@@ -78,14 +79,17 @@ class VoteIn(Body):
         given = [name for name in ("prompt", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt and messages, got {given or 'none'}")
+        self.check_messages(self.messages)
         return self
 
     @property
     def question(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
+        own = self.chat_options()
+        options = msgspec.json.encode(own) if own else None
         return VoteRequest(
-            prompt=PromptSpec(tokens, self.messages, text, self.key),
+            prompt=PromptSpec(tokens, self.messages, text, self.key, chat_options=options),
             n=self.n,
             pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
             weights=self.weights,

@@ -24,6 +24,10 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
 
 
+SHORTEST: Mapping[str, object] = {"max_tokens": 1}
+"""Sampling parameters of the shortest answer: a prompt that is too long for them is too long for all others."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """A batch as its caller submits it: a group of ``group_size`` for each prompt.
@@ -155,7 +159,7 @@ async def prepare_batch(
                     await add("carried", old.prompt, old)
                 except InvalidRequest as error:
                     try:
-                        await renderer.make_request(old.prompt, {}, 1, batch_id)
+                        await renderer.make_request(old.prompt, SHORTEST, 1, batch_id)
                     except InvalidRequest:  # its server had another chat template or a longer context
                         lost.append((old, error))
                     else:

@@ -182,9 +182,12 @@ class CarriedPrompts:
 
 
 class _SavedPrompt(msgspec.Struct, array_like=True):
-    """A document on the disk: MessagePack, in which dataclasses are maps. ``group``: decoded by itself."""
+    """A document on the disk: MessagePack, in which dataclasses are maps. ``group``: decoded by itself.
 
-    format: Literal[2]
+    ``format``: 3 if the prompt has `PromptSpec.chat_options`, which earlier versions would leave out without a word.
+    """
+
+    format: Literal[2, 3]
     model: str
     owner: str | None
     prompt: PromptSpec
@@ -219,7 +222,8 @@ class SavedPrompts:
             for owner, prompt in prompts:
                 if time.monotonic() >= until:
                     break
-                fields = (2, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
+                number = 2 if prompt.prompt.chat_options is None else 3
+                fields = (number, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
                 documents.append(_ENCODER.encode(fields))
                 size += len(documents[-1])
                 if size >= WRITE_BYTES:

@@ -26,7 +26,7 @@ from darts_server.rollout.batches.events import (
 )
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.spec import GroupSpec, OnAbort, Quota
 from darts_server.serving.admission import caller
 from darts_server.types import Sample
 
@@ -109,6 +109,7 @@ class BatchRun:
         self._carry = prepared.carry
         by_carry = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
         self._on_abort = by_carry[self._carry]
+        self._quota = Quota(prepared.enough) if self._carry is Carry.RESUME else None
         self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
         self._is_running = False
         self._interrupted_by: DartsError | None = None
@@ -207,8 +208,7 @@ class BatchRun:
         """Run all groups until enough are complete; return the results in the order in which they were decided.
 
         A group that is aborted is decided, by an error, unless its prompt is carried over: then it is undecided. If
-        groups can go on later, those that have ended when enough are complete are decided too: they were counted, and
-        must not be complete a second time.
+        groups can go on later, no more than enough are complete, see `Quota`.
         """
         results: list[GroupResult] = []
 
@@ -238,7 +238,11 @@ class BatchRun:
                         self._places.release()
                     if result is None:
                         continue
-                    decide(self._groups[result.number], result)
+                    group = self._groups[result.number]
+                    run = group.run
+                    if result.error is not None and self._quota is not None and run is not None and run.is_complete:
+                        self._quota.left += 1  # what it had generated could not be read: another one may be complete
+                    decide(group, result)
                     self._missing -= result.error is None
                     if not self._missing:
                         break
@@ -296,6 +300,8 @@ class BatchRun:
         """Run one group; ``None`` if it was aborted and its prompt is carried over."""
         await self._places.acquire()
         await self._rollouts.starts.wait(group=group.allocation.candidates)
+        if self._quota is not None and not self._quota.left:
+            return None
         group.has_started = True
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         group_id = f"{self.batch_id}-{group.number}"
@@ -315,7 +321,16 @@ class BatchRun:
             # With a feed, each trajectory is reported as soon as it is known to belong to its group, unless that may go
             # on in another group.
             early, key = feed is not None and not can_carry, group.prompt_key
-            spec = GroupSpec(self.plan, group.request, group_id, key, tail_seed, early=early, on_abort=self._on_abort)
+            spec = GroupSpec(
+                self.plan,
+                group.request,
+                group_id,
+                key,
+                tail_seed,
+                early=early,
+                on_abort=self._on_abort,
+                quota=self._quota,
+            )
             held = self._ticket.split(group.allocation.candidates)
             carried = () if resumed is None else resumed.candidates
             run = group.run = self._rollouts.start(spec, group.allocation, held, carried)
@@ -330,6 +345,10 @@ class BatchRun:
                         if feed is not None:
                             feed.trajectory_selected(group.number, trajectory.index, sample)
             except DartsError as error:
+                if run.is_surplus:
+                    await self._keep_generated(group, run)
+                    group.run = None
+                    return None
                 if run.interrupted is None:
                     raise
                 return await self._interrupted(group, replace(result, error=error), samples)

@@ -120,6 +120,19 @@ def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) 
         assert SavedPrompts(file, "model").take(0) == [], "also if this server is killed"
 
 
+def test_chat_options_are_kept_and_prompts_of_servers_without_them_still_read(
+    file: InMemory, saved: SavedPrompts
+) -> None:
+    specs = [PromptSpec(messages=b"[{}]"), PromptSpec(messages=b"[{}]", chat_options=b'{"tools":[{}]}')]
+    prompts: list[Owned] = [(None, CarriedPrompt(spec, ("chat", "content"))) for spec in specs]
+    saved.save(prompts)
+    documents: list[Any] = [msgspec.msgpack.decode(value) for value in file.values]  # type: ignore[arg-type]
+    assert [document[0] for document in documents] == [2, 3], "servers without them refuse the second"
+    del documents[0][3]["chat_options"]
+    file.values[0] = msgspec.msgpack.encode(documents[0])
+    assert plain(saved.take(0)) == plain(prompts)
+
+
 @pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
 def test_what_other_weights_have_generated_is_not_used(
     model: str, version: int, file: InMemory, saved: SavedPrompts
@@ -381,6 +394,17 @@ async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_to
     async with serving(file) as server:
         assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
         assert all(prompt.group is not None for _, prompt in server.registry._carried)
+
+
+async def test_a_group_that_ended_with_the_last_wanted_one_is_returned_by_the_next_server(file: InMemory) -> None:
+    async with serving(file) as server:
+        done = await finish(server.harness, await server.begin(0, "10", "10", "10", carry=Carry.RESUME, num_groups=1))
+        assert len(done.results) == 1
+        await server.stop()
+    async with serving(file) as server:
+        done = await finish(server.harness, await server.begin(0, "50", carry=Carry.RESUME, num_groups=2, carried=True))
+        assert [(key(result), len(result.samples)) for result in done.results] == [("10", 4)] * 2
+        assert server.engine.now < 10, "nothing is generated again"
 
 
 async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
