@@ -32,6 +32,7 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import Ticket, caller
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
@@ -41,6 +42,9 @@ WINDOW = 64
 """Groups of which the log says how many were sealed short."""
 OFTEN = 0.25
 """Share of these from which it does, once."""
+MAX_RESTING = 4096
+"""Counted groups of all callers that wait for further requests while none of their own runs: four steps of 1,024
+groups. Of too many, the oldest of the caller that has most ends as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +405,14 @@ class _CountedGroup:
         """Report the group once nothing of it runs, and it is full or has waited long enough for further requests."""
         records = [member.record for member in self.members if member.record is not None]
         is_full = self.seats == self.size
-        if len(records) < len(self.members) or not (is_full or self.is_over_at_rest):
-            return
         groups = self.groups
+        if len(records) < len(self.members):
+            return
+        if not (is_full or self.is_over_at_rest):
+            dropped = groups.resting.put(self.owner or "", self, None)
+            if dropped is not None:
+                dropped.expire()
+            return
         groups.forget(self)
         if self.timer is not None:
             self.timer.cancel()
@@ -459,6 +468,8 @@ class CountedGroups:
         self._timeout = timeout
         self._named_timeout = named_timeout
         self._groups: dict[str, list[_CountedGroup]] = {}  # by join key
+        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
+        """Groups that wait for further requests, and of which none runs, of each caller."""
 
     def join(
         self,
@@ -486,6 +497,7 @@ class CountedGroups:
                 is_over_at_rest=self.draining,
             )
             groups.append(group)
+        self.resting.pop(group.owner or "", group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)
         group.request_ids += (request_id,)
@@ -513,6 +525,7 @@ class CountedGroups:
 
     def forget(self, group: _CountedGroup) -> None:
         """Let no further request join a group that has ended."""
+        self.resting.pop(group.owner or "", group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]

@@ -21,7 +21,7 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "logprobs": 0, "ret
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(DARTS, tmp_path_factory.mktemp("counted") / "log", "--policy", "auto") as running:
+    with serve(DARTS, tmp_path_factory.mktemp("counted") / "log", "--policy", "auto", "--enable-scale-out") as running:
         yield running
 
 
@@ -69,6 +69,27 @@ async def test_a_named_group_is_recorded_and_every_caller_gets_its_own_answer(se
         ]
         report = (await client.post("/darts/v1/rewards", json={"rewards": rewards})).json()
         assert (report["unknown"], report["matched"] + report["repeated"]) == (0, SIZE), "equal answers match together"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_completion_tokens": 20}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 20}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20}),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20, "temperature": 1}}),
+    ],
+)
+async def test_groups_are_recorded_on_every_route(server: Server, path: str, body: dict[str, Any]) -> None:
+    name = path.replace("/", " ").strip()
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        sent = {"model": "tiny"} | body
+        group = {"X-Darts-Group": f"id={name};size={SIZE}"}
+        answers = await asyncio.gather(*(client.post(path, json=sent, headers=group) for _ in range(SIZE)))
+        assert {answer.status_code for answer in answers} == {200}, answers[0].text
+        assert len({answer.headers["X-Darts-Group-Id"] for answer in answers}) == 1
+        [record] = (await client.get(f"/darts/v1/groups/{name}")).json()["groups"]
+        assert (record["outcome"], len(record["candidates"])) == ("completed", SIZE)
 
 
 async def test_a_size_of_the_server_makes_groups_of_opening_requests_alone(server: Server) -> None:

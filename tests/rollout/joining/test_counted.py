@@ -7,6 +7,7 @@ import pytest
 from darts_server.records import GroupRecord
 from darts_server.rollout.joining import CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
+from darts_server.rollout.turns import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
 from tests.rollout.joining.joining import NAMED_WAIT, WAIT, SteppedLoop
@@ -147,6 +148,22 @@ async def test_a_request_that_waits_for_new_weights_is_of_these() -> None:
     first = harness.recorder.records[0]
     assert not first.mixed_versions
     assert first.candidates[2].started_at is None
+
+
+async def test_the_oldest_of_too_many_groups_that_wait_ends_as_it_is() -> None:
+    harness = Harness()
+    harness.groups.resting = Kept(2)
+    for prompt in ("first", "second"):
+        finish(harness.join(prompt, prompt=prompt), 4)
+    running = harness.join("first again", prompt="first")
+    finish(harness.join("third", prompt="third"), 4)
+    assert harness.recorder.records == []
+    finish(running, 4)
+    assert [record.group_id for record in harness.recorder.records] == ["group-second"]
+    assert harness.groups.resting.size == 2
+    await advance(WAIT)
+    assert len(harness.recorder.records) == 3
+    assert harness.groups.resting.size == 0
 
 
 async def test_a_server_that_stops_waits_for_no_further_requests() -> None:
