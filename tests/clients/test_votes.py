@@ -49,7 +49,8 @@ def test_a_vote_may_have_no_answer_and_has_logprobs_on_request(client: Client) -
 def test_a_chat_is_sent_as_messages() -> None:
     server = FakeServer(ANSWER)
     with Client(URL, transport=server.transport) as client:
-        client.vote([{"role": "user", "content": "p"}], n=2, max_tokens=9, pattern=["4"], seed=3, min_p=0.1)
+        chat = [{"role": "user", "content": "p"}]
+        client.vote(chat, n=2, max_tokens=9, pattern=["4"], seed=3, min_p=0.1, chat_template_kwargs={"a": False})
     assert server.routes == [("POST", "/darts/v1/vote")]
     assert json.loads(server.requests[0].content) == {
         "messages": [{"role": "user", "content": "p"}],
@@ -57,6 +58,7 @@ def test_a_chat_is_sent_as_messages() -> None:
         "pattern": {"choices": ["4"]},
         "sampling": {"max_tokens": 9, "temperature": 1.0, "seed": 3, "min_p": 0.1},
         "weights": "majority",
+        "chat_template_kwargs": {"a": False},
     }
 
 
