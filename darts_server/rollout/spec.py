@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic
 
-from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
@@ -37,6 +37,7 @@ class GroupSpec(Generic[RequestT]):
         tail_seed: seed of the sampled tail; ``None`` for a fresh one.
         early: deliver each trajectory as soon as it is known to belong to the group.
         on_abort: what its caller gets if it is aborted.
+        tokens: that its request takes, as far as that is known before it runs.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class GroupSpec(Generic[RequestT]):
     tail_seed: Sequence[int] | None = None
     early: bool = field(default=False, kw_only=True)
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
+    tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

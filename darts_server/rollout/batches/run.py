@@ -315,7 +315,16 @@ class BatchRun:
             # With a feed, each trajectory is reported as soon as it is known to belong to its group, unless that may go
             # on in another group.
             early, key = feed is not None and not can_carry, group.prompt_key
-            spec = GroupSpec(self.plan, group.request, group_id, key, tail_seed, early=early, on_abort=self._on_abort)
+            spec = GroupSpec(
+                self.plan,
+                group.request,
+                group_id,
+                key,
+                tail_seed,
+                early=early,
+                on_abort=self._on_abort,
+                tokens=self._renderer.tokens(group.request),
+            )
             held = self._ticket.split(group.allocation.candidates)
             carried = () if resumed is None else resumed.candidates
             run = group.run = self._rollouts.start(spec, group.allocation, held, carried)
